@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from dcvit.dcmha.verification import Case
 
 LOG = logging.getLogger(__name__)
+Sizes: TypeAlias = Mapping[str, Any]
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
 VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
 # Name -> arguments of `attention_case`.
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Sizes] = {
     "ViT-S/16": VIT,
     "ViT-S/16, batch 6": VIT | {"batch": 6},
     "ViT-S/16, float32": VIT | {"dtype": "float32"},
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _for_platform(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _for_platform(sizes: Sizes) -> Sizes:
     """Return the sizes of a case, on a CPU at most `CPU_LIMITS`."""
     from dcvit.dcmha.dispatch import platform
 

@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             name = word.partition("=")[0]
-            if re.match("--|-[A-Za-z]", word) and name not in valid:
+            if re.match(r"--|-[A-Za-z]\S*$", word) and name not in valid:
                 raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
         # argparse does not accept "--" in intermixed words.
         args, unknown = (self.parse_known_args if "--" in words else self.parse_known_intermixed_args)(words)

@@ -4,20 +4,21 @@ identity of files, by which a change is noticed while a run reads them and befor
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError
 from input_pipeline.optional import tensorflow
 
+FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 MAX_SHOWN = 500  # characters of a path that is too long
@@ -52,7 +53,7 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
 
     Args:
       folder: the folder.
-      hidden: also yield hidden files and those in hidden folders, whose names begin with a dot.
+      hidden: also yield hidden files and hidden folders, whose names begin with a dot and which are not entered.
 
     Raises:
       InputError: a folder cannot be read, or its path is too long.
@@ -63,12 +64,13 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
         try:
             with os.scandir(inside) as scanned:
                 entries = [entry for entry in scanned if hidden or not entry.name.startswith(".")]
-            pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+            folders = {e.path for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")}
             files = [
                 entry.path
                 for entry in entries
-                if not entry.is_dir(follow_symlinks=False) and os.path.isfile(entry)  # noqa: PTH113 - a link to itself is no file
+                if entry.path not in folders and (entry.name.startswith(".") or os.path.isfile(entry))  # noqa: PTH113 - a link to itself is no file
             ]
+            pending += folders
         except OSError as e:
             shown = inside if len(inside) <= MAX_SHOWN else f"{inside[:MAX_SHOWN]}…"
             raise InputError(f"cannot read {shown}: {e.strerror}") from None
@@ -96,6 +98,7 @@ class FileState(NamedTuple):
     inode: int  # modulo 2⁶³; 0 for remote files
     size: int  # in bytes
     changed: int  # time of the last change in ns
+    replaced: int = 0  # time of the last change of its name or mode, too
 
 
 def file_state(path: str) -> FileState:
@@ -107,13 +110,22 @@ def file_state(path: str) -> FileState:
         status = os.stat(path)  # noqa: PTH116 - sources may have a million files
     if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
         raise ReadingError(f"{path} is not a regular file")
-    return FileState(status.st_ino & ((1 << 63) - 1), status.st_size, status.st_mtime_ns)
+    return FileState(status.st_ino & ((1 << 63) - 1), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def check_unchanged(path: str, state: FileState) -> None:
-    """Raise ReadingError if a file is not in this state any more."""
-    if file_state(path) != state:
+    """Raise ReadingError if a file is not in this state any more.
+
+    A file system in user space may give an unchanged file another inode, and a change of its mode is none of its data.
+    """
+    found = file_state(path)
+    is_other = found.inode != state.inode and found.replaced != state.replaced
+    if is_other or (found.size, found.changed) != (state.size, state.changed):
         raise ReadingError(f"{path} was changed or replaced after it was opened")
+
+
+def _states(paths: Sequence[str]) -> list[int]:
+    return [number for path in paths for number in file_state(path)]
 
 
 class OpenedFiles:
@@ -129,30 +141,39 @@ class OpenedFiles:
           ReadingError: a file is missing or not a regular file.
         """
         self.paths, self.root = paths, f"{root}/"
-        self.states = np.array([file_state(path) for path in paths], np.int64)  # (files, 3)
+        self.states = array.array("q")  # the numbers of each file: a million tuples need much more memory
+        size = max(1, len(paths) // 64)
+        with ThreadPoolExecutor(16) as pool:  # remote files take long
+            for states in pool.map(_states, [paths[start : start + size] for start in range(0, len(paths), size)]):
+                self.states.extend(states)
 
     def state(self, number: int) -> FileState:
         """Return the state of a file when it was opened."""
-        return FileState(*self.states[number].tolist())
+        return FileState(*self.states[FIELDS * number : FIELDS * (number + 1)])
+
+    def nbytes(self) -> int:
+        """Return the size of all files in bytes."""
+        return sum(self.states[1::FIELDS])
 
     def digests(self) -> dict[str, str]:
         """Return hashes that a copy of the files has, too: of names, sizes and content, of consecutive files together.
 
         Up to PIECES · PIECE_BYTES of content are hashed completely. Of more, pieces at regular distances are hashed,
-        which include the end of each file if there are at most PIECES files. Of remote files no content is read.
+        which include the end of each file. Of more than PIECES files, some at regular distances are read. Of remote
+        files no content is read.
 
         Raises:
           ReadingError: a file cannot be read, or was changed or replaced after it was opened.
         """
-        count = len(self.paths)
+        count, whole = len(self.paths), self.nbytes() <= PIECES * PIECE_BYTES
         ends = [count * i // ENTRIES for i in range(ENTRIES + 1)] if count > ENTRIES else [*range(count + 1)]
         found = {}
         for start, end in itertools.pairwise(ends):
             digest = hashlib.blake2b(digest_size=16)
             for number in range(start, end):
-                digest.update(f"{self._name(number)}\0{self.states[number, 1]}\0".encode(errors="surrogateescape"))
+                digest.update(f"{self._name(number)}\0{self.state(number).size}\0".encode(errors="surrogateescape"))
                 if number % -(-count // PIECES) == 0 and "://" not in self.paths[number]:
-                    self._add_content(digest, number)
+                    self._add_content(digest, number, whole)
             names = dict.fromkeys((self._name(start), self._name(end - 1)))
             found[" … ".join(names)] = digest.hexdigest()
         return found
@@ -160,10 +181,9 @@ class OpenedFiles:
     def _name(self, number: int) -> str:
         return self.paths[number].removeprefix(self.root)
 
-    def _add_content(self, digest: hashlib.blake2b, number: int) -> None:
+    def _add_content(self, digest: hashlib.blake2b, number: int, whole: bool) -> None:
         """Add the pieces of a file to a hash, the last of which is the end of the file."""
-        path, size = self.paths[number], int(self.states[number, 1])
-        whole = int(self.states[:, 1].sum()) <= PIECES * PIECE_BYTES
+        path, size = self.paths[number], self.state(number).size
         pieces = max(1, -(-size // PIECE_BYTES) if whole else PIECES // len(self.paths))
         check_unchanged(path, self.state(number))
         with named_errors(path, error=ReadingError), open(path, "rb") as file:  # noqa: PTH123

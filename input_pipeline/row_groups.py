@@ -7,11 +7,13 @@ damaged or encrypted.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from input_pipeline.errors import InputError
+from input_pipeline.files import FileState, file_state
 from input_pipeline.optional import parquet_errors, require
 
 if TYPE_CHECKING:
@@ -19,10 +21,8 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 MAX_DECODED, MAX_RATIO = 1 << 25, 8  # bytes, besides this many for each stored byte
-MAX_FOOTER = 1 << 22  # bytes, of thousands of row groups
-MAX_NAMES = (
-    1 << 21
-)  # characters of the names of all columns, each with those of its parents, as pyarrow.parquet keeps them
+MAX_FOOTER, FOOTER_PART = 1 << 22, 256  # bytes, or this part of a large file
+MAX_NAMES = 1 << 21  # characters of the names of all columns, each with those of all groups of columns
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 22  # decoded at a time; a single row may have more
 READ_BYTES = 1 << 20  # of a file at a time
 HEADER_BYTES = (1 << 10, 1 << 16, 1 << 24)  # read for the header of a page; the last is pyarrow's limit
@@ -31,9 +31,8 @@ PREFIXES = 7  # the encoding of values by the length of the prefix that they sha
 
 SHORT, LONG = 5, 6  # Thrift's numbers of its types of integers, of 32 and 64 bits
 
-Value = (
-    Any  # of a Thrift structure: an integer, bytes, a list, Fields, or None for a value of a type that is not needed
-)
+# Of a Thrift structure: an integer, bytes, a list, Fields, or None for a value of a type that is not needed.
+Value = Any
 Fields = dict[int, Value]
 
 
@@ -66,7 +65,7 @@ def open_parquet(path: str, what: str = "") -> Iterator[OpenedParquet]:
     """
     options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
     with parquet_errors(path, what), Path(path).open("rb") as raw:
-        groups = _row_groups(raw)
+        groups = _row_groups(path, file_state(path))
         with require("pyarrow.parquet").ParquetFile(path, **options) as file:
             yield OpenedParquet(file, raw, groups)
 
@@ -84,22 +83,12 @@ def check_pages(opened: OpenedParquet, number: int, columns: Sequence[str], what
       InputError: a header is damaged, or a page has more bytes than `most_decoded`.
     """
     found = Pages(0, 1)
-    for chunk in opened.groups[number].get(1) or ():
-        try:
-            metadata = chunk[3]
-            name = b".".join(metadata[3]).decode() + "."
-            if not any(name.startswith(f"{column}.") for column in columns):
-                continue
-            if 8 in chunk or _integer(metadata, 5) != _integer(opened.groups[number], 3):
+    with _damage_named(what):
+        for chunk in _chunks(opened, number, columns):
+            if 8 in chunk or _integer(chunk[3], 5) != _integer(opened.groups[number], 3):
                 raise ValueError("an encrypted column, or other numbers of values and rows")
-            pages = _chunk_pages(opened.raw, metadata, what)
-        except InputError:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
-            raise InputError(
-                f"{what} cannot be read as Parquet: the header of a page is damaged or encrypted"
-            ) from None
-        found = Pages(found.stored + pages.stored, max(found.largest, pages.largest))
+            pages = _chunk_pages(opened.raw, chunk[3], what)
+            found = Pages(found.stored + pages.stored, max(found.largest, pages.largest))
     return found
 
 
@@ -111,22 +100,50 @@ def read_batches(
     yield from opened.file.iter_batches(rows, row_groups=[number], columns=list(columns), use_threads=False)
 
 
-def _row_groups(file: BinaryIO) -> list[Fields]:
-    """Return the row groups in the footer of a file; [] if pyarrow will find that it is none.
+def decoded_bytes(opened: OpenedParquet, number: int, columns: Sequence[str], what: str) -> int:
+    """Return the bytes of some columns of a row group after decompression, according to the footer."""
+    with _damage_named(what):
+        return sum(_integer(chunk[3], 6) for chunk in _chunks(opened, number, columns))
+
+
+def _chunks(opened: OpenedParquet, number: int, columns: Sequence[str]) -> Iterator[Fields]:
+    """Yield the parts of some columns, and of the fields in them, in a row group."""
+    for chunk in opened.groups[number].get(1) or ():
+        name = b".".join(chunk[3][3]).decode() + "."
+        if any(name.startswith(f"{column}.") for column in columns):
+            yield chunk
+
+
+@contextlib.contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    """Convert errors about the fields of structures to an InputError about `what`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        raise InputError(f"{what} cannot be read as Parquet: the header of a page is damaged or encrypted") from None
+
+
+@functools.lru_cache(maxsize=2)  # files are read one row group at a time
+def _row_groups(path: str, state: FileState) -> list[Fields]:
+    """Return the row groups in the footer of a file in this state; [] if pyarrow will find that it is none.
 
     Raises:
       ValueError: the footer is damaged, or it or the names in it are too large.
     """
-    end = file.seek(0, 2)
-    file.seek(max(0, end - 8))
-    size = int.from_bytes(file.read(4), "little")
-    if file.read() != b"PAR1" or size + 8 > end:
-        return []
-    if size > MAX_FOOTER:
-        raise ValueError(f"its footer has {size:,} bytes, more than {MAX_FOOTER:,}")
-    file.seek(end - 8 - size)
+    with Path(path).open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - 8))
+        size = int.from_bytes(file.read(4), "little")
+        if file.read() != b"PAR1" or size + 8 > end:
+            return []
+        if size > (limit := max(MAX_FOOTER, end // FOOTER_PART)):
+            raise ValueError(f"its footer has {size:,} bytes, more than {limit:,}")
+        file.seek(end - 8 - size)
+        data = file.read(size)
     try:
-        footer, _ = _structure(file.read(size), 0, LONG)
+        footer, _ = _structure(data, 0, LONG)
         inner = sum(len(element[4]) + 1 for element in footer[2] if 5 in element)
         names = sum(len(element[4]) + inner for element in footer[2] if 5 not in element)
         groups: list[Fields] = [group for group in footer[4] if _integer(group, 3) >= 0]

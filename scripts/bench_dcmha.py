@@ -44,7 +44,8 @@ from dcvit.reproduction.rounds import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
 Kind: TypeAlias = Literal["plain", "DC", "grouped", "folded", "DC weights", "folded weights", "combine"]
-Function: TypeAlias = Callable[..., Any]  # of the arguments of a kind
+Arguments: TypeAlias = tuple[object, ...]  # of a kind
+Function: TypeAlias = Callable[..., object]  # of the arguments of a kind
 
 
 class Shape(NamedTuple):
@@ -97,7 +98,7 @@ def limit() -> int:
     return stats["bytes_limit"] // 2 if stats else 2 * 2**30
 
 
-def arguments(shape: Shape, kind: Kind) -> tuple[Any, ...]:
+def arguments(shape: Shape, kind: Kind) -> Arguments:
     """Return random arguments of a row: q, k, v, pre and post, or an input and parameters, or q and matrices."""
     keys = iter(jax.random.split(jax.random.key(0), 40))
     shares_keys = kind.startswith(("grouped", "folded"))
@@ -170,7 +171,7 @@ def functions(shape: Shape) -> dict[str, tuple[Kind, Function]]:
     return rows | {"combine, sum": ("combine", combine_heads), "combine, product": ("combine", multiply_heads)}
 
 
-def compiled(f: Function, args: tuple[Any, ...], gradient: bool) -> tuple[Callable[[], object], int]:
+def compiled(f: Function, args: Arguments, gradient: bool) -> tuple[Callable[[], object], int]:
     """Compile the forward pass, with `gradient` also all gradients; return a call and its temporary bytes."""
 
     def cosines(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -287,7 +288,7 @@ def packed(tokens: int, rounds: int) -> list[Row]:
     def by_mask(*args: jax.Array, ids: jax.Array) -> jax.Array:
         return attend(*args, mask=(ids[:, :, None] == ids[:, None])[:, None])
 
-    def with_gradients(f: Function, args: tuple[Any, ...], ids: jax.Array) -> tuple[jax.Array, object]:
+    def with_gradients(f: Function, args: Arguments, ids: jax.Array) -> tuple[jax.Array, object]:
         out, pull = jax.vjp(functools.partial(f, ids=ids), *args)
         return out, pull(out)
 

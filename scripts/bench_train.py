@@ -25,7 +25,7 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def stepper(
         change, state = tx.update(gradient, state)
         return optax.apply_updates(params, change), state, value
 
-    def initial(inputs: jax.Array) -> list[Any]:
+    def initial(inputs: jax.Array) -> list[optax.Params | optax.OptState]:
         params = net.init(jax.random.key(0), inputs)["params"]
         return [params, tx.init(params)]
 

@@ -91,11 +91,12 @@ def check(spec: str | None, overrides: Sequence[str]) -> None:
         if overrides:
             raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
         return
-    logging.disable(logging.INFO)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         load(spec, overrides)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def defaults() -> Json:

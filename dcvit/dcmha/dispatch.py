@@ -312,7 +312,7 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
         names = tuple(name for name in names if name != "pallas_gpu")
     names = (*names, "reference")
     if here == "gpu" and inputs.q.shape[0] * inputs.q.shape[2] * queries * keys > MAX_GPU_SCORES:
-        names = (*[name for name in names if name not in HOLDS_SCORES], "blockwise")
+        names = (*[name for name in names if name not in HOLDS_SCORES], "blockwise", "reference")  # with dropout only
     return tuple(dict.fromkeys(names))
 
 

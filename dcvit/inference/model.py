@@ -33,7 +33,7 @@ from dcvit.models.vit import ViT
 # An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
 ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
-Images: TypeAlias = ImageInput | Sequence[ImageInput]
+Images: TypeAlias = ImageInput | Iterable[ImageInput]
 Tokens: TypeAlias = str | Sequence[int | np.integer] | np.ndarray | Array  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -113,15 +113,8 @@ class FlaxAttention(Attention):
         width = divisible_axes((self.out_features or inputs.q.shape[-1],), spec[-1:], mesh)
         examples = P(*spec[:-2])
         specs = P(*spec[:-1], *width), examples if wanted.weights else None, examples if wanted.cache else None
-        module = self.clone(parent=None)
-
-        def call(
-            variables: Mapping[str, Params], inputs: LayerInputs, dropout_key: Array | None
-        ) -> tuple[Array, Array | None, Cache | None]:
-            results: LayerOutputs = module.apply(variables, inputs, dropout_key, wanted, method="_call")  # type: ignore[assignment]
-            return results.out, results.weights, results.cache
-
-        return LayerOutputs(*with_auto_axes(call, mesh, specs)(variables, inputs, dropout_key))
+        call = _with_auto_axes(self.clone(parent=None), wanted, mesh, specs)
+        return LayerOutputs(*call(variables, inputs, dropout_key))
 
     def _call(self, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
         """Return the results with the leading axes of the inputs."""
@@ -151,6 +144,21 @@ class FlaxAttention(Attention):
             raise ValueError(f"heads={self.heads!r} has no attention weights to return")
         weights = attention_matrices(inputs, options).composed_weights
         return LayerOutputs(out, weights.reshape(batch, -1, *weights.shape[2:]), cache)
+
+
+@functools.lru_cache(maxsize=64)  # so that another call of an equal layer compiles nothing
+def _with_auto_axes(
+    module: FlaxAttention, wanted: Wanted, mesh: AbstractMesh, specs: tuple[P | None, ...]
+) -> Callable[..., tuple[Array, Array | None, Cache | None]]:
+    """Return the function of `FlaxAttention._call_explicitly` on arrays."""
+
+    def call(
+        variables: Mapping[str, Params], inputs: LayerInputs, dropout_key: Array | None
+    ) -> tuple[Array, Array | None, Cache | None]:
+        results: LayerOutputs = module.apply(variables, inputs, dropout_key, wanted, method="_call")  # type: ignore[assignment]
+        return results.out, results.weights, results.cache
+
+    return with_auto_axes(call, mesh, specs)
 
 
 def check_axes(inputs: LayerInputs) -> None:

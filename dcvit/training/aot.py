@@ -233,7 +233,7 @@ def _overflow(message: str, chip: topologies.Chip) -> CompiledStep:
     """Read the compiler's error message "… required … (45.13G) exceeds available HBM (15.75G)"; units are K to T."""
     found = re.findall(r"([\d.]+)([KMGT])\b", message)
     sizes = [float(size) * 1024.0 ** ("KMGT".index(unit) - 2) for size, unit in found]
-    if len(sizes) < 2:
+    if len(sizes) < 2 or "hbm" not in message.lower():  # of another memory
         raise ConfigError(f"the compiler ran out of memory: {first_line(Exception(message))}")
     verdict = f"does not fit, over by {sizes[0] - sizes[1]:.2f} GiB"
     return {"total": sizes[0], "memory": chip.memory / GIB, "verdict": verdict}

@@ -10,23 +10,27 @@ import jax
 from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError
+from dcvit.models.fields import LARGEST_OF
 from dcvit.models.trees import param_shapes
 from input_pipeline import memory
 
 MANY_LAYERS = 24  # whose tracing takes seconds
 
 
-def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct) -> None:
-    """Raise ConfigError if the parameters of many layers and their gradients need more memory than there is.
+def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *, trained: bool) -> None:
+    """Raise ConfigError if the parameters of many layers, and their gradients, need more memory than there is.
 
     The size is extrapolated from models of one and two layers, which are traced at once, and the parameters may be
-    split over all devices.
+    split over all devices. Compositions of some layers only do not count. `trained`: the parameters have gradients.
     """
     depth = getattr(model, "depth", 0)
-    if depth > MANY_LAYERS:
+    if MANY_LAYERS < depth <= LARGEST_OF["depth"]:  # a larger one is another error
+        some = getattr(model, "compose_layers", None) is not None
+        model = model.clone(compose=None, compose_layers=None) if some else model
         one, two = (_size(param_shapes(model.clone(depth=layers), example)) for layers in (1, 2))
         size = one + (depth - 1) * (two - one)
-        _check(mesh, 2 * 4 * size // mesh.size, f"about {size:,} parameters with gradients")
+        copies, what = (2, " with gradients") if trained else (1, "")
+        _check(mesh, copies * 4 * size // mesh.size, f"about {size:,} parameters{what}")
 
 
 def check_state(mesh: Mesh, state: object, trained: object) -> None:

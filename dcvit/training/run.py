@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, check_values, checked
@@ -43,7 +43,9 @@ class TrainingRun:
 
 
 @checked
-def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **overrides: object) -> TrainingRun:
+def train(
+    config: str, workdir: str | os.PathLike[str], *, accept: Sequence[str] = (), **overrides: object
+) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
 
     Signals keep their meaning: Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.

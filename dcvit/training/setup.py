@@ -176,7 +176,7 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(parsed.mesh), fused:
         if config.check_memory:
-            check_layers(parsed.mesh, module, example)
+            check_layers(parsed.mesh, module, example, trained=not config.lora)
         shapes = param_shapes(module, found.task.example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     lora, trained = make_adaptation(config, shapes)

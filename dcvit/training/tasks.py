@@ -107,7 +107,7 @@ class ImageTask:
 
         encoded = io.BytesIO()
         Image.new("RGB", (500, 375)).save(encoded, "JPEG")
-        return StandIn({"image": encoded.getvalue(), "label": 0})
+        return StandIn({"image": encoded.getvalue(), "label": 0, "labels": np.zeros(1, np.int64)})
 
     @staticmethod
     def evaluator_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:

@@ -99,7 +99,7 @@ class Source:
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
-        return int(self.opened.states[:, 1].sum())
+        return self.opened.nbytes()
 
     def _describe_classes(self) -> str:
         """Describe the number of images and classes, and the smallest and the largest class."""

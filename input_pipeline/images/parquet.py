@@ -31,7 +31,14 @@ from input_pipeline.errors import (
 )
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import OpenedParquet, check_pages, most_decoded, open_parquet, read_batches
+from input_pipeline.row_groups import (
+    OpenedParquet,
+    check_pages,
+    decoded_bytes,
+    most_decoded,
+    open_parquet,
+    read_batches,
+)
 from input_pipeline.shuffle import Blocks
 from input_pipeline.source import Example
 
@@ -42,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_NUMBER = re.compile(r"-(\d{5}-of-(\d{5}))(-[0-9a-f]{16})?$")  # older files have a hash, too
 ROW_BYTES, VALUE_BYTES = 16, 144  # memory for each row, and for each image besides its bytes
-MAX_REPEATED = 1 << 32  # bytes decoded from a row group in which images are repeated, about five seconds
+MAX_REPEATED = 1 << 32  # bytes of repeated images decoded from a row group, about five seconds
 RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts would read row groups repeatedly
 
 
@@ -126,7 +133,7 @@ class Source:
         if self.groups:
             in_window = int(RESERVE * window * self.nbytes() / len(self))
             limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
-            if limit > most_decoded(stored := int(self.opened.states[:, 1].sum())):
+            if limit > most_decoded(stored := self.opened.nbytes()):
                 raise InputError(
                     f"window={window} of {data_dir} would keep {limit / 1e9:.1f} GB of row groups in memory, "
                     f"decompressed from {stored:,} bytes; set a smaller window"
@@ -314,6 +321,8 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
         if not pa.types.is_integer(labels):
             raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
         first = _labels(opened, 0, label, path).unique() if metadata.num_row_groups else []
+        column = image if encoded == images else f"{image}.bytes"
+        sizes = [decoded_bytes(opened, number, (column, label), path) for number in range(metadata.num_row_groups)]
     parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
         raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
@@ -326,12 +335,12 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
             state,
             number,
             (image, label),
-            image if encoded == images else f"{image}.bytes",
+            column,
             start,
             part.num_rows,
-            part.total_byte_size + ROW_BYTES * part.num_rows,
+            size + ROW_BYTES * part.num_rows,
         )
-        for number, (part, start) in enumerate(zip(parts, starts, strict=False))
+        for number, (part, start, size) in enumerate(zip(parts, starts, sizes, strict=False))
         if part.num_rows
     ]
     class_names = _class_names(path, schema.metadata or {}, label)
@@ -386,7 +395,7 @@ def _read(group: RowGroup) -> Columns:
                     size += len(image) + VALUE_BYTES
                 images.append(known.get(image))
                 decoded += len(image or b"")
-            if size > most_decoded(pages.stored) or decoded > MAX_REPEATED:
+            if size > most_decoded(pages.stored) or decoded > size + MAX_REPEATED:
                 raise InputError(
                     f"{what} has more than {decoded:,} bytes of images, decoded from {pages.stored:,}; write fewer "
                     "rows in a row group"

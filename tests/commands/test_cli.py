@@ -37,6 +37,14 @@ def test_help_of_the_commands_does_not_import_jax():
     assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
 
 
+def test_a_text_that_begins_with_a_dash_is_no_option():
+    parser = cli.Parser(prog="dcvit x", description="d", examples=[])
+    parser.add_argument("--prompt")
+    assert parser.parse(["--prompt", "-Hello, said he"])[0].prompt == "-Hello, said he"
+    with pytest.raises(ConfigError, match="unknown option -p"):
+        parser.parse(["-p", "Hello"])
+
+
 @pytest.mark.slow
 def test_an_unknown_config_key_is_an_error_before_jax_is_imported():
     options = {

@@ -117,8 +117,15 @@ def test_no_automatic_choice_on_a_gpu_holds_the_scores_of_long_rows(capability, 
         lambda inputs: names.extend(dispatch.candidates(*checked(inputs, causal=True, window=window))),
         Inputs(array(1, length, heads, 64), kv, kv, pre, post, mask, ids),
     )
-    assert not {"elementwise", "reference"} & {*names}
-    assert names[-1] == "blockwise"  # supports every case
+    assert "elementwise" not in names
+    assert names[-2:] == ["blockwise", "reference"]  # the first of which supports every case without dropout
+
+
+def test_long_rows_with_dropout_are_left_to_the_reference_on_a_gpu(monkeypatch, log):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "MAX_GPU_SCORES", 100)
+    trace(64, dropout=dcmha.Dropout(jax.random.key(0), 0.1))
+    assert log.messages[-1].startswith("attention: reference on gpu")
 
 
 def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_logged(monkeypatch, log):

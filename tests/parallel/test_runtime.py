@@ -50,13 +50,12 @@ def test_requested_device_that_is_absent_is_one_line_in_every_command(
 
     monkeypatch.setattr(jax, "devices", fail)
     jax.config.update("jax_platforms", "tpu")
-    workdir = ("--workdir", str(tmp_path / "run"))
     for words in (
-        ("train", "--config", "vit_digits", *workdir),
-        ("evaluate", *workdir),
-        ("predict", *workdir, "a.png"),
-        ("generate", *workdir, "--prompt", "a"),
-        ("lm_eval", *workdir, "--tasks", "piqa"),
+        ("train", "--config", "vit_digits", "--workdir", str(tmp_path / "run")),
+        ("evaluate", "--config", "vit_digits", "--checkpoint", "digits"),
+        ("predict", "--model", "digits", "a.png"),
+        ("generate", "--model", "text", "--prompt", "a"),
+        ("lm_eval", "--workdir", "text", "--tasks", "piqa"),
     ):
         assert cli.run(dispatch, words) == 2
         err = capsys.readouterr().err

@@ -71,7 +71,9 @@ EVALUATE = {
 
 PREDICT = {
     "predict without images": bad(predict(), "no image files"),
-    "predict a folder without images": bad(predict(lambda ws: ws.write("empty/a.md", "").parent), "no image files"),
+    "predict a folder without images": bad(
+        predict(lambda ws: ws.write("empty/a.md", "").parent), "no image files", notice="skipped 1 file"
+    ),
     "predict a missing image": bad(predict("no/such.png"), "no/such.png", status=1),
     "predict a file that is not an image": bad(predict(file("a.png", "no image")), "a.png", status=1),
     "predict a truncated image": bad(predict(file("a.png", SEVEN.read_bytes()[:60])), "a.png", status=1),

@@ -97,7 +97,7 @@ VALUES = {
     "early stop of no evaluation": bad(vit("early_stop=('test/top1', 'max', 0)"), "config.early_stop", "1 or more"),
     "early stop with a fraction": bad(vit("early_stop=('test/top1', 'max', 1.5)"), "config.early_stop", "1 or more"),
     "negative checkpoint interval": bad(vit("keep_ckpt_steps=-1"), "config.keep_ckpt_steps=-1"),
-    "mesh of 3 of 8 devices": bad(vit("mesh=[('data', 3)]"), "8 devices", "3"),
+    "mesh of 3 of 8 devices": bad(vit("mesh=[('data', 3)]"), "found 8", "3 devices"),
     "strategy without its mesh axis": bad(vit("sharding_strategy=fsdp"), "config.mesh", "'fsdp'"),
     "width of 0": bad(vit("model.width=0"), "width=0", "1"),
     "negative depth": bad(vit("model.depth=-1"), "depth=-1", "negative"),

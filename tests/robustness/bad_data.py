@@ -49,6 +49,8 @@ def evaluator_with_another_end_of_text(ws):
     return f"evals={ {'validation': {'type': 'perplexity', 'data': data}} }"
 
 
+COUNT = "images of 2 classes"  # part of the line about a folder
+
 BAD_DATA = {
     "missing image folder": bad(image_folder(lambda ws: ws.folder / "nowhere"), "no folder"),
     "image folder without classes": bad(
@@ -57,16 +59,19 @@ BAD_DATA = {
     "class folder without images": bad(
         image_folder(lambda ws: ws.write("pets/train/cat/notes.md", "").parents[2]), "no images"
     ),
-    "file that is not an image": bad(image_folder(with_file("train/cat/0.png", "no image", images("pets"))), "0.png"),
-    "empty image file": bad(image_folder(with_file("train/cat/0.png", "", images("pets"))), "0.png"),
+    "file that is not an image": bad(
+        image_folder(with_file("train/cat/0.png", "no image", images("pets"))), "0.png", notice=COUNT
+    ),
+    "empty image file": bad(image_folder(with_file("train/cat/0.png", "", images("pets"))), "0.png", notice=COUNT),
     "evaluation data of other classes": bad(
         image_folder(images("pets"), lambda ws: image_evaluator(images("others", ("cat", "fox"))(ws), "2")),
         "other classes than the training data",
+        notice=COUNT,
     ),
     "class that is missing in training": bad(
-        image_folder(with_file("val/bird/0.png", "x", images("pets"))), "class 'bird'"
+        image_folder(with_file("val/bird/0.png", "x", images("pets"))), "class 'bird'", notice=COUNT
     ),
-    "fewer images than a batch": bad(image_folder(images("pets", count=1)), "2 examples", "batch of 8"),
+    "fewer images than a batch": bad(image_folder(images("pets", count=1)), "2 examples", "batch of 8", notice=COUNT),
     "limit of 0": bad(vit("input.data.limit=0"), "limit=0", "1"),
     "negative limit": bad(vit("evals.test.data.limit=-3"), "limit=-3", "1"),
     "labels beyond the classes": bad(vit("input.pp=value_range(-1, 1)|onehot(5)|keep('image', 'labels')"), "5"),

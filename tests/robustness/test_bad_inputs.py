@@ -113,7 +113,7 @@ def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspac
     assert err.endswith("\n")
     *notices, line = err.splitlines()
     assert line.startswith("error: "), err
-    assert len(notices) == (row.notice is not None), err
+    assert bool(notices) == (row.notice is not None), err
     assert all(row.notice in notice for notice in notices), err
     assert [fact for fact in row.facts if not mentions(line, fact)] == [], line
     assert "Traceback" not in out + err

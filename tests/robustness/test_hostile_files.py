@@ -346,7 +346,7 @@ class TestRecords:
     def test_saved_offsets_that_contradict_the_file_are_not_used(self, tmp_path, middle):
         path = write_tfrecord(tmp_path / "a.tfrecord", 16, b"sixteen of bytes")
         path.write_bytes(path.read_bytes() + tfrecord._checksum(b"sixteen of bytes"))
-        state = tfrecord.file_state(str(path))[1:]
+        state = tfrecord.file_state(str(path))[1:3]
         offsets = struct.pack("<2q", *state) + np.array([0, middle, state[0]], "<i8").tobytes()
         (tmp_path / "a.tfrecord.offsets").write_bytes(offsets)
         file = tfrecord.TFRecordFile(str(path))

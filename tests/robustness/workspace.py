@@ -75,7 +75,7 @@ class BadInput:
     argv: Argv
     facts: tuple[str, ...]
     status: int = 2
-    notice: str | None = None  # part of a line that is printed before the error
+    notice: str | None = None  # part of each line that is printed before the error
     starts: bool = False  # the error can only be found after the run has started
 
 

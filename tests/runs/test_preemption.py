@@ -97,6 +97,7 @@ class Compiled:
         if moment == "compiling":
             stick()
         self.compiled = self.update.lower(*args).compile()
+        self.memory_analysis = self.compiled.memory_analysis
         return self
     def compile(self):
         return self

@@ -41,6 +41,12 @@ def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_dis
         small_setup(**{"model.depth": 4})
 
 
+@pytest.mark.slow
+def test_models_of_which_some_layers_compose_are_estimated_too(monkeypatch):
+    monkeypatch.setattr(memory, "MANY_LAYERS", 2)
+    small_setup(**{"model.depth": 4, "model.compose": "both", "model.compose_layers": (0, 3)})
+
+
 def test_temporary_arrays_of_the_compiled_step_are_compared_too(monkeypatch):
     mesh, size = data_mesh(), 1000
     outer = jax.jit(lambda x: jnp.sin(jnp.outer(x, x)) @ x)  # its matrix is the temporary array

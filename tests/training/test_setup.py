@@ -217,9 +217,10 @@ def test_every_optimizer_key_reaches_the_optimizer(monkeypatch):
 
 
 @pytest.mark.slow
-def test_missing_training_data_has_a_stand_in_for_compilation():
+@pytest.mark.parametrize("labels", ["onehot(3)", "onehot(3, key='labels')"])  # tfds' ImageNet-21k has several
+def test_missing_training_data_has_a_stand_in_for_compilation(labels):
     words = ["input.data={'kind': 'folder', 'data_dir': '/nowhere'}", "num_classes=3", "input.pp="
-             "decode|resize(8)|value_range(-1, 1)|onehot(3)", "pp_predict="]  # fmt: skip
+             f"decode|resize(8)|value_range(-1, 1)|{labels}", "pp_predict="]  # fmt: skip
     made = setup.load_setup("vit_digits", words, stand_in=True, devices=jax.devices()[:4])
     assert (made.model.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
     with pytest.raises(InputError):

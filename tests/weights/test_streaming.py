@@ -113,20 +113,24 @@ def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
 def reads(monkeypatch):
     """Count the reads of tensors, and the bytes that are held at once of what was read."""
     found = {"names": [], "held": 0, "peak": 0}
-    read = weights_module._read
+    of_floats = weights_module.of_floats
 
     def release(size):
         found["held"] -= size
 
-    def counted(path, name, tensor):
-        array = read(path, name, tensor).copy()
+    def counted(name, tensor):
+        array = tensor.read().copy()
         found["names"].append(name)
         found["held"] += array.nbytes
         found["peak"] = max(found["peak"], found["held"])
         weakref.finalize(array, release, array.nbytes)
         return array
 
-    monkeypatch.setattr(weights_module, "_read", counted)
+    def all_counted(tensors, path):
+        found = of_floats(tensors, path).items()
+        return {name: Tensor(tensor.shape, functools.partial(counted, name, tensor)) for name, tensor in found}
+
+    monkeypatch.setattr(weights_module, "of_floats", all_counted)
     return found
 
 

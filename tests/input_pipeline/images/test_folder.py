@@ -101,7 +101,8 @@ def test_hidden_files_other_suffixes_and_special_files_are_ignored(root):
 
 
 def test_training_and_prediction_take_the_same_files_and_count_the_others(tmp_path, caplog):
-    caplog.set_level("INFO")
+    for logger in ("dcvit", "input_pipeline"):  # another test may have silenced them
+        caplog.set_level("INFO", logger)
     pixels = image_datasets.image_array(0)
     for name, images in {"cat": 10, "große Hunde": 2}.items():
         (tmp_path / "train" / name / "deep").mkdir(parents=True)
