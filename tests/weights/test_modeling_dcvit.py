@@ -34,7 +34,7 @@ TEXT = {
     "keys": dict(branches="k", compose="pre", qk_norm="layernorm"),
     "queries": dict(branches="q", compose="post", gate=False, mlp_groups=4),
     "gate": dict(projection=False, end_of_text=END),
-    "plain": dict(compose=None, tied=True, end_of_text=END),
+    "plain": dict(compose=None, tied=True, end_of_text=END, qk_norm="layernorm"),
     "qwen": dict(window_pattern="1:0", qkv_bias="qkv", rotary_base=50.0, rotary_scaling=(8.0, 1.0, 4.0, 32)),
     "linear": dict(compose="pre", rotary_scaling=(2.5,), qkv_bias="qv", use_bias=True),
 }
