@@ -51,5 +51,5 @@ def test_invalid_input_is_a_config_error_and_makes_no_workdir(config, overrides,
 
 def test_help_of_the_call_shows_its_arguments_and_not_the_command():
     shown = pydoc.plain(pydoc.render_doc(dcvit.train))
-    assert re.search(r"train\(config\b.*workdir\b.*accept\b", shown)
+    assert re.search(r"train\(\s*config\b.*workdir\b.*accept\b", shown, re.DOTALL)
     assert "main(" not in shown
