@@ -99,7 +99,10 @@ def make_plan(inputs: Inputs, options: Options, *, implementation: str | None, d
         return Plan("folded", is_folded=True)
     if tensor > 1 and implementation is None and not is_independent and not tokens:
         return Plan(dispatch.candidates(inputs, options, tensor)[0])
-    batch = divisible_axes(inputs.q.shape[:1], [BATCH], mesh)[0]
+    # Heads with masks of their own are examples of one head (`dcvit.models.dcmha.heads_as_examples`).
+    spread = (*BATCH, "tensor") if heads == 1 and is_independent else BATCH
+    choices = [divisible_axes(inputs.q.shape[:1], [axes], mesh)[0] for axes in (spread, BATCH)]
+    batch = choices[0] or choices[1]
     if tensor == 1 or not is_independent or heads % tensor:
         return Plan(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=options.groups)
     repeats = math.lcm(key_heads, tensor) // key_heads  # the smallest repetition that the axis divides

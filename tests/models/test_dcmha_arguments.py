@@ -212,6 +212,19 @@ def test_an_nnx_layer_that_was_called_on_a_mesh_runs_without_it_and_on_another_o
 
 
 @pytest.mark.slow
+def test_heads_with_masks_of_their_own_are_split_over_the_tensor_axis(caplog):
+    layer, x = dcmha.DCMHA(4, compose=None), inputs()[:, 0]
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, (2, 4, 5, 5))
+    params = layer.init(jax.random.key(2), x)
+    expected = layer.apply(params, x, mask=mask)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:8])
+    with jax.set_mesh(mesh), caplog.at_level("INFO", logger="dcvit.dcmha"):
+        found = jax.jit(lambda params, x: layer.apply(params, x, mask=mask))(params, x)
+    assert caplog.messages[-1].startswith("attention: reference on cpu for float32[1, 5, 1, 6]")  # one head of eight
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_another_call_of_a_layer_on_an_explicit_mesh_traces_nothing(caplog):
     layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])):
