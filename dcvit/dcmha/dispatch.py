@@ -35,9 +35,8 @@ LOG = logging.getLogger(__name__)
 # The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
 MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
-MAX_GPU_SCORES = (
-    2**30
-)  # scores of all heads and examples, 4 GiB in float32; with more, no candidate on a GPU holds them
+# Scores of all heads and examples, 4 GiB in float32; with more, no candidate on a GPU holds them, unless for dropout.
+MAX_GPU_SCORES = 2**30
 
 
 # A function that computes attention, or raises UnsupportedError with a reason.
