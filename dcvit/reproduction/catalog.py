@@ -162,6 +162,16 @@ ENTRIES = {
         f"a ViT and a DCViT on the images that scripts/solar_cells.py writes to {images.SOLAR_CELLS}",
         compute=on_images(images.PHOTOGRAPHS),
     ),
+    "bfloat16_digits": Entry(
+        "accuracy with activations in bfloat16 on digits, not in the paper",
+        "a ViT and a DCViT in float32 and in bfloat16",
+        compute=on_images(images.BFLOAT16_DIGITS),
+    ),
+    "bfloat16_photographs": Entry(
+        "accuracy with activations in bfloat16 on photographs, not in the paper",
+        f"a ViT and a DCViT in float32 and in bfloat16 on the images in {images.SOLAR_CELLS}",
+        compute=on_images(images.BFLOAT16_PHOTOGRAPHS),
+    ),
 }  # fmt: skip
 
 

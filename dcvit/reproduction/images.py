@@ -1,8 +1,9 @@
-"""Does composition help images? Pairs of a plain and a composed ViT, equal in all else, over several seeds.
+"""Pairs of ViTs that differ in one thing, over several seeds: composition, or the dtype of the computation.
 
 `image_digits`: eight heads with 1, 2, 4 and 8 key heads on handwritten digits, many passes over few images.
 `image_scenes`: generated scenes, each of which is seen at most once, from a single digit to five.
 `photographs`: photographs of solar cells in two classes.
+`bfloat16_digits`, `bfloat16_photographs`: plain and composed models in float32 and in bfloat16.
 
 docs/images.md states the criterion of a gain, which was fixed before the first run.
 """
@@ -12,14 +13,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from dcvit.reproduction import arms
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import Run
 from dcvit.reproduction.tables import Chart, Row, Table
 
-PLAIN, COMPOSED = "plain", "composed"
-COMPOSE = {PLAIN: None, COMPOSED: "both"}
+Fields: TypeAlias = Mapping[str, object]  # of a model
+COMPOSE = {"plain": {"compose": None}, "composed": {"compose": "both"}}
+DTYPES = {dtype: {"dtype_mm": dtype} for dtype in ("float32", "bfloat16")}
 MIN_GAIN = 1.0  # percentage points
 SOLAR_CELLS = "runs/solar_cells"  # the folder that scripts/solar_cells.py makes
 
@@ -34,6 +37,7 @@ class Experiment:
       spec: the config.
       overrides: values that all models share.
       pairs: for each pair, the fields of the model that both share.
+      arms: the fields of the two models of a pair; the difference is the second's measure minus the first's.
       metric: "EVALUATOR/METRIC", a fraction of correct answers.
       steps: of a run.
       about: the data and the models in a sentence.
@@ -43,14 +47,15 @@ class Experiment:
     title: str
     spec: str
     overrides: Mapping[str, object]
-    pairs: Mapping[str, Mapping[str, object]]
+    pairs: Mapping[str, Fields]
     metric: str
     steps: int
     about: str
+    arms: Mapping[str, Fields] = dataclasses.field(default_factory=lambda: COMPOSE)
 
     def runs(self, folder: Path, steps: int) -> dict[str, dict[str, Run]]:
         """Return the runs of both models of each pair."""
-        return {pair: {arm: self._run(folder / pair / arm, pair, arm, steps) for arm in COMPOSE} for pair in self.pairs}
+        return {pair: {arm: self._run(folder, pair, arm, steps) for arm in self.arms} for pair in self.pairs}
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
         """Return all runs."""
@@ -63,32 +68,36 @@ class Experiment:
           ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
         """
         rows: list[Row] = []
+        first = next(iter(self.arms))
         for pair, runs in self.runs(folder, steps).items():
             found = arms.measure(runs, seeds, scale=100)
             for arm, run in runs.items():
                 mean, difference = found.means[arm], found.differences[arm]
                 rows.append({
                     "model": f"{pair} {arm}", "parameters": run.parameters(seeds[0]), "top-1 %": mean.mean,
-                    "± 95 %": mean.interval, "difference": None if arm == PLAIN else difference.mean,
-                    "difference ± 95 %": None if arm == PLAIN else difference.interval,
-                    "verdict": "–" if arm == PLAIN else verdict(difference),
+                    "± 95 %": mean.interval, "difference": None if arm == first else difference.mean,
+                    "difference ± 95 %": None if arm == first else difference.interval,
+                    "verdict": "–" if arm == first else verdict(difference),
                 })  # fmt: skip
         return Table(self.name, self.title, rows, (self._note(seeds, steps), CRITERION),
                      Chart("model", "top-1 %", "± 95 %"))  # fmt: skip
 
     def _run(self, folder: Path, pair: str, arm: str, steps: int) -> Run:
-        fields = {**self.pairs[pair], "compose": COMPOSE[arm]}
+        fields = {**self.pairs[pair], **self.arms[arm]}
         overrides = {**self.overrides, **{f"model.{key}": value for key, value in fields.items()}}
-        return Run(folder, self.spec, {**overrides, "total_steps": steps}, self.metric)
+        return Run(folder / pair / arm, self.spec, {**overrides, "total_steps": steps}, self.metric)
 
     def _note(self, seeds: Sequence[int], steps: int) -> str:
+        of_first = f"the {next(iter(self.arms))} model with the same seed and as many steps"
         return (
             f"{self.about} {steps:,} steps; seeds {', '.join(map(str, seeds))}. Intervals of Student's t distribution. "
-            "Differences are in percentage points, to the plain model with the same seed and as many steps. The "
-            "composed model has more parameters and operations; no model of equal parameters or equal time was trained."
+            f"Differences are in percentage points, to {of_first}.{UNEQUAL if self.arms is COMPOSE else ''}"
         )
 
 
+UNEQUAL = (
+    " The composed model has more parameters and operations; no model of equal parameters or equal time was trained."
+)
 CRITERION = (
     f"A gain: the 95 % interval of the mean difference excludes 0, and the mean is at least {MIN_GAIN:g} percentage "
     "point. A loss: the same below 0. Everything else is “not shown”."
@@ -126,4 +135,13 @@ PHOTOGRAPHS = Experiment(
     "ViTs of configs/vit_folder.py with augment=flip (64×64 pixels, patches of 8×8, two layers, width 64, four heads) "
     "on 1,983 photographs of solar cells of the package elpv-dataset in two classes, and 641 held-out ones, of which "
     "66.3 % are in the larger class. Batches of 32, 8 passes.",
+)  # fmt: skip
+BFLOAT16_DIGITS = Experiment(
+    "bfloat16_digits", "ViTs in float32 and bfloat16 on digits", "vit_digits", {}, COMPOSE, "test/top1", 1347,
+    "Plain and composed ViTs of configs/vit_digits.py on scikit-learn's handwritten digits, in float32 and with "
+    "activations in bfloat16: 1,437 training images, batches of 64, 60 passes, and 360 test images.", DTYPES,
+)  # fmt: skip
+BFLOAT16_PHOTOGRAPHS = dataclasses.replace(
+    PHOTOGRAPHS, name="bfloat16_photographs", title="ViTs in float32 and bfloat16 on photographs of solar cells",
+    pairs={name: {**PHOTOGRAPHS.pairs["4 heads"], **fields} for name, fields in COMPOSE.items()}, arms=DTYPES,
 )  # fmt: skip

@@ -16,16 +16,17 @@ EXPERIMENTS = [found for found in vars(images).values() if isinstance(found, Exp
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
-def test_models_of_a_pair_differ_in_composition_alone(experiment, tmp_path):
+def test_models_of_a_pair_differ_in_one_field_alone(experiment, tmp_path):
+    key, *expected = ("dtype_mm", "float32", "bfloat16") if "bfloat16" in experiment.name else ("compose", None, "both")
     for pair, runs in experiment.runs(tmp_path, 7).items():
-        configs = [load(run.spec, [*run.words(3), "num_classes=10"]).to_dict() for run in runs.values()]
-        models = [make_model(load(run.spec, [*run.words(3), "num_classes=10"])) for run in runs.values()]
-        assert [config["model"].pop("compose") for config in configs] == [None, "both"]
+        loaded = [load(run.spec, [*run.words(3), "num_classes=10"]) for run in runs.values()]
+        assert [getattr(make_model(config), key) for config in loaded] == expected
+        if pair.startswith("K="):
+            assert {make_model(config).num_key_heads for config in loaded} == {int(pair.removeprefix("K="))}
+        configs = [config.to_dict() for config in loaded]
+        assert [config["model"].pop(key) for config in configs] == expected
         assert configs[0] == configs[1]
         assert (configs[0]["total_steps"], configs[0]["seed"]) == (7, 3)
-        assert [model.compose for model in models] == [None, "both"]
-        if pair.startswith("K="):
-            assert {model.num_key_heads for model in models} == {int(pair.removeprefix("K="))}
 
 
 def test_a_table_pairs_seeds_and_needs_all_of_them(tmp_path):
