@@ -6,13 +6,15 @@
 The programs of all parts are first compiled side by side, into a compilation cache. Then each part runs alone under its
 own limit. OUT/summary.json has the state of each part; a part that is stopped or fails does not stop the others. The
 kernels are used without verification (DCVIT_KERNELS=trust), so that no time goes into it; the part "kernels" verifies
-those of common cases. Only jax, flax and optax are needed, except for the part "training".
+those of common cases. Only jax, flax and optax are needed, except for the training of configs, and for the part
+"profile" Nsight Compute, which writes why the warps of one kernel wait.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 COMPILING = 0.4  # largest fraction of the time for compilations
 LEAST = 15  # seconds below which no part is started
+PROFILER = (
+    "ncu", "--kernel-name", "regex:dcmha_post_grad", "--launch-count", "1", "--kill", "yes", "--csv",
+    "--section", "SpeedOfLight", "--section", "SchedulerStats", "--section", "WarpStateStats",
+)  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -34,7 +40,8 @@ class Part(NamedTuple):
       words: the words after `python`; "{out}" is the output folder.
       seconds: limit of its time.
       compiles: words that are added to compile its programs only; none if it cannot.
-      needs: a module without which it does not run.
+      needs: a module or program without which it does not run.
+      before: words before `python`.
     """
 
     name: str
@@ -42,6 +49,7 @@ class Part(NamedTuple):
     seconds: int
     compiles: tuple[str, ...] = ()
     needs: str = "jax"
+    before: tuple[str, ...] = ()
 
 
 def parts(tiny: bool) -> list[Part]:
@@ -53,6 +61,11 @@ def parts(tiny: bool) -> list[Part]:
         chosen = ("--rows", *rows) if rows else ()
         out = ("--rounds", "1" if tiny else "9", "--json", f"{{out}}/{name}.json")
         return Part(name, (str(train), *words.split(), *chosen, *out), 120, only)
+
+    def training(config: str, *words: str) -> Part:
+        workdir = f"{{out}}/{config}"
+        words = ("-m", "dcvit", "train", "--config", config, "--workdir", workdir, *words)
+        return Part(config, words, 120, needs="ml_collections")
 
     shapes = ("64x16_4x16",) if tiny else ("vit_s16", "lm_405m", "lm_6.9b")
     rounds = "2" if tiny else "15"
@@ -68,13 +81,10 @@ def parts(tiny: bool) -> list[Part]:
         *([] if tiny else [steps("steps_6.9B", "--model 6.9B --batch 2 --depth 4", *most)]),
         Part("kernels", ("-m", "dcvit", "check-kernels", *cases, "--json", "--seconds", "30"), 150),
         Part("generation", (__file__, "--generate", "{out}/generation.json", *["--tiny"] * tiny), 60),
-        Part(
-            "training",
-            ("-m", "dcvit", "train", "--config", "vit_digits", "--workdir", "{out}/vit_digits",
-             *["--config.total_epochs=1"] * tiny),
-            120, needs="ml_collections",
-        ),
-    ]  # fmt: skip
+        training("vit_digits", *["--config.total_epochs=1"] * tiny),
+        training("lm_stdlib", *["--config.total_steps=2"] * tiny),
+        Part("profile", (str(layers), "--shapes", *shapes[-1:], "--rounds", "1"), 90, needs="ncu", before=PROFILER),
+    ]
 
 
 def generate(path: Path, tiny: bool) -> None:
@@ -112,7 +122,11 @@ def start(part: Part, out: Path, more: Sequence[str] = ()) -> subprocess.Popen:
     printed = out / f"{stem}.{'json' if part.name == 'kernels' else 'txt'}"
     with printed.open("w") as stdout, (out / f"{stem}.log").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, *words, *more], stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+            [*part.before, sys.executable, *words, *more],
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
         )
 
 
@@ -139,7 +153,7 @@ def measure(chosen: Sequence[Part], out: Path, minutes: float) -> list[dict[str,
         (out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name:24} {state}, {seconds:.0f} s", flush=True)
 
-    possible = [part for part in chosen if importlib.util.find_spec(part.needs)]
+    possible = [part for part in chosen if importlib.util.find_spec(part.needs) or shutil.which(part.needs)]
     compiling = {part.name: start(part, out, part.compiles) for part in possible if part.compiles}
     for name, process in compiling.items():
         state = wait(process, started + COMPILING * 60 * minutes - time.monotonic())

@@ -144,12 +144,12 @@ def test_the_rows_of_a_ratio_differ_in_the_composition_only(build, composed, pla
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_evidence, "LEAST", 0)
-    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(len(sys.argv)))"
+    write = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['WORD'] + str(len(sys.argv)))"
     parts = [
         gpu_evidence.Part("hangs", ("-c", "import time; time.sleep(99)"), 1),
         gpu_evidence.Part("fails", ("-c", "raise SystemExit(3)"), 9),
         gpu_evidence.Part("lacks", ("-c", ""), 9, needs="no_such_module"),
-        gpu_evidence.Part("writes", ("-c", write, "{out}/written"), 9, ("--rounds", "0")),
+        gpu_evidence.Part("writes", ("-c", write, "{out}/written"), 9, ("--rounds", "0"), "env", ("env", "WORD=a")),
     ]
     rows = gpu_evidence.measure(parts, tmp_path / "out", minutes=1)
     assert [(row["part"], row["state"]) for row in rows] == [
@@ -157,7 +157,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypat
         ("lacks", "not run: no_such_module is not installed"), ("writes", "done"),
     ]  # fmt: skip
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == rows
-    assert (tmp_path / "out" / "written").read_text() == "2"
+    assert (tmp_path / "out" / "written").read_text() == "a2"
     assert gpu_evidence.measure(parts[3:], tmp_path / "late", minutes=0)[-1]["state"] != "done"
 
 
