@@ -14,6 +14,7 @@ from dcvit.reproduction import (
     circuits,
     costs,
     downstream,
+    equal_time,
     full,
     heads,
     images,
@@ -77,6 +78,11 @@ def scaled(name: str) -> Trained:
 def on_images(experiment: images.Experiment) -> Trained:
     """Return the computation of a comparison of ViTs."""
     return Trained(experiment.plan, experiment.table, experiment.steps, experiment.name)
+
+
+def at_equal_time(stage: equal_time.Stage) -> Trained:
+    """Return the computation of a stage of the search for a composition that gains at equal time."""
+    return Trained(stage.plan, stage.table, stage.steps, stage.name)
 
 
 COMMANDS = "commands, slices and hours of the runs"
@@ -146,6 +152,11 @@ ENTRIES = {
         "AdamW and Muon with plain and composed attention, not in the paper",
         "4 small language models at 4 learning rates",
         compute=Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
+    ),
+    "forms": Entry(
+        "forms of composition at equal time, not in the paper",
+        f"{len(equal_time.FORMS)} small language models, trained for the same time",
+        compute=at_equal_time(equal_time.SCREENED),
     ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",

@@ -1,0 +1,143 @@
+"""Search for the cheapest composition that improves plain attention at equal time.
+
+`forms`: plain attention, and forms of composition in all layers, with one seed.
+
+A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
+own number of steps and a complete schedule of the learning rate over them. The models are those of configs/lm_stdlib.py
+with size=small, whose heads are as wide as those of larger models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from dcvit.models import head_settings
+from dcvit.reproduction import arms, speeds
+from dcvit.reproduction.arms import Group, Mean
+from dcvit.reproduction.optimizers import OPTIMIZERS
+from dcvit.reproduction.seeded import Run
+from dcvit.reproduction.tables import Chart, Row, Table
+
+Fields: TypeAlias = Mapping[str, object]  # of a model
+PLAIN: dict[str, Fields] = {
+    "mha": {"compose": None},
+    "grouped, K=2": {"compose": None, "num_key_heads": 2},
+    "grouped, K=1": {"compose": None, "num_key_heads": 1},
+}
+
+
+def folded_forms() -> Iterator[tuple[str, Fields]]:
+    """Yield the names and fields of folded compositions: key heads, rank, gate and the matrices that are composed."""
+    folded = head_settings.SETTINGS["folded"]
+    for key_heads in (2, 1):
+        for rank in (2, 1):
+            for gate, suffix in ((True, ""), (False, ", no gate")):
+                for compose in ("both", "pre", "post"):
+                    own = {"num_key_heads": key_heads, "groups": key_heads, "rank": rank, "gate": gate}
+                    yield f"folded, K={key_heads}, R={rank}{suffix}, {compose}", {**folded, **own, "compose": compose}
+
+
+FORMS: dict[str, Fields] = {
+    **PLAIN,
+    **dict(folded_forms()),
+    **{name: {"heads": name} for name in ("talking", "gated", "lightweight")},
+    "dcmha, R=1": {"heads": "dcmha", "rank": 1},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A comparison of forms at equal time.
+
+    Fields:
+      name: of the entry, its files and the folder of its runs.
+      title: of the table.
+      forms: the fields of the model of each form; those in `PLAIN` do not compose, and the first is `mha`.
+      steps: those of the first form.
+      rates: learning rates, each of which trains all forms.
+      optimizers: names in `OPTIMIZERS`.
+      seed: the seed of the training if the workdirs' seeds, from 0, are kept for a later stage.
+    """
+
+    name: str
+    title: str
+    forms: Mapping[str, Fields]
+    steps: int
+    rates: Sequence[float] = (3e-3,)
+    optimizers: Sequence[str] = ("AdamW",)
+    seed: int | None = None
+
+    def plan(self, folder: Path, steps: int) -> list[Run]:
+        """Return all runs, after the times of their steps are measured."""
+        return [run for each in self._runs(folder, steps).values() for run in each.values()]
+
+    def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
+        """Return the bits per byte of complete runs, with differences to the best plain form and the same seed.
+
+        Raises:
+          ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
+        """
+        rows: list[Row] = []
+        for (optimizer, lr), runs in self._runs(folder, steps).items():
+            found = arms.measure(runs, seeds)
+            best = min(PLAIN.keys() & runs, key=lambda form: found.means[form].mean)
+            differences = arms.over_seeds(arms.differences(found.values, best))
+            ms = self._group(folder, optimizer).times().ms
+            setting = f", {optimizer} {lr:g}" if len(self.rates) * len(self.optimizers) > 1 else ""
+            rows += [
+                {
+                    "form": form + setting, "parameters": runs[form].parameters(seeds[0]),
+                    "step ÷ mha": ms[form] / ms["mha"], "steps": int(str(runs[form].overrides["total_steps"])),
+                    "bits per byte": found.means[form].mean, "± 95 %": found.means[form].interval,
+                    "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
+                    "verdict": "–" if form in PLAIN else verdict(differences[form]),
+                } for form in sorted(runs, key=lambda form: found.means[form].mean)
+            ]  # fmt: skip
+        machine = self._group(folder, self.optimizers[0]).times().machine
+        return Table(self.name, self.title, rows, (self._note(seeds, steps, machine),),
+                     Chart("form", "bits per byte", "± 95 %"))  # fmt: skip
+
+    def _runs(self, folder: Path, steps: int) -> dict[tuple[str, float], dict[str, Run]]:
+        """Return the runs by form, for each optimizer and learning rate."""
+        found = {}
+        for optimizer in self.optimizers:
+            timed = self._group(folder, optimizer).at_equal_time(steps)
+            for lr in self.rates:
+                found[optimizer, lr] = {
+                    form: run._replace(folder=run.folder / f"lr{lr:g}", overrides={**run.overrides, "lr": lr})
+                    for form, run in timed.items()
+                }
+        return found
+
+    def _group(self, folder: Path, optimizer: str) -> Group:
+        def run(form: str, folder: Path, steps: int) -> Run:
+            fields = {f"model.{key}": value for key, value in self.forms[form].items()}
+            seed = {} if self.seed is None else {"seed": self.seed}
+            overrides = {**fields, **OPTIMIZERS[optimizer], **seed, "total_steps": steps}
+            return Run(folder, "lm_stdlib:size=small", overrides, arms.METRIC)
+
+        return Group(folder / optimizer, [*self.forms], run, timed=1)
+
+    def _note(self, seeds: Sequence[int], steps: int, machine: str) -> str:
+        used = seeds if self.seed is None else [self.seed]
+        return (
+            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds "
+            f"{', '.join(map(str, used))}. Differences are to the plain form with the lowest mean and the same "
+            "optimizer, learning rate and seed; intervals of Student's t distribution. Gain: the interval is below 0; "
+            f"loss: it is above 0. Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "
+            f"compilation, data and evaluations, on {machine}; other processes on the machine change them."
+        )
+
+
+def verdict(difference: Mean) -> str:
+    """Return "gain", "loss" or "not shown" for a difference in loss; one seed shows nothing."""
+    mean, interval = difference
+    if interval is None or abs(mean) <= interval:
+        return "not shown"
+    return "gain" if mean < 0 else "loss"
+
+
+SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 150, seed=100)

@@ -1,0 +1,75 @@
+"""Forms of composition at equal time: they differ in the model alone, and are compared with the best plain form."""
+
+import pytest
+from fake_training import FakeTraining, set_times
+
+from dcvit.config.load import load
+from dcvit.reproduction import equal_time
+from dcvit.reproduction.arms import Mean
+from dcvit.reproduction.equal_time import FORMS, PLAIN, Stage
+from dcvit.reproduction.seeded import train_all
+from dcvit.training.model import make_model
+
+GROUPED, FOLDED = "grouped, K=2", "folded, K=2, R=1, both"
+MS = {"mha": 10.0, GROUPED: 8.0, FOLDED: 10.0, "talking": 20.0}
+LOSS = {"mha": 2.0, "grouped_K=2": 1.9, "folded_K=2_R=1_both": 1.8, "talking": 1.95}
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    set_times(monkeypatch, MS.get)
+    return Stage(
+        "few", "Few forms", {name: FORMS[name] for name in MS}, 40, rates=(1e-3, 2e-3), optimizers=("AdamW", "Muon")
+    )
+
+
+def test_forms_are_models_that_fold_or_say_that_they_do_not():
+    assert len(FORMS) == 31
+    for name, fields in FORMS.items():
+        model = make_model(load("lm_stdlib:size=small", [f"model.{key}={value}" for key, value in fields.items()]))
+        assert (model.num_heads, model.width // model.num_heads) == (4, 32)
+        composition = model.composition()
+        assert (composition.compose is None) == (name in PLAIN)
+        if name.startswith("folded"):
+            assert composition.foldable(model.num_key_heads), name
+
+
+def test_runs_take_the_time_of_the_first_form_and_differ_in_the_model_alone(stage, tmp_path):
+    runs = stage.plan(tmp_path, 40)
+    assert len({run.folder for run in runs}) == len(runs) == 16
+    configs = [load(run.spec, run.words(3)).to_dict() for run in runs]
+    assert [config.pop("total_steps") for config in configs] == [40, 50, 40, 20] * 4
+    assert {config.pop("lr") for config in configs} == {1e-3, 2e-3}
+    assert {config.pop("optax_name") for config in configs} == {"scale_by_adam", "muon"}
+    assert {config.pop("seed") for config in configs} == {3}
+    for config in configs:
+        del config["model"], config["optax"]
+        assert config == configs[0]
+
+
+def test_a_gain_is_to_the_best_plain_form_and_not_to_the_first(stage, tmp_path):
+    def metrics(arm, config):
+        form = arm.split("/")[0].removesuffix("=time")
+        return {"validation/bits_per_byte": LOSS[form] + 0.01 * config.seed + 10 * config.lr}
+
+    assert train_all(stage.plan(tmp_path, 40), [0, 1], FakeTraining(metrics)) == 0
+    rows = {row["form"]: row for row in stage.table(tmp_path, [0, 1], 40).rows}
+    best, folded, talking = (rows[f"{form}, Muon 0.002"] for form in (GROUPED, FOLDED, "talking"))
+    assert (best["difference"], best["verdict"], best["steps"]) == (0, "–", 50)
+    assert (folded["difference"], folded["verdict"]) == (pytest.approx(-0.1), "gain")
+    assert (talking["difference"], talking["verdict"]) == (pytest.approx(0.05), "loss")
+    assert (talking["step ÷ mha"], talking["steps"]) == (2, 20)
+    assert rows[f"{FOLDED}, AdamW 0.001"]["bits per byte"] == pytest.approx(1.8 + 0.005 + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        (Mean(-0.2, 0.1), "gain"),
+        (Mean(0.2, 0.1), "loss"),
+        (Mean(-0.2, 0.2), "not shown"),
+        (Mean(-9, None), "not shown"),
+    ],
+)
+def test_a_verdict_needs_an_interval_that_excludes_zero(difference, expected):
+    assert equal_time.verdict(difference) == expected
