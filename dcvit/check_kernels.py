@@ -6,12 +6,13 @@ implementation that passed. The cases are those of ViT-S/16, of language models,
 --config, those of a config's training step on this machine.
 
 A CPU, which has no kernels, verifies smaller cases (`CPU_LIMITS`). The exit status is 1 if a kernel is wrong, fails or
-times out. `--again` verifies what has a verdict.
+times out. `--again` verifies again what has a verdict, `--again KERNEL` this kernel only.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 Sizes: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = dict[str, str]
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
 VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
 # Name -> arguments of `attention_case`.
@@ -60,8 +62,8 @@ CPU_LIMITS = {"queries": 128, "heads": 4, "batch": 2, "window": 32}
 def attention_case(
     *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
     **more: Any,
-) -> Case:  # fmt: skip
-    """Return the case of a call of attention on the current platform.
+) -> tuple[Case, dict[str, str]]:  # fmt: skip
+    """Return the case of a call of attention on the current platform, and the reasons of those that do not support it.
 
     Args:
       queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
@@ -70,7 +72,7 @@ def attention_case(
     """
     import jax
 
-    from dcvit.dcmha import ComposeWeights, dispatch
+    from dcvit.dcmha import ComposeWeights, plan
     from dcvit.dcmha.inputs import Inputs, checked
     from dcvit.dcmha.segments import Segments
 
@@ -97,7 +99,8 @@ def attention_case(
     inputs, checked_options = checked(
         Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask, segments), **options
     )
-    return dispatch.make_case(dispatch.candidates(inputs, checked_options), inputs, checked_options)
+    names, reasons = plan.candidates(inputs, checked_options)
+    return plan.make_case(names, inputs, checked_options), reasons
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
     parser.add_argument("--config", help="verify the calls of attention in this config's training step")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
+    parser.add_argument(
+        "--again", nargs="?", const="", metavar="KERNEL", help="verify again what has a verdict, or one kernel"
+    )
     parser.add_argument(
         "--seconds", type=float, default=60, help="limit of compiling, and of running, one implementation"
     )
@@ -123,71 +128,88 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit.dcmha import verdicts
-    from dcvit.dcmha.verification import examine
+    from dcvit.dcmha import plan, verdicts
     from dcvit.parallel import runtime
 
     runtime.configure()
     runtime.check_devices()
     store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
-    if args.again and process.RESTARTS not in os.environ:
-        store.path.unlink(missing_ok=True)
+    if args.again and args.again not in plan.BACKENDS:
+        raise ConfigError(f"--again={args.again}: expected one of {', '.join(plan.BACKENDS)}, or nothing for all")
+    if args.again is not None and process.RESTARTS not in os.environ:
+        store.forget(args.again or None)
     if args.config:
-        found = _of_config(args.config, overrides, args.seconds, store)
+        rows = _of_config(args.config, overrides, args.seconds, store)
     else:
-        chosen = {n: s for n, s in CASES.items() if not args.words or any(w.lower() in n.lower() for w in args.words)}
-        if not chosen:
-            raise ConfigError(f"no case contains {' or '.join(args.words)}; there are {', '.join(CASES)}")
-        found = {}
-        for number, (name, sizes) in enumerate(chosen.items(), 1):
-            LOG.info("case %d of %d: %s", number, len(chosen), name)
-            found[name] = examine(attention_case(**_for_platform(sizes)), store, args.seconds)
-            for row in _rows(name, found[name]):
-                LOG.info("  {implementation}: {verdict} {ms:>10} ms {reason}".format(**row))
-    rows = [row for name, some in found.items() for row in _rows(name, some)]
+        rows = _of_cases(args.words, args.seconds, store)
     title = ", ".join(f"{key} {value}" for key, value in store.environment.items() if key != "code")
     cli.show(rows, "json" if args.json else "table", title=title)
     if not args.json:
         print(escaped(f"verdicts: {store.path}"))
-    bad = (verdicts.WRONG, verdicts.FAILED, verdicts.TIMED_OUT)
-    return int(
-        any(v.status in bad and name.startswith("pallas") for some in found.values() for name, v in some.items())
-    )
+    return int(any(row["verdict"] in verdicts.BAD and row["implementation"].startswith("pallas") for row in rows))
+
+
+def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row]:
+    """Verify the cases of which the names contain one of the words; return the rows of the table."""
+    import jax
+
+    from dcvit.dcmha.verdicts import Verdict
+    from dcvit.dcmha.verification import check_idle, examine
+
+    chosen = {n: s for n, s in CASES.items() if not words or any(w.lower() in n.lower() for w in words)}
+    if not chosen:
+        raise ConfigError(f"no case contains {' or '.join(words)}; there are {', '.join(CASES)}")
+    rows: list[Row] = []
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])
+    for number, (name, sizes) in enumerate(chosen.items(), 1):
+        LOG.info("case %d of %d: %s", number, len(chosen), name)
+        with jax.set_mesh(mesh):
+            case, reasons = attention_case(**_for_platform(sizes))
+        unsupported = {name: Verdict("unsupported", reason=reason) for name, reason in reasons.items()}
+        some = _rows(name, examine(case, store, seconds) | unsupported, case.is_inference)
+        for row in some:
+            LOG.info("  {implementation}: {verdict} {ms:>10} ms {reason}".format(**row))
+        rows += some
+        check_idle()
+    return rows
 
 
 def _for_platform(sizes: Sizes) -> Sizes:
     """Return the sizes of a case, on a CPU at most `CPU_LIMITS`."""
-    from dcvit.dcmha.dispatch import platform
+    from dcvit.dcmha.device import platform
 
     limits = CPU_LIMITS if platform() == "cpu" else {}
     return {name: min(size, limits[name]) if name in limits else size for name, size in sizes.items()}
 
 
-def _rows(case: str, found: Mapping[str, Verdict]) -> list[dict[str, object]]:
+def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -> list[Row]:
     """Return the rows of the table for one case, the fastest implementation that passed marked."""
     from dcvit.dcmha.verdicts import fastest
 
-    first = fastest(found)
+    first = fastest(found, forward_only=is_inference)
     return [
         {
             "case": case, "implementation": name, "error": "" if v.error is None else f"{v.error:.1e}",
             "ms": "" if v.milliseconds is None else f"{v.milliseconds:.3f}",
+            "forward_ms": "" if v.forward_milliseconds is None else f"{v.forward_milliseconds:.3f}",
             "verdict": "fastest" if name == first else v.status, "reason": v.reason,
         }
         for name, v in found.items()
     ]  # fmt: skip
 
 
-def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Verdicts) -> dict[str, dict[str, Verdict]]:
-    """Verify the calls of attention in a training step; return the verdicts by the key of the case."""
+def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Verdicts) -> list[Row]:
+    """Verify the calls of attention in a training step; return the rows of the table, by the keys of the cases."""
     from dcvit.dcmha.selection import Selection, selecting
+    from dcvit.dcmha.verification import check_idle
     from dcvit.training.aot import trace
     from dcvit.training.setup import load_setup
 
     setup = load_setup(spec, overrides, stand_in=True)
-    with selecting(Selection("verify", seconds)) as selection:
+    with selecting(Selection("verify", seconds, budget=math.inf)) as selection:
         trace(setup)
-    return {key: store.read(key) for key in selection.chosen}
+    check_idle()
+    return [row for key in selection.chosen for row in _rows(key, store.read(key))]
 
 
 if __name__ == "__main__":

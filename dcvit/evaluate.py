@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.runs.files import replace
     from dcvit.training.trained import open_trained
 
-    runtime.configure()
+    runtime.configure(forward_only=True)
     multihost.initialize(args)
     runtime.check_devices()
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)

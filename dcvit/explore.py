@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.trained import load
 
     report.check_path(args.out, "--out")
-    runtime.configure()
+    runtime.configure(forward_only=True)
     runtime.check_devices()
     models = [load(args.workdir, config=args.config)]
     if args.compare is not None:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
     options.sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
-    runtime.configure()
+    runtime.configure(forward_only=True)
     runtime.check_devices()
     model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = model.open_tokenizer(args.tokenizer)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
     from dcvit.training.trained import open_model
 
-    runtime.configure()
+    runtime.configure(forward_only=True)
     runtime.check_devices()
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation

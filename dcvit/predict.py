@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
     from dcvit.training.trained import open_model
 
-    runtime.configure()
+    runtime.configure(forward_only=True)
     runtime.check_devices()
     model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     failed: list[str] = []

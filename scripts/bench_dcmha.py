@@ -34,11 +34,12 @@ import numpy as np
 from tpu_bundles import AttentionShape, bundles
 
 from dcvit.dcmha import ComposeWeights, attention
-from dcvit.dcmha.dispatch import BY_PLATFORM
-from dcvit.dcmha.dispatch import platform as backend
+from dcvit.dcmha.device import platform as backend
 from dcvit.dcmha.folded import combine_heads, multiply_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.packed_weights import dynamic_weights
+from dcvit.dcmha.plan import BACKENDS, COMPOSED
+from dcvit.dcmha.selection import set_default
 from dcvit.parallel import hlo, runtime
 from dcvit.reproduction.rounds import device, interleaved
 
@@ -75,7 +76,7 @@ DECODE = {
     for size, heads, width in (("405m", 16, 64), ("2.8b", 32, 80))
     for batch in (1, 8)
 }
-# Small models; `dcvit.dcmha.dispatch` chooses on CPUs by these.
+# Small models; `dcvit.dcmha.plan` chooses on CPUs by these.
 SMALL = {
     f"{batch}x{length}_{heads}x{width}": Shape(batch, length, heads, width, causal=length in (128, 256))
     for batch, length, heads, width in (
@@ -84,7 +85,8 @@ SMALL = {
     )
 }  # fmt: skip
 runtime.skip_absent_tpu()  # before `backend` asks for the devices
-TILED = tuple(dict.fromkeys(("blockwise", *reversed(BY_PLATFORM[backend()]))))  # the fastest is the last
+tried = [name for name, row in BACKENDS.items() if COMPOSED in row.tried.get(backend(), ()) and name != "reference"]
+TILED = tuple(dict.fromkeys(("blockwise", *reversed(tried))))  # the fastest is the last
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
@@ -346,6 +348,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 0:
         parser.error(f"--rounds {args.rounds}: expected 0 or more")
+    set_default("verify")
     machine = device()
     print(machine)
     result: Row = {"machine": machine, "rounds": args.rounds}

@@ -13,14 +13,16 @@ import numpy as np
 
 from dcvit import cli
 from dcvit.__main__ import dispatch as command
-from dcvit.dcmha import blockwise, dispatch
-from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha import blockwise, device, reference
+from dcvit.dcmha.pallas_tpu import api, tiling
 from dcvit.dcmha.selection import Selection
 from dcvit.training import kernels
 
+right = blockwise.attention
+
 
 def correct(inputs, options):
-    return blockwise.attention(inputs, options)
+    return right(inputs, options)
 
 
 def fast(inputs, options):
@@ -52,11 +54,11 @@ def delayed(implementation):
 
 if __name__ == "__main__":
     kernels.Selection = functools.partial(Selection, seconds=10.0)
-    dispatch.platform = lambda: "tpu"
+    device.platform = lambda: "tpu"
     tiling.device_kind = lambda: "TPU v5 lite"
     kernel = os.environ["KERNEL"]
     if kernel == "fast":
-        for name in ("blockwise", "reference"):
-            dispatch.IMPLEMENTATIONS[name] = delayed(dispatch.IMPLEMENTATIONS[name])
-    dispatch.IMPLEMENTATIONS["pallas_tpu"] = globals()[kernel]
+        for module in (blockwise, reference):
+            module.attention = delayed(module.attention)
+    api.attention = globals()[kernel]
     sys.exit(cli.run(command))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dcvit.dcmha import dispatch, reference
+from dcvit.dcmha import plan, reference
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.reference import Dropout
@@ -25,7 +25,7 @@ __all__ = [
     "verify",
 ]
 
-IMPLEMENTATIONS = tuple(dispatch.IMPLEMENTATIONS)
+IMPLEMENTATIONS = tuple(plan.BACKENDS)
 
 
 def attention(
@@ -67,7 +67,7 @@ def attention(
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.
       implementation: a name from `IMPLEMENTATIONS`; None folds the composition into q and the output if that is exact
-        (`dcvit.dcmha.folded`), or else selects the fastest one (`dcvit.dcmha.dispatch`). All have gradients and a
+        (`dcvit.dcmha.folded`), or else selects the fastest one (`dcvit.dcmha.plan`). All have gradients and a
         forward mode (`jax.jvp`, `jax.linearize`).
 
     Returns:
@@ -83,7 +83,7 @@ def attention(
     """
     inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
     inputs, options = checked(inputs, causal=causal, window=window, groups=groups, scale=scale)
-    return dispatch.attention(inputs, options, implementation, dropout)
+    return plan.attention(inputs, options, implementation, dropout)
 
 
 def attention_weights(

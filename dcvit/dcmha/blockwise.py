@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
-from dcvit.dcmha import partition
+from dcvit.dcmha import partition, reference
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
@@ -85,6 +85,9 @@ class Block(NamedTuple):
     inputs: Inputs
     mask: Array | None
     start: dict[str, int | Array]
+
+
+supports = reference.supports  # every call
 
 
 def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:

@@ -7,7 +7,7 @@ forward mode; here it is that of `reference`.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,34 +25,39 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     Raises:
       UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.
     """
-    check_supported(inputs, options)
-    options = dataclasses.replace(options, causal=options.causal or options.window is not None, groups=1)
-    try:
-        return _attention(options, inputs)
-    except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
-        raise UnsupportedError(f"cuDNN: {str(error).strip().splitlines()[0]}") from error
+    if (reason := supports(inputs, options)) is not None:
+        raise UnsupportedError(reason)
+    return _attention(options, inputs)
 
 
-def check_supported(inputs: Inputs, options: Options) -> None:
-    """Raise UnsupportedError if cuDNN does not support the arguments; the widths of heads are not checked."""
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why cuDNN does not support a call, or is not installed, or None."""
     q, k, v, pre, post, mask, segments = inputs
     if pre is not None or post is not None:
-        raise UnsupportedError("cuDNN does not compose heads")
+        return "cuDNN does not compose heads"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
-        raise UnsupportedError(f"cuDNN supports q, k and v of bfloat16 or float16, found {dtypes}")
+        return f"cuDNN supports q, k and v of bfloat16 or float16, found {dtypes}"
     if segments is not None:
-        raise UnsupportedError("segments: jax.nn.dot_product_attention has none for cuDNN")
+        return "segments: jax.nn.dot_product_attention has none for cuDNN"
     if mask is not None:
-        raise UnsupportedError("cuDNN adds a mask to the scores, and a query without keys would not have the output 0")
+        return "cuDNN adds a mask to the scores, and a query without keys would not have the output 0"
+    if options.first_query:
+        return "cuDNN needs all queries, found a part of them (mesh axis context)"
     if (options.causal or options.window is not None) and q.shape[1] != k.shape[1]:
-        raise UnsupportedError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
+        return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys"
+    try:
+        jax.eval_shape(functools.partial(_call, options), inputs)
+    except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
+        return f"cuDNN: {str(error).strip().splitlines()[0]}"
+    return None
 
 
 def _call(options: Options, inputs: Inputs) -> Array:
     local = None if options.window is None else (options.window - 1, 0)
+    causal = options.causal or local is not None
     return jax.nn.dot_product_attention(
-        *inputs[:3], scale=options.scale, is_causal=options.causal, local_window_size=local, implementation="cudnn"
+        *inputs[:3], scale=options.scale, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
 
 

@@ -30,10 +30,10 @@ from dcvit.dcmha.shapes import Array, Float
 exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def check_one_query(q: Array) -> None:
-    """Raise UnsupportedError unless q (B T H D) has one query."""
-    if q.shape[1] != 1:
-        raise UnsupportedError(f"decoding attends from one query, found {q.shape[1]}")
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why a call is not supported, or None."""
+    queries = inputs.q.shape[1]
+    return None if queries == 1 else f"decoding attends from one query, found {queries}"
 
 
 def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
@@ -45,7 +45,8 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
       UnsupportedError: there are several queries.
     """
     q, k, v, pre, post, mask, segments = inputs
-    check_one_query(q)
+    if (reason := supports(inputs, options)) is not None:
+        raise UnsupportedError(reason)
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]

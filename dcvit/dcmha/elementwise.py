@@ -14,6 +14,8 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.shapes import Array, Float
 
+supports = reference.supports  # every call
+
 
 def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.

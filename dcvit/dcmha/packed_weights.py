@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import device
 from dcvit.dcmha.compose import RMS_EPSILON
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
@@ -105,7 +105,7 @@ def dynamic_weights(
     hidden, gates = kernels("1", present), kernels("g", present)
     joined = jnp.concatenate([w.reshape(w.shape[0], -1) for w in (*hidden, *gates)], axis=1)
     layout = active_columns(params, present, heads)
-    if dispatch.platform() == "cpu":
+    if device.platform() == "cpu":
         return _separate_weights(x @ joined, params, dict(zip(present, layout, strict=True)), heads=heads, gelu=gelu)
     first = x @ _padded(joined)
     active = jnp.tanh(first)

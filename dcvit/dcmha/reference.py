@@ -70,6 +70,10 @@ def masked_softmax(
     return weights / jnp.where(total == 0, 1, total)
 
 
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why a call is not supported: None, as all are."""
+
+
 class AttentionMatrices(NamedTuple):
     """The matrices of one attention layer."""
 

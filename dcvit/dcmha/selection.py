@@ -1,4 +1,4 @@
-"""Selection of an implementation by the verdicts on the device, and the policy of a part of a program.
+"""Selection among the candidates of a case by the verdicts on the device, and the policy of a part of a program.
 
 Without a verdict, an implementation that needs one is not selected. `dcvit.dcmha.verification` produces verdicts.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast, get_args
 
 import jax
 
-from dcvit.dcmha import verdicts
+from dcvit.dcmha import device, verdicts
 from dcvit.dcmha.verdicts import Verdicts, fastest
-from dcvit.dcmha.verification import SECONDS, Case, examine
+from dcvit.dcmha.verification import BUDGET, SECONDS, Case, examine, warn_once
 
-LOG = logging.getLogger(__name__)
 Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
 VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code that is not inside `selecting`
 
@@ -37,29 +35,42 @@ class Selection:
         verification, so that a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
         get its result. Without it, several processes select no kernel.
+      forward_only: the programs compute no gradients, so that the fastest output counts, and not output and gradients.
+      budget: limit, in seconds, of all verification in this process.
     """
 
     policy: Policy = "verify"
     seconds: float = SECONDS
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
     share: Callable[[str, Callable[[], str]], str] | None = None
+    forward_only: bool = False
+    budget: float = BUDGET
 
 
 _SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
-_CHOSEN: dict[str, dict[str, str]] = {}  # by kind of device, in code that is not inside `selecting`
+_DEFAULT = Selection("known")  # of code that is not inside `selecting`
 
 
-def default_policy() -> Policy:
-    """Return the policy that $DCVIT_KERNELS names, "verify" if it is not set. Raises ValueError for another word."""
-    policy = os.environ.get(VARIABLE) or "verify"
-    if policy not in ("verify", "trust", "off"):
-        raise ValueError(f"{VARIABLE}={policy!r}: expected 'verify', 'trust' or 'off'")
-    return cast(Policy, policy)
+def set_default(policy: Policy, *, forward_only: bool = False) -> None:
+    """Set the policy of this process, as commands do, for code outside of `selecting`; $DCVIT_KERNELS overrides it."""
+    _DEFAULT.policy, _DEFAULT.forward_only = policy, forward_only
+
+
+def default_policy(policy: Policy | None = None) -> Policy:
+    """Return the policy that $DCVIT_KERNELS names, or else the given one, or else that of the process ("known").
+
+    Raises:
+      ValueError: the variable has another word.
+    """
+    found = os.environ.get(VARIABLE) or policy or _DEFAULT.policy
+    if found not in get_args(Policy):
+        raise ValueError(f"{VARIABLE}={found!r}: expected 'verify', 'known', 'trust' or 'off'")
+    return cast(Policy, found)
 
 
 def current() -> Selection:
     """Return the selection of `selecting`, or else the one by `default_policy`, which may raise ValueError."""
-    return _SELECTION.get() or Selection(default_policy(), chosen=_CHOSEN.setdefault(_device_kind(), {}))
+    return _SELECTION.get() or dataclasses.replace(_DEFAULT, policy=default_policy())
 
 
 @contextlib.contextmanager
@@ -72,7 +83,9 @@ def selecting(selection: Selection) -> Iterator[Selection]:
         _SELECTION.reset(token)
 
 
-def verify(function: Callable[..., object], *args: object, seconds: float = SECONDS) -> dict[str, str]:
+def verify(
+    function: Callable[..., object], *args: object, seconds: float = SECONDS, forward_only: bool = False
+) -> dict[str, str]:
     """Verify and time the implementations of attention for each call of attention in a function.
 
     Programs that are traced later, in this process and others, use the fastest implementations that passed.
@@ -82,6 +95,7 @@ def verify(function: Callable[..., object], *args: object, seconds: float = SECO
         is traced, not run. JAX remembers traces of compiled functions: call this before their first use.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
       seconds: limit of compiling, and of running, one implementation.
+      forward_only: return the implementations with the fastest output, instead of output and gradients.
 
     Returns:
       The selected implementation of each case that has kernels.
@@ -89,81 +103,58 @@ def verify(function: Callable[..., object], *args: object, seconds: float = SECO
     Raises:
       DeviceHungError: an implementation does not finish on the device.
     """
-    with selecting(Selection("verify", seconds)) as selection:
+    with selecting(Selection("verify", seconds, forward_only=forward_only, budget=math.inf)) as selection:
         jax.eval_shape(lambda *x: function(*x), *args)  # a new function, which has no trace yet
+    _DEFAULT.chosen.update(selection.chosen)
     return selection.chosen
 
 
-def order(case: Case) -> tuple[str, ...]:
-    """Return the candidates to try for a case: the selected one, then those that need no verdict."""
+def select(case: Case) -> str:
+    """Return the candidate that the verdicts select for a case, or "" for the first that needs none."""
     selection = current()
-    if not case.kernels or selection.policy == "trust":
-        return tuple(case.candidates)
-    name = selection.chosen.get(case.key) if selection.policy != "off" else ""
-    if name is None or (name and name not in case.candidates):
-        name = selection.chosen[case.key] = _choose_together(case, selection)
-    return tuple(dict.fromkeys([*[name] * bool(name), *[n for n in case.candidates if n not in case.kernels]]))
-
-
-def _choose_together(case: Case, selection: Selection) -> str:
-    """Return the same name as all other processes of the run; "" if no kernel is to be used."""
-    if selection.share is not None:
-        name = selection.share(case.key, lambda: _choose(case, selection))
-        _warn_of_disagreement(case, name)
+    if selection.policy == "trust":
+        return next(iter(case.candidates))
+    if selection.policy == "off":
+        return ""
+    chip = device.attached()
+    if chip is None:
+        warn_once("the devices of the mesh are not attached to this host, so that no kernel can be verified")
+        return ""
+    key = case.key + (", output only" if selection.forward_only else "")
+    name = selection.chosen.get(key)
+    if name is not None and (not name or name in case.candidates):
         return name
-    if jax.process_count() > 1:
-        _warn_once("several processes could select different kernels: none is used; see dcvit.dcmha.selection")
-        return ""
-    return _choose(case, selection)
+    store = Verdicts(verdicts.environment(chip))
+    if selection.share is not None:
+        name = selection.share(key, lambda: _fastest(case, store, selection))
+        verdict = store.read(case.key).get(name)
+        if verdict is not None and verdict.status in verdicts.BAD:
+            warn_once(
+                f"{name} is used for {case.label}, as process 0 selected it, although an earlier verdict on a device "
+                f"of process {jax.process_index()} is: {verdict.status}: {verdict.reason}"
+            )
+    elif jax.process_count() > 1:
+        warn_once("several processes could select different kernels: none is used; see dcvit.dcmha.selection")
+        name = ""
+    else:
+        name = _fastest(case, store, selection)
+    selection.chosen[key] = name
+    return name
 
 
-def _choose(case: Case, selection: Selection) -> str:
-    """Return the fastest implementation that passed; "" if no verdict is known and none is to be produced."""
-    device = _device()
-    if device is None:
-        _warn_once("the devices of the mesh are not attached to this host, so that no kernel can be verified")
-        return ""
-    store = Verdicts(verdicts.environment(device))
-    found = examine(case, store, selection.seconds) if selection.policy == "verify" else store.read(case.key)
-    if any(name not in found or found[name].status == verdicts.STARTED for name in case.kernels):
-        _warn_once(
-            f"{' and '.join(sorted(case.kernels))} are not verified on {device.device_kind}: slower implementations"
-            " are used; run `dcvit check-kernels` or dcvit.dcmha.verify"
+def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
+    """Return the fastest candidate that passed; "" if it is not known to be, or none passed."""
+    verifies = selection.policy == "verify"
+    found = examine(case, store, selection.seconds, selection.budget) if verifies else store.read(case.key)
+    found = {name: found[name] for name in case.candidates if name in found and found[name].status != verdicts.STARTED}
+    for name in case.kernels & found.keys():
+        if found[name].status in verdicts.BAD:
+            warn_once(f"{name} is not used for {case.label}: {found[name].status}: {found[name].reason}")
+    if not verifies and not case.kernels <= found.keys():
+        warn_once(
+            f"{' and '.join(sorted(case.kernels))} are not verified on {store.environment['device']}: slower "
+            "implementations may be used; run `dcvit check-kernels` or dcvit.dcmha.verify"
         )
+    if case.default not in (None, *found):  # a kernel is not known to be faster than what is used without it
         return ""
-    for name, verdict in found.items():
-        if name in case.kernels and verdict.status not in (verdicts.PASSED, verdicts.UNSUPPORTED):
-            _warn_once(f"{name} is not used for {case.label}: {verdict.status}: {verdict.reason}")
-    if not found.keys() >= case.candidates.keys():  # plain implementations were not timed: no kernel has passed
-        return ""
-    return fastest({name: found[name] for name in case.candidates})
-
-
-def _warn_of_disagreement(case: Case, name: str) -> None:
-    """Warn if this process, by an earlier verdict on its device, would not use the kernel that all processes use."""
-    device = _device()
-    verdict = None if device is None else Verdicts(verdicts.environment(device)).read(case.key).get(name)
-    if name in case.kernels and verdict is not None and verdict.status not in (verdicts.PASSED, verdicts.STARTED):
-        _warn_once(
-            f"{name} is used for {case.label}, as process 0 selected it, although an earlier verdict on a device of "
-            f"process {jax.process_index()} is: {verdict.status}: {verdict.reason}"
-        )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    LOG.warning("attention: %s", message)
-
-
-def _device() -> jax.Device | None:
-    """Return the first device of this process, or None if the current mesh is of devices of another kind."""
-    device = jax.local_devices()[0]
-    return device if device.device_kind == _device_kind() else None
-
-
-def _device_kind() -> str:
-    """Return the kind of the devices of the current mesh, or of this process's without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    kind: str = jax.local_devices()[0].device_kind if device is None else device.device_kind
-    return kind
+    return fastest(found, forward_only=selection.forward_only or case.is_inference)

@@ -16,19 +16,20 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import jax
 
 LOG = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 LARGEST_ERROR = 2e-2  # of an implementation that passed
 MAX_BYTES = 2**24  # of a file; a verdict takes about 1 kB
-PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED = (
-    "passed", "wrong", "unsupported", "failed", "timed out", "started",
-)  # fmt: skip
+DAY = 24 * 60 * 60.0  # seconds, after which an implementation that failed is tried again
+PASSED, WRONG, FAILED, TIMED_OUT, STARTED = STATUSES = ("passed", "wrong", "failed", "timed out", "started")
+BAD = (WRONG, FAILED, TIMED_OUT)
 # What compiles programs: its versions and its flags.
 PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda13-plugin",
@@ -36,7 +37,6 @@ PACKAGES = (
 )  # fmt: skip
 DRIVER = Path("/proc/driver/nvidia/version")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-STATUSES = (PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +49,40 @@ class Verdict:
       error: largest error of the output and the gradients relative to the reference, in the 2-norm; None if unknown.
       milliseconds: median time of the output and the gradients; None if it was not timed.
       reason: why the status is not "passed".
+      forward_milliseconds: median time of the output alone; None if it was not timed.
+      seconds: the limit of compiling, and of running, that the implementation had.
+      when: time of the verdict, in seconds since 1970.
     """
 
     status: str
     error: float | None = None
     milliseconds: float | None = None
     reason: str = ""
+    forward_milliseconds: float | None = None
+    seconds: float = 0.0
+    when: float = dataclasses.field(default_factory=time.time)
 
     @property
     def passed(self) -> bool:
         """True if the implementation may be selected automatically."""
         return self.status == PASSED
 
+    def is_final(self, seconds: float) -> bool:
+        """Return False if the implementation is to be tried (again) with a limit of `seconds`.
 
-def fastest(found: Mapping[str, Verdict]) -> str:
-    """Return the name of the fastest implementation that passed, or ""."""
-    times = {name: verdict.milliseconds or 0.0 for name, verdict in found.items() if verdict.passed}
+        A failure or a time-out is, a day later or with a longer limit. What is wrong stays wrong in its environment.
+        """
+        is_recent = seconds <= self.seconds and abs(time.time() - self.when) < DAY
+        return self.status in (PASSED, WRONG) or (self.status != STARTED and is_recent)
+
+
+Cases: TypeAlias = dict[str, dict[str, Verdict]]  # by the key of a case and the name of an implementation
+
+
+def fastest(found: Mapping[str, Verdict], *, forward_only: bool = False) -> str:
+    """Return the implementation that passed with the fastest output and gradients, or output alone; "" for none."""
+    passed = {name: verdict for name, verdict in found.items() if verdict.passed}
+    times = {name: (v.forward_milliseconds if forward_only else v.milliseconds) or 0.0 for name, v in passed.items()}
     return min(times, key=lambda name: times[name], default="")
 
 
@@ -151,13 +169,28 @@ class Verdicts:
 
     def write(self, key: str, name: str, verdict: Verdict | None) -> None:
         """Add a verdict, or remove it. Where the folder cannot be written, verification is repeated at each start."""
+
+        def change(found: Cases) -> None:
+            found.setdefault(key, {}).pop(name, None)
+            if verdict is not None:
+                found[key][name] = verdict
+
+        self._change(change)
+
+    def forget(self, name: str | None = None) -> None:
+        """Remove the verdicts on an implementation, or all."""
+
+        def change(found: Cases) -> None:
+            for some in found.values():
+                some.clear() if name is None else some.pop(name, None)
+
+        self._change(change)
+
+    def _change(self, change: Callable[[Cases], None]) -> None:
         try:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._read()  # another process may have added verdicts
-                some = found.setdefault(key, {})
-                some.pop(name, None)
-                if verdict is not None:
-                    some[name] = verdict
+                change(found)
                 cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
                 content = {"format": FORMAT, "environment": self.environment, "cases": cases}
                 fresh = self.path.with_suffix(".tmp")  # of the process that has the lock
@@ -176,7 +209,7 @@ class Verdicts:
                 stack.enter_context(_locked(self.path.with_suffix(".verifying.lock")))
             yield
 
-    def _read(self) -> dict[str, dict[str, Verdict]]:
+    def _read(self) -> Cases:
         """Return all verdicts of the file; none, after a warning, if it is damaged or of another environment.
 
         Raises:
@@ -205,10 +238,11 @@ class Verdicts:
 def _verdict(fields: Mapping[str, object]) -> Verdict:
     """Return the verdict of a file's fields; raise ValueError or TypeError if they are not as written."""
     verdict = Verdict(**fields)  # type: ignore[arg-type]
-    numbers = [x for x in (verdict.error, verdict.milliseconds) if x is not None]
+    measured = [x for x in (verdict.error, verdict.milliseconds, verdict.forward_milliseconds) if x is not None]
+    numbers = [*measured, verdict.seconds, verdict.when]
     if verdict.status not in STATUSES or not all(type(x) in (int, float) and 0 <= x < 1e308 for x in numbers):
         raise ValueError(f"a verdict has invalid fields: {fields}")
-    if verdict.passed and (len(numbers) != 2 or verdict.reason or numbers[0] > LARGEST_ERROR):
+    if verdict.passed and (len(measured) != 3 or verdict.reason or measured[0] > LARGEST_ERROR):
         raise ValueError(f"a verdict has passed without time, with a large error, or with a reason: {fields}")
     return verdict
 

@@ -5,26 +5,29 @@ reference on this device, for arrays of the same shapes and dtypes, and if it is
 do. `verify` does this for the calls of attention in a function.
 
 Each implementation is compiled and run in a thread of its own: a thread has no trace in progress, so verification also
-works while the function that needs the verdict is traced, and the thread can be left behind if it blocks.
+works while the function that needs the verdict is traced, and the thread can be left behind if it blocks. While a
+thread that was left behind runs, nothing is verified in its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
+import functools
 import logging
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha import verdicts
-from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verdicts import Verdict, Verdicts
 
@@ -36,15 +39,23 @@ Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
 # bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
 BOUND, BOUND_FLOAT32 = verdicts.LARGEST_ERROR, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
+BUDGET = 180.0  # limit of all verification in a process, in seconds
 RUNS = 5  # timed
 REPETITIONS = 7  # at most; their results must equal those of the first run, because a race shows in some runs only
 DOCUMENTS = 6  # of a row in a case with segments
 TIMING_SECONDS = 5.0  # after which no further run is compared or timed
 COMPILING = "compiling raised"
+# Settings of JAX that a thread has for itself: the names of the functions that set them.
+SETTINGS = (
+    "enable_x64", "default_matmul_precision", "default_prng_impl", "numpy_rank_promotion", "numpy_dtype_promotion",
+)  # fmt: skip
+
+_used: list[float] = []  # seconds of each verification in this process
+_threads: list[threading.Thread] = []  # of all implementations
 
 
 class DeviceHungError(RuntimeError):
-    """An implementation does not finish on the device. Its verdict is kept: a new process does not run it again."""
+    """An implementation does not finish. Its verdict is kept: a new process does not run it again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +67,9 @@ class Case:
       key: text that determines the computation, the shapes and the dtypes.
       arrays: the argument of the functions, a tree of `jax.ShapeDtypeStruct`.
       candidates: functions of the tree by name, in the order in which they are tried without verdicts.
-      kernels: the candidates that need a verdict.
+      kernels: the candidates that need a verdict to be selected.
       reference: the function in plain JAX operations to compare with.
-      is_inference: only the output is timed, not the gradients, which are compared in any case.
+      is_inference: the fastest output counts, although output and gradients are compared.
     """
 
     label: str
@@ -68,6 +79,17 @@ class Case:
     kernels: frozenset[str]
     reference: Callable[[Tree], Array]
     is_inference: bool = False
+
+    @property
+    def default(self) -> str | None:
+        """The first candidate that needs no verdict."""
+        return next((name for name in self.candidates if name not in self.kernels), None)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time."""
+    LOG.warning("attention: %s", message)
 
 
 def shapes_of(arrays: Tree) -> Tree:
@@ -82,134 +104,154 @@ def describe(arrays: Tree) -> str:
     return ", ".join(f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named.items())
 
 
-def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
+def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.inf) -> dict[str, Verdict]:
     """Return the verdicts on all candidates; produce and keep those that are missing.
+
+    Some stay missing if the budget ends, or if an implementation whose compilation timed out still compiles.
 
     Args:
       case: the computation.
       store: the verdicts of the device.
       seconds: limit of compiling, and of running, one implementation.
+      budget: limit of all verification in this process, in seconds.
 
     Raises:
       DeviceHungError: one of them does not finish.
     """
-    if not _missing(case, found := store.read(case.key)):
+    if not _missing(case, found := store.read(case.key), seconds):
         return found
     with store.verifying():  # one process after the other: they time undisturbed, and find each other's verdicts
-        return _examine(case, store, seconds)
+        found, start = store.read(case.key), time.monotonic()
+        if not (missing := _missing(case, found, seconds)):  # another process has verified it
+            return found
+        try:
+            return _examine(case, store, found, missing, Limits(seconds, start + budget - sum(_used)))
+        finally:
+            _used.append(time.monotonic() - start)
 
 
-def _missing(case: Case, found: Mapping[str, Verdict]) -> list[str]:
-    """Return the candidates without a final verdict."""
-    return [name for name in case.candidates if name not in found or found[name].status == verdicts.STARTED]
+class Limits(NamedTuple):
+    """Limit of compiling, and of running, one implementation in seconds; and the time (monotonic) when all ends."""
+
+    seconds: float
+    end: float
+
+    def left(self, factor: int = 1) -> float:
+        """Return the seconds that a number of limits, or all verification, leave."""
+        return max(0.0, min(factor * self.seconds, self.end - time.monotonic()))
+
+    def is_over(self) -> bool:
+        """Return True, after a warning, if nothing more is to be verified now."""
+        reason = "an implementation that did not compile in time still compiles" if is_busy() else ""
+        if not self.left():
+            reason = "the time for verification in this process is over"
+        if reason:
+            warn_once(f"{reason}: the fastest implementations measured so far are used")
+        return bool(reason)
 
 
-def _examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
+def is_busy() -> bool:
+    """Return True if a thread that did not return in time still runs: nothing can be timed beside it."""
+    return any(thread.is_alive() for thread in _threads)
+
+
+def check_idle() -> None:
+    """Raise DeviceHungError if an implementation that did not compile in time still compiles."""
+    if is_busy():
+        raise DeviceHungError("an implementation still compiles; the same command will not use it")
+
+
+def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[str]:
+    """Return the candidates without a final verdict; the default is the first, so that others have a comparison."""
+    missing = [name for name in case.candidates if name not in found or not found[name].is_final(seconds)]
+    return sorted(missing, key=lambda name: name != case.default)
+
+
+def _examine(
+    case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], limits: Limits
+) -> dict[str, Verdict]:  # fmt: skip
     """Compute `examine` in the only process that verifies the case."""
-    found = store.read(case.key)
-    if not (missing := _missing(case, found)):  # another process has verified it
-        return found
-    for name in [name for name in missing if name in case.kernels]:
-        if reason := _why_unsupported(case, name, seconds):
-            found[name] = Verdict(verdicts.UNSUPPORTED, reason=reason)
-            store.write(case.key, name, found[name])
-            missing.remove(name)
-    if case.kernels and not any(name in missing or found[name].passed for name in case.kernels):
+    if limits.is_over():
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
     arrays = _random_arrays(case.arrays)
     cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
     try:
-        expected = _in_thread(lambda: _reference(case, arrays, cotangent), 10 * seconds)
+        expected = _in_thread(lambda: _reference(case, arrays, cotangent), limits.left(10))
     except Exception as e:  # such as a lack of memory; the next start tries again
         LOG.warning("attention: cannot verify kernels for %s: the reference raised %s", case.label, _first_line(e))
         return {name: verdict for name, verdict in found.items() if name in case.kernels and not verdict.passed}
     for name in missing:
-        before = found.get(name)  # an earlier process ended while it verified this candidate
-        if before is not None and before.reason:
-            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice")
+        if limits.is_over():
+            break
+        before = found.get(name)
+        if before is not None and before.status == verdicts.STARTED and before.reason:
+            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
             store.write(case.key, name, found[name])
             continue
-        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if before else ""))
+        has_ended = before is not None and before.status == verdicts.STARTED  # an earlier process, meanwhile
+        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else ""))
         kept = before
         try:
-            found[name] = _verdict(case, name, (arrays, cotangent), expected, seconds)
+            found[name] = _verdict(case, name, (arrays, cotangent), expected, limits)
             if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
                 kept = found[name]  # else there may be more memory at the next start
         except DeviceHungError as e:
-            kept = Verdict(verdicts.TIMED_OUT, reason=str(e))
+            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds)
             raise
         finally:  # also if the user interrupts it
             store.write(case.key, name, kept)
     return found
 
 
-def _why_unsupported(case: Case, name: str, seconds: float) -> str:
-    """Return the reason for which a candidate does not support the case, or ""."""
-    try:
-        _in_thread(lambda: jax.eval_shape(case.candidates[name], case.arrays), seconds)
-    except UnsupportedError as e:
-        return str(e)
-    except Exception:  # `_verdict` reports it
-        return ""
-    return ""
-
-
 def _verdict(
-    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], seconds: float
+    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], limits: Limits
 ) -> Verdict:
     """Compile and run one candidate, compare its results with the expected ones, and time it."""
+    seconds, is_kernel = limits.left(), name in case.kernels
+    verdict = functools.partial(Verdict, seconds=seconds)
     try:
         programs = _in_thread(lambda: _compile(case, name, inputs), seconds)
-    except UnsupportedError as e:
-        return Verdict(verdicts.UNSUPPORTED, reason=str(e))
     except TimeoutError:
-        return Verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
+        return verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
     except Exception as e:
-        return Verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
-    is_kernel = name in case.kernels
+        return verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
+    limit = limits.seconds if is_kernel else limits.left(10)  # a kernel that runs longer blocks the device
     try:
-        repetitions = REPETITIONS if is_kernel else 0
-        results, difference, milliseconds = _in_thread(
-            lambda: _run(programs, inputs, repetitions), seconds if is_kernel else 10 * seconds
-        )
+        results, difference, times = _in_thread(lambda: _run(programs, inputs, REPETITIONS * is_kernel), limit)
     except TimeoutError:
         if not is_kernel:  # it is slow
-            return Verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {10 * seconds:.0f} s")
+            return Verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {limit:.0f} s", seconds=limit / 10)
         raise DeviceHungError(
-            f"{name} did not finish on the device in {seconds:.0f} s for {case.label}; the same command will not use it"
+            f"{name} did not finish on the device in {limit:.0f} s for {case.label}; the same command will not use it"
         ) from None
     except Exception as e:
-        return Verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
-    errors = [_error(x, y) for x, y in zip(results, expected, strict=True)]
-    worst = max(errors)
-    if not worst <= _bound(case.arrays):
-        return Verdict(
-            verdicts.WRONG, worst if np.isfinite(worst) else None, milliseconds,
-            f"the largest relative error of output and gradients is {worst:.1e}, above {_bound(case.arrays):.0e}",
-        )  # fmt: skip
-    if difference:
-        return Verdict(verdicts.WRONG, worst, milliseconds, difference)
-    return Verdict(verdicts.PASSED, worst, milliseconds)
+        return verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
+    worst = max(_error(x, y) for x, y in zip(results, expected, strict=True))
+    bound = _bound(case.arrays)
+    if not worst <= bound:
+        difference = f"the largest relative error of output and gradients is {worst:.1e}, above {bound:.0e}"
+    return verdict(
+        verdicts.WRONG if difference else verdicts.PASSED, worst if np.isfinite(worst) else None, times[0],
+        difference, times[1],
+    )  # fmt: skip
 
 
 def _compile(case: Case, name: str, inputs: tuple[Tree, np.ndarray]) -> list[Callable[..., list[Array]]]:
-    """Return the compiled program of the output and the gradients, and the one that is timed."""
+    """Return the compiled programs of the output and the gradients, and of the output alone."""
     candidate = case.candidates[name]
-    functions = [_with_gradients(candidate)]
-    if case.is_inference:
-        functions.append(lambda arrays, cotangent: [candidate(arrays)])
+    functions = (_with_gradients(candidate), lambda arrays, cotangent: [candidate(arrays)])
     return [jax.jit(function).lower(*inputs).compile() for function in functions]
 
 
 def _run(
     programs: Sequence[Callable[..., list[Array]]], inputs: tuple[Tree, np.ndarray], repetitions: int
-) -> tuple[list[np.ndarray], str, float]:
+) -> tuple[list[np.ndarray], str, list[float]]:
     """Run the compiled programs.
 
     Returns:
-      The results of the first program, in how many repetitions they differ ("" for none), and the median time of the
-      last program in milliseconds.
+      The results of the first program, in how many repetitions they differ ("" for none), and the median time of each
+      program in milliseconds.
     """
     placed = jax.device_put(inputs)
     first = programs[0](*placed)
@@ -220,12 +262,17 @@ def _run(
         made += 1
     difference = f"{differing} of {made} repetitions differ" if differing else ""
     results = jax.device_get(first)
+    return results, difference, [_milliseconds(program, placed) for program in programs]
+
+
+def _milliseconds(program: Callable[..., list[Array]], placed: tuple[Tree, Array]) -> float:
+    """Return the median time of a program."""
     times: list[float] = []
     while len(times) < RUNS + 1 and sum(times) < TIMING_SECONDS:
         start = time.perf_counter()
-        jax.block_until_ready(programs[-1](*placed))
+        jax.block_until_ready(program(*placed))
         times.append(time.perf_counter() - start)
-    return results, difference, statistics.median(times[1:] or times) * 1e3
+    return statistics.median(times[1:] or times) * 1e3
 
 
 def _reference(case: Case, arrays: Tree, cotangent: np.ndarray) -> list[np.ndarray]:
@@ -325,7 +372,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of a function that runs in a new thread, on one device.
+    """Return the result of a function that runs in a new thread, on one device, with the settings of this thread.
 
     Raises:
       TimeoutError: it did not return in time; the thread keeps running.
@@ -333,16 +380,19 @@ def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
     result: list[Result] = []
     errors: list[BaseException] = []
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # a thread has its own settings
+    settings = [getattr(jax, name)(getattr(jax.config, f"jax_{name}")) for name in SETTINGS]
 
     def run() -> None:
         try:
-            with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
+            with contextlib.ExitStack() as stack:
+                for setting in (jax.set_mesh(mesh), *settings):
+                    stack.enter_context(setting)
                 result.append(function())
         except BaseException as e:  # raised again in the thread that waits
             errors.append(e)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    _threads.append(thread)
     thread.start()
     thread.join(seconds)
     if errors:

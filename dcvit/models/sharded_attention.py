@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcvit.dcmha import Dropout, dispatch
+from dcvit.dcmha import Dropout, folded, plan
 from dcvit.dcmha.inputs import Composition, Inputs, Options
 from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Float
@@ -24,13 +24,12 @@ from dcvit.models import context_attention
 from dcvit.parallel.mesh import BATCH, Axis, active_mesh, divisible_axes
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """Placement of a call on the active mesh.
 
     Fields:
       implementation: the implementation that each device, or the compiler, runs; None lets each device choose.
       is_mapped: the devices compute their parts under `jax.shard_map`; otherwise the compiler splits the arrays.
-      is_folded: the composition is folded before the heads are split; the plan of the plain attention inside follows.
       key_repeats: number of copies of each key head, so that the devices of "tensor" share them equally.
       batch, heads: mesh axes of examples and heads.
       tokens: mesh axes of tokens; see `dcvit.models.context_attention`.
@@ -39,7 +38,6 @@ class Plan(NamedTuple):
 
     implementation: str | None
     is_mapped: bool = False
-    is_folded: bool = False
     key_repeats: int = 1
     batch: Axis = None
     heads: Axis = None
@@ -52,76 +50,74 @@ def attention(
 ) -> Float[Array, "B T H D"]:
     """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
-    The arguments are those of `dcvit.dcmha.dispatch.attention`.
+    The arguments are those of `dcvit.dcmha.plan.attention`. A composition that is folded into queries and outputs is
+    folded before the heads are split over devices.
     """
-    plan = make_plan(inputs, options, implementation=implementation, dropout=dropout)
-    if plan.is_folded:
-        return dispatch.fold(attention, inputs, options)
-    attend = functools.partial(dispatch.attention, implementation=plan.implementation)
-    if not plan.is_mapped:
+    mesh = active_mesh()
+    if mesh is not None and mesh.shape.get("tensor", 1) > 1 and plan.folds(inputs, options, implementation, dropout):
+        return folded.attention(inputs, options, attend=attention, combine=plan.combine_heads)
+    placement = place(inputs, options, implementation=implementation, dropout=dropout)
+    attend = functools.partial(plan.attention, implementation=placement.implementation)
+    if not placement.is_mapped:
         return attend(inputs, options, dropout=dropout)
-    if plan.key_repeats > 1:
-        k, v = (jnp.repeat(x, plan.key_repeats, axis=2) for x in (inputs.k, inputs.v))
+    if placement.key_repeats > 1:
+        k, v = (jnp.repeat(x, placement.key_repeats, axis=2) for x in (inputs.k, inputs.v))
         inputs = inputs._replace(k=k, v=v)
-    local = dataclasses.replace(options, groups=plan.groups)
-    split = split_of(plan, inputs)
-    compute: dispatch.Implementation = attend
-    if plan.tokens:
-        compute = functools.partial(context_attention.attention, attend, axis=plan.tokens)
+    local = dataclasses.replace(options, groups=placement.groups)
+    split = split_of(placement, inputs)
+    compute: plan.Implementation = attend
+    if placement.tokens:
+        compute = functools.partial(context_attention.attention, attend, axis=placement.tokens)
     sharded: Callable[[Inputs], Array] = jax.shard_map(
         lambda inputs: compute(inputs, local), in_specs=(split,), out_specs=split.q, check_vma=False
     )
     return sharded(inputs)
 
 
-def make_plan(inputs: Inputs, options: Options, *, implementation: str | None, dropout: Dropout | None) -> Plan:
-    """Return the plan of a call.
+def place(inputs: Inputs, options: Options, *, implementation: str | None, dropout: Dropout | None) -> Placement:
+    """Return the placement of a call.
 
     Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
-    heads of another device, tokens are split over "tensor" too, instead of the heads. A composition that can be folded
-    into queries and outputs (`dcvit.dcmha.folded`) is folded before the heads are split.
+    heads of another device, tokens are split over "tensor" too, instead of the heads.
 
-    Where the tokens are not split and heads are composed with heads of another device, the compiler splits the
-    implementation that `dcvit.dcmha.dispatch.candidates` names. If another implementation is named, each device of the
-    "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the examples as
-    their inputs are.
+    Where the tokens are not split and heads are composed with heads of another device, the compiler splits "reference",
+    which exchanges the least. If an implementation is named, each device of the "tensor" axis computes all heads
+    instead. On a mesh with axes of other names, the compiler splits the examples as their inputs are.
     """
     mesh = active_mesh()
     if mesh is None or dropout is not None:
-        return Plan(implementation)
+        return Placement(implementation)
     tensor, (heads, key_heads) = mesh.shape.get("tensor", 1), (inputs.q.shape[2], inputs.k.shape[2])
     composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
     is_independent = composition.compose is None or options.groups % tensor == 0  # no composition across devices
     tokens = context_attention.token_axes(inputs, options, mesh, with_tensor=not is_independent)
     if implementation == "reference" and not tokens:
-        return Plan(implementation)
-    if tensor > 1 and implementation in (None, "folded") and composition.foldable(key_heads):
-        return Plan("folded", is_folded=True)
+        return Placement(implementation)
     if tensor > 1 and implementation is None and not is_independent and not tokens:
-        return Plan(dispatch.candidates(inputs, options, tensor)[0])
+        return Placement("reference")
     # Heads with masks of their own are examples of one head (`dcvit.models.dcmha.heads_as_examples`).
     spread = (*BATCH, "tensor") if heads == 1 and is_independent else BATCH
     choices = [divisible_axes(inputs.q.shape[:1], [axes], mesh)[0] for axes in (spread, BATCH)]
     batch = choices[0] or choices[1]
     if tensor == 1 or not is_independent or heads % tensor:
-        return Plan(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=options.groups)
+        return Placement(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=options.groups)
     repeats = math.lcm(key_heads, tensor) // key_heads  # the smallest repetition that the axis divides
-    return Plan(
+    return Placement(
         implementation, is_mapped=True, key_repeats=repeats, batch=batch, tokens=tokens, heads="tensor",
         groups=max(1, options.groups // tensor),
     )  # fmt: skip
 
 
-def split_of(plan: Plan, inputs: Inputs) -> Inputs:
+def split_of(placement: Placement, inputs: Inputs) -> Inputs:
     """Return the partition spec of each array of the inputs."""
-    tokens = plan.tokens or None
-    by_head, by_token = P(plan.batch, tokens, plan.heads), P(plan.batch, tokens, None, plan.heads)
+    tokens = placement.tokens or None
+    by_head, by_token = P(placement.batch, tokens, placement.heads), P(placement.batch, tokens, None, placement.heads)
     specs = {
         **dict.fromkeys(("q", "k", "v", "qg", "kg"), by_head),
         **dict.fromkeys(("q1", "q2", "k1", "k2"), by_token),
-        "static": P(plan.heads),
-        **dict.fromkeys(Segments._fields, P(plan.batch, tokens)),
-        "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else plan.batch),
+        "static": P(placement.heads),
+        **dict.fromkeys(Segments._fields, P(placement.batch, tokens)),
+        "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else placement.batch),
     }
     split: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].name], inputs)
     return split

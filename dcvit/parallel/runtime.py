@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import jax
 
-from dcvit.dcmha.selection import default_policy
+from dcvit.dcmha.selection import default_policy, set_default
 from dcvit.errors import ConfigError, first_line
 from dcvit.versions import on_cloud_tpu, replace_backend
 
@@ -20,12 +20,16 @@ CACHE_BYTES = 10**10  # limit of the compilation cache
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
 
 
-def configure() -> None:
-    """Keep compiled programs on disk, and do not load libtpu on a machine without TPU.
+def configure(*, forward_only: bool = False) -> None:
+    """Verify kernels, keep compiled programs on disk, and do not load libtpu on a machine without TPU.
+
+    Args:
+      forward_only: the command computes no gradients, so that the kernels with the fastest output are selected.
 
     Raises:
       ConfigError: the environment variable DCVIT_KERNELS is invalid.
     """
+    set_default("verify", forward_only=forward_only)
     try:
         default_policy()
     except ValueError as e:

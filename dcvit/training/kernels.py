@@ -20,14 +20,14 @@ def select(policy: Policy | None, about: Facts) -> Selection:
     """Return the selection of a run.
 
     Args:
-      policy: `config.kernels`; None means `default_policy`.
+      policy: `config.kernels`; None means $DCVIT_KERNELS, or else "verify".
       about: that of the checkpoint to resume from; empty for a new run. Its choice is taken over if it was made on
         devices of the same kind by the same software.
 
     Raises:
       ConfigError: the processes of the run have different policies.
     """
-    policy, before = policy or default_policy(), about.get("kernels", {})
+    policy, before = policy or default_policy("verify"), about.get("kernels", {})
     found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == _environment()})
     if len(policies := {each["policy"] for each in found}) > 1:
         raise ConfigError(f"processes differ in {VARIABLE}: {' and '.join(sorted(policies))}; expected one for all")

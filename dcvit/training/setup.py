@@ -25,7 +25,7 @@ import input_pipeline
 from dcvit.config.durations import is_duration
 from dcvit.config.keys import UNITS
 from dcvit.config.load import load
-from dcvit.dcmha import dispatch
+from dcvit.dcmha.plan import fused_only
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.models.lora import Adaptation
 from dcvit.models.trees import param_shapes
@@ -172,7 +172,7 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     config, module = found.config, parsed.module.clone(**found.task.model_fields)
     example = found.task.example
     check_context(parsed.mesh, module, example.shape[1] if len(example.shape) == 2 else None)
-    fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
+    fused = fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(parsed.mesh), fused:
         if config.check_memory:

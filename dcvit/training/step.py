@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from dcvit.dcmha import dispatch
+from dcvit.dcmha.plan import NotFusedError, fused_only
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models.lora import Adaptation
@@ -121,9 +121,9 @@ def make_update(setup: Setup, places: Any = None) -> Update:
 
     def value_and_grad(base: Params | None, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         try:
-            with dispatch.fused_only() if setup.options.require_fused else contextlib.nullcontext():
+            with fused_only() if setup.options.require_fused else contextlib.nullcontext():
                 loss, grads = jax.value_and_grad(adapted_loss)(params, base, batch, key)
-        except dispatch.NotFusedError as e:
+        except NotFusedError as e:
             raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 

@@ -11,7 +11,7 @@ import pytest
 from attention_cases import on_arrays, random_segments, to_jax
 from jax.test_util import check_grads
 
-from dcvit.dcmha import ComposeWeights, attention, dispatch
+from dcvit.dcmha import ComposeWeights, attention, plan
 
 IMPLEMENTATIONS = ("reference", "blockwise", "elementwise")  # these also support float64
 
@@ -235,7 +235,7 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"segments": jnp.zeros((2, 4), int)}, r"segments of queries have shape \(2, 4\), expected \(2, 5\)"),
         ({"segments": (jnp.zeros((2, 5), int), jnp.zeros((1, 5), int))}, r"segments of keys have shape \(1, 5\)"),
         ({"segments": jnp.zeros((2, 5), int).at[1, 2].set(-(2**31))}, "queries have the id -2147483648, which is rese"),
-        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, elementwise, folded"),
+        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of folded, "),
         ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
         ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),
         ({"scale": float("nan")}, "scale=nan: expected a finite number"),
@@ -314,7 +314,7 @@ def test_gradients_are_right_where_all_scores_of_a_row_are_large(implementation,
     d_scores = w * (d_w - (w * d_w).sum(-1, keepdims=True)) * (1 + pre["qg"])[..., None]
 
     def attend(q, k, v, pre):
-        return on_arrays(dispatch.IMPLEMENTATIONS[implementation])(q, k, v, pre, causal=True)
+        return on_arrays(plan.BACKENDS[implementation].load().attention)(q, k, v, pre, causal=True)
 
     args = *(jnp.float32(x) for x in (q, k, v)), to_jax(pre, jnp.float32)
     dq, _, dv, _ = jax.jit(lambda args: jax.vjp(attend, *args)[1](jnp.float32(cotangent)))(args)

@@ -1,6 +1,5 @@
 """Plain attention by cuDNN, lowered for GPUs on a machine without one."""
 
-import dataclasses
 import logging
 
 import jax
@@ -11,7 +10,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
 from dcvit import dcmha
-from dcvit.dcmha import cudnn, dispatch
+from dcvit.dcmha import cudnn, device, plan
+from dcvit.dcmha.inputs import Inputs, Options
 
 CALL = "__cudnn$fmhaSoftmax"
 
@@ -19,7 +19,7 @@ CALL = "__cudnn$fmhaSoftmax"
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
     """Let the core and JAX believe that the platform is an NVIDIA GPU with cuDNN."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
@@ -69,7 +69,7 @@ def test_the_middle_of_a_folded_composition_is_cudnn(gradient, log):
     args, options = case(branches="qpgs", groups=2, key_heads=2)
     text = lowered(args, gradient=gradient, **options)
     assert text.count(f"@{CALL}") == 1 + gradient
-    assert [message.split(" on ")[0] for message in log.messages] == ["attention: cudnn", "attention: folded"]
+    assert [message.split(" on ")[0] for message in log.messages] == ["attention: folded", "attention: cudnn"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_composition_that_does_not_fold_is_not_given_to_cudnn(log):
 
 def test_without_cudnn_the_reference_attends(monkeypatch, log):
     monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
     args, options = case()
     assert CALL not in lowered(args, **options)
     assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
@@ -115,7 +115,7 @@ def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_refer
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **o: by_cudnn(*a, **o | {"implementation": "xla"}))
 
     def attention(inputs, options):
-        return cudnn._attention(dataclasses.replace(options, causal=True), inputs)
+        return cudnn._attention(options, inputs)
 
     check_forward_mode(on_arrays(attention), args, options)
     check_second_derivatives(on_arrays(attention), args, options, 2e-5, names)
@@ -127,7 +127,12 @@ def test_forward_mode_calls_cudnn_for_the_value_only():
     assert tangent.trace(*args[:3]).lower(lowering_platforms=("cuda",)).as_text().count(f"@{CALL}") == 1
 
 
+def test_a_part_of_the_queries_is_refused():
+    args, _ = case()
+    assert "a part of them" in cudnn.supports(Inputs(*args), Options(causal=True, first_query=4))
+
+
 def test_cudnn_counts_as_fused():
     args, options = case()
-    with dispatch.fused_only():
+    with plan.fused_only():
         lowered(args, **options)

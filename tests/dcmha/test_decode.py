@@ -11,7 +11,7 @@ from attention_cases import on_arrays, output_and_gradients, random_case, relati
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
 from dcvit import dcmha
-from dcvit.dcmha import decode, dispatch, reference
+from dcvit.dcmha import decode, device, plan, reference
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.pallas_tpu import decode as kernel
@@ -145,7 +145,7 @@ def test_unsupported_cases_raise_a_reason(attention, change, message):
 
 @pytest.mark.parametrize("name", ["decode", "pallas_tpu_decode"])
 def test_a_named_decode_implementation_raises_for_several_queries(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     args, options = random_case(3, 8)
     with pytest.raises(ValueError, match=f"implementation {name} does not support this case: .*one query, found 3"):
         dcmha.attention(*args, **options, implementation=name)
@@ -175,7 +175,7 @@ def compile_for(topology, heads, head_dim, keys, batch, composed):
     def step(q, k, v, weights, mask):
         k, v = (x.reshape(batch, keys, heads, head_dim) for x in (k, v))
         inputs, options = checked(Inputs(q, k, v, weights, weights, mask))
-        assert dispatch.candidates(inputs, options)[0] == "pallas_tpu_decode"
+        assert plan.decide(inputs, options) == "pallas_tpu_decode"
         return dcmha.attention(q, k, v, weights, weights, mask=mask)
 
     q, k = array(batch, 1, heads, head_dim), array(batch, keys, heads * head_dim)

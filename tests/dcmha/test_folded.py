@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from attention_cases import output_and_gradients, random_case
 from small_models import param_shapes, random_params
-from test_dispatch import check_on_a_mesh
+from test_plan import check_on_a_mesh
 
 from dcvit import dcmha
-from dcvit.dcmha import dispatch, folded
+from dcvit.dcmha import folded, plan
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.models.attention import Attention
 
@@ -52,7 +52,7 @@ def test_output_and_gradients_equal_the_reference_in_float64(x64, name):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_chosen_where_it_is_exact(name):
     args, options = case(name, jnp.float32)
-    assert dispatch.candidates(Inputs(*args), Options(groups=options["groups"]))[0] == "folded"
+    assert plan.decide(Inputs(*args), Options(groups=options["groups"])) == "folded"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_it_is_chosen_where_it_is_exact(name):
 )
 def test_a_composition_that_cannot_be_folded_is_refused_with_the_reason(change, reason):
     args, options = random_case(5, heads=4, key_heads=2, **change)
-    assert "folded" not in dispatch.candidates(Inputs(*args), Options(groups=options["groups"]))
+    assert plan.decide(Inputs(*args), Options(groups=options["groups"])) != "folded"
     with pytest.raises(ValueError, match=f"implementation folded does not support this case: .*{reason}"):
         dcmha.attention(*args, **options, implementation="folded")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import device
 from dcvit.dcmha.compose import dynamic_gate, dynamic_gates, dynamic_projection, dynamic_projections
 from dcvit.dcmha.packed_weights import dynamic_weights
 
@@ -50,7 +50,7 @@ def expected(x, params, side, gelu):
 @pytest.fixture(params=["cpu", "tpu"])
 def platform(request, monkeypatch):
     """The platform whose arrangement is computed."""
-    monkeypatch.setattr(dispatch, "platform", lambda: request.param)
+    monkeypatch.setattr(device, "platform", lambda: request.param)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from attention_cases import random_case
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races
 
 from dcvit import dcmha
-from dcvit.dcmha import dispatch, folded
+from dcvit.dcmha import device, folded
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.pallas_tpu import combine
 
@@ -93,7 +93,7 @@ def test_cases_without_a_kernel_say_so(sizes, dtype):
     ("length", "branches", "is_used"), [(300, "qpg", True), (200, "qpg", False), (300, "qg", False)]
 )
 def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows_and_no_gates(monkeypatch, length, branches, is_used):
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     args, options = random_case(length, heads=4, head_dim=16, key_heads=2, groups=2, branches=branches, causal=True)
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
         jaxpr = jax.make_jaxpr(lambda *a: dcmha.attention(*a, **options))(*args)

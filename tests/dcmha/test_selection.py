@@ -14,13 +14,15 @@ import pytest
 from attention_cases import random_case
 
 from dcvit import dcmha
-from dcvit.dcmha import blockwise, dispatch, selection
-from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha import blockwise, device, plan, reference, verification
+from dcvit.dcmha.pallas_tpu import api, tiling
 from dcvit.dcmha.selection import Selection, selecting
+
+right = blockwise.attention
 
 
 def correct(inputs, options):
-    return blockwise.attention(inputs, options)
+    return right(inputs, options)
 
 
 def wrong_rows(inputs, options):
@@ -57,13 +59,13 @@ def slow(inputs, options):
 def chip(monkeypatch, tmp_path):
     """Make the CPU a TPU whose kernel is the given function."""
     monkeypatch.setenv("DCVIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
-    monkeypatch.setattr(dispatch, "splits_arrays", lambda: False)
-    selection._warn_once.cache_clear()
+    monkeypatch.setattr(plan, "splits_arrays", lambda: False)
+    verification.warn_once.cache_clear()
 
     def use(kernel):
-        monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_tpu", kernel)
+        monkeypatch.setattr(api, "attention", kernel)
 
     return use
 
@@ -100,8 +102,8 @@ def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(kern
 
 def test_a_correct_kernel_is_used_if_it_is_the_fastest(chip, monkeypatch, caplog):
     chip(correct)
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "blockwise", slow)
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "reference", slow)
+    monkeypatch.setattr(blockwise, "attention", slow)
+    monkeypatch.setattr(reference, "attention", slow)
     with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
         assert outcome(causal=True) == ["pallas_tpu"]
     assert "attention: pallas_tpu on tpu" in caplog.text
@@ -142,9 +144,9 @@ def test_a_wrong_last_row_of_a_long_text_is_noticed_in_bfloat16(chip):
 @pytest.mark.parametrize("policy", ["known", "off"])
 def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
-    monkeypatch.setattr(dispatch, "splits_arrays", lambda: False)
+    monkeypatch.setattr(plan, "splits_arrays", lambda: False)
     for composition in ("qkpg", "qp"):  # with key-wise branches, and folded, whose heads another kernel combines
         args, options = random_case(300, 300, branches=composition)
         lowered = {}

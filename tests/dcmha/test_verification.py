@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -19,15 +20,18 @@ import numpy as np
 import pytest
 
 from dcvit import dcmha
-from dcvit.dcmha import selection, verdicts
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.selection import Selection, order, selecting
+from dcvit.dcmha import selection, verdicts, verification
+from dcvit.dcmha.selection import Selection, select, selecting
 from dcvit.dcmha.verdicts import Verdict, Verdicts
 from dcvit.dcmha.verification import Case, DeviceHungError, examine
 
 SHAPES = {name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in "ab"} | {
     "mask": jax.ShapeDtypeStruct((1, 16, 16), jnp.bool_)
 }
+
+
+def passed(milliseconds):
+    return Verdict("passed", 0.0, milliseconds, forward_milliseconds=milliseconds)
 
 
 def right(x):
@@ -42,10 +46,6 @@ def callback(function, x):
 def with_wrong_gradient(x):
     out = right(x)
     return out + (x["b"] - jax.lax.stop_gradient(x["b"])) * 0.01
-
-
-def refuses(x):
-    raise UnsupportedError("16 is odd")
 
 
 def does_not_compile(x):
@@ -66,9 +66,12 @@ def changes(x):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty folder of verdicts."""
+    """An empty folder of verdicts, in a process that has verified nothing."""
     monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "kernels"))
-    selection._warn_once.cache_clear()
+    monkeypatch.setattr(selection, "_DEFAULT", Selection("known"))
+    monkeypatch.setattr(verification, "_used", [])
+    monkeypatch.setattr(verification, "_threads", [])
+    verification.warn_once.cache_clear()
     return tmp_path / "kernels"
 
 
@@ -77,14 +80,23 @@ def case(*kernels, key="matmul", plain=right):
     return Case(key, key, SHAPES, named | {"plain": plain}, frozenset(named), right)
 
 
-def verified(case, seconds=30.0):
-    with selecting(Selection("verify", seconds)) as chosen:
+def order(case):
+    """The selected candidate, and the one that needs no verdict."""
+    return tuple(dict.fromkeys([select(case) or "plain", "plain"]))
+
+
+def verified(case, seconds=30.0, **more):
+    with selecting(Selection("verify", seconds, **more)) as chosen:
         names = order(case)
     return names, chosen.chosen
 
 
+def store():
+    return Verdicts(verdicts.environment(jax.local_devices()[0]))
+
+
 def verdict(case, name):
-    return Verdicts(verdicts.environment(jax.local_devices()[0])).read(case.key)[name]
+    return store().read(case.key)[name]
 
 
 @pytest.mark.parametrize(
@@ -96,18 +108,17 @@ def verdict(case, name):
         (changes, "wrong", "7 of 7 repetitions differ"),
         (does_not_compile, "failed", "compiling raised RuntimeError: Mosaic failed to compile"),
         (lambda x: callback(lambda: 1 / 0, x), "failed", "running raised"),
-        (refuses, "unsupported", "16 is odd"),
     ],
-    ids=["value", "nan", "gradient", "nondeterministic", "compilation", "running", "unsupported"],
+    ids=["value", "nan", "gradient", "nondeterministic", "compilation", "running"],
 )
 def test_a_kernel_that_does_not_pass_is_not_selected(kernel, status, reason, caplog):
     one = case(kernel)
-    assert verified(one) == (("plain",), {"matmul": "" if status == "unsupported" else "plain"})
+    assert verified(one) == (("plain",), {"matmul": "plain"})
     found = verdict(one, kernel.__name__)
     assert found.status == status
     assert reason in found.reason
-    assert any(status in message for message in caplog.messages) == (status != "unsupported")
-    assert len([m for m in caplog.messages if "is not used" in m]) <= 1
+    (message,) = [m for m in caplog.messages if "is not used" in m]
+    assert status in message
 
 
 def test_the_fastest_that_passed_is_selected_and_is_not_verified_again():
@@ -156,24 +167,49 @@ def without_selection(function):
 
 @pytest.mark.parametrize(
     ("policy", "names", "verdict"),
-    [("verify", "plain", True), ("trust", "wrong plain", False), ("off", "plain", False), ("", "plain", True)],
+    [
+        ("verify", "plain", True),
+        ("known", "plain", False),
+        ("trust", "wrong plain", False),
+        ("off", "plain", False),
+        ("", "plain", False),
+    ],
 )
 def test_the_environment_sets_the_policy_outside_of_selecting(policy, names, verdict, monkeypatch, cache):
     def wrong(x):
         return right(x) * 2
 
     monkeypatch.setenv("DCVIT_KERNELS", policy)
-    monkeypatch.setattr(selection, "_CHOSEN", {})
     assert without_selection(lambda: order(case(wrong))) == tuple(names.split())
     assert cache.exists() == verdict
     with selecting(Selection("off")):
         assert order(case(wrong)) == ("plain",)
 
 
+def test_the_library_uses_verdicts_that_exist_and_commands_verify(cache):
+    one = case(right, plain=slow)
+    assert without_selection(lambda: order(one)) == ("plain",)
+    assert not cache.exists()
+    selection.set_default("verify")
+    other = dataclasses.replace(one, key="other")
+    assert without_selection(lambda: order(other)) == ("right", "plain")
+    selection.set_default("known")
+    selection._DEFAULT.chosen.clear()
+    assert without_selection(lambda: order(other)) == ("right", "plain")
+
+
+def test_verified_calls_are_used_in_the_same_process():
+    """Also if the library has traced the call before, without a verdict."""
+    one = case(right, plain=slow)
+    assert without_selection(lambda: order(one)) == ("plain",)
+    assert dcmha.verify(lambda: (select(one), jnp.zeros(()))[1]) == {"matmul": "right"}
+    assert without_selection(lambda: order(one)) == ("right", "plain")
+
+
 def test_an_unknown_policy_in_the_environment_is_an_error_also_without_kernels(monkeypatch):
     monkeypatch.setenv("DCVIT_KERNELS", "on")
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(ValueError, match="DCVIT_KERNELS='on': expected 'verify', 'trust' or 'off'"):
+    with pytest.raises(ValueError, match="DCVIT_KERNELS='on': expected 'verify', 'known', 'trust' or 'off'"):
         without_selection(lambda: dcmha.attention(q, q, q))
 
 
@@ -197,7 +233,7 @@ def test_processes_agree_by_the_function_that_shares_choices():
 def test_one_line_says_that_process_0_selected_what_was_wrong_here(caplog):
     one = case(lambda x: right(x) * 2)
     verified(one)
-    selection._warn_once.cache_clear()
+    verification.warn_once.cache_clear()
     caplog.clear()
     for _ in range(2):
         with selecting(Selection("verify", share=lambda key, choose: "<lambda>")):
@@ -208,8 +244,7 @@ def test_one_line_says_that_process_0_selected_what_was_wrong_here(caplog):
 
 def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
     """As after a process that ended between them."""
-    store = Verdicts(verdicts.environment(jax.local_devices()[0]))
-    store.write("matmul", "slow", Verdict("passed", 0.0, 1e9))
+    store().write("matmul", "slow", passed(1e9))
     with selecting(Selection("known")):
         assert order(case(slow)) == ("plain",)
     assert verified(case(slow))[0] == ("plain",)
@@ -223,20 +258,29 @@ def test_a_reference_that_fails_selects_no_kernel_and_leaves_no_verdict(caplog):
     one = dataclasses.replace(case(right), reference=lambda x: callback(lambda: 1 / 0, jax.lax.stop_gradient(x)))
     assert verified(one)[0] == ("plain",)
     assert "cannot verify kernels for matmul" in caplog.text
-    assert Verdicts(verdicts.environment(jax.local_devices()[0])).read("matmul") == {}
+    assert store().read("matmul") == {}
     assert verified(case(exhausts))[0] == ("plain",)
 
 
-def test_threads_have_the_precision_of_the_caller():
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("default_matmul_precision", "highest"), ("enable_x64", True), ("default_prng_impl", "rbg"),
+        ("numpy_rank_promotion", "warn"), ("numpy_dtype_promotion", "standard"),
+    ],
+)  # fmt: skip
+def test_threads_have_the_settings_of_the_caller(setting, value):
     found = []
 
     def looks(x):
-        found.append(jax.config.jax_default_matmul_precision)
+        found.append(getattr(jax.config, f"jax_{setting}"))
         return right(x)
 
-    with jax.default_matmul_precision("highest"):
+    assert getattr(jax.config, f"jax_{setting}") != value
+    with getattr(jax, setting)(value):
         verified(case(looks))
-    assert {*found} == {"highest"}
+    assert {*found} == {value}
+    assert verdict(case(looks), "looks").passed
 
 
 def test_a_kernel_whose_compilation_blocks_is_left_behind():
@@ -246,7 +290,152 @@ def test_a_kernel_whose_compilation_blocks_is_left_behind():
 
     one = case(blocks)
     assert verified(one, seconds=1)[0] == ("plain",)
-    assert verdict(one, "blocks").status == "timed out"
+    found = verdict(one, "blocks")
+    assert (found.status, found.seconds) == ("timed out", 1)
+    assert abs(time.time() - found.when) < 60
+
+
+def test_nothing_is_timed_beside_a_thread_that_was_left_behind(caplog):
+    running, compiled_beside = threading.Event(), []
+    done = threading.Event()
+
+    def blocks(x):
+        if running.is_set():
+            return right(x)
+        running.set()
+        done.wait(30)
+        running.clear()
+        return right(x)
+
+    def other(x):
+        compiled_beside.append(running.is_set())
+        return right(x)
+
+    one, two = case(blocks, other, key="one"), case(other, key="two", plain=slow)
+    try:
+        assert verified(one, seconds=1)[0] == ("plain",)
+        assert verified(two)[0] == ("plain",)
+        assert compiled_beside == []
+        assert len([m for m in caplog.messages if "still compiles" in m]) == 1
+        with pytest.raises(DeviceHungError, match="still compiles"):
+            verification.check_idle()
+    finally:
+        done.set()
+    while verification.is_busy():
+        time.sleep(0.01)
+    assert verified(two)[0] == ("other", "plain")
+    assert not any(compiled_beside)
+
+
+def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far(caplog, monkeypatch):
+    real, passed_hours = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600 * len(passed_hours))
+
+    def quick(x):
+        return right(x)
+
+    def takes_an_hour(x):
+        passed_hours.append(1)
+        return slow(x)
+
+    def late(x):
+        return right(x)
+
+    first, second = case(quick, takes_an_hour, late, plain=slow), case(quick, key="second", plain=slow)
+    assert verified(first, budget=3000)[0] == ("quick", "plain")
+    assert store().read("matmul").keys() == {"plain", "quick", "takes_an_hour"}
+    assert verified(second, budget=3000)[0] == ("plain",)
+    assert store().read("second") == {}
+    assert len([m for m in caplog.messages if "verification in this process is over" in m]) == 1
+    assert verified(second, budget=1e6)[0] == ("quick", "plain")
+
+
+def test_the_default_is_measured_before_kernels_so_that_the_best_so_far_is_known():
+    order, budget = [], 1e6
+
+    def traced(name):
+        def function(x):
+            order.append(name)
+            return right(x)
+
+        function.__name__ = name
+        return function
+
+    verified(case(traced("kernel"), plain=traced("plain")), budget=budget)
+    assert order.index("plain") < order.index("kernel")
+
+
+@pytest.mark.parametrize("status", ["timed out", "failed"])
+@pytest.mark.parametrize(
+    ("hours", "limit", "is_tried"), [(1, 60, False), (1, 61, True), (25, 60, True), (25, 10, True), (1, 10, False)]
+)
+def test_a_failure_is_tried_again_after_a_day_or_with_a_longer_limit(status, hours, limit, is_tried):
+    before = Verdict(status, reason="before", seconds=60, when=time.time() - hours * 3600)
+    one = case(right, plain=slow)
+    store().write("matmul", "right", before)
+    assert verified(one, seconds=limit)[0] == (("right", "plain") if is_tried else ("plain",))
+    assert verdict(one, "right").passed == is_tried
+
+
+def test_a_failure_that_fails_again_is_kept_for_another_day():
+    old = Verdict("failed", reason="before", seconds=60, when=time.time() - 1e6)
+    store().write("matmul", "does_not_compile", old)
+    verified(case(does_not_compile))
+    found = verdict(case(does_not_compile), "does_not_compile")
+    assert found.when > old.when + 1e5
+    assert verified(case(does_not_compile))[0] == ("plain",)
+    assert verdict(case(does_not_compile), "does_not_compile") == found
+
+
+def test_what_is_wrong_stays_wrong():
+    store().write("matmul", "right", Verdict("wrong", 0.5, reason="wrong", seconds=1, when=0))
+    assert verified(case(right, plain=slow))[0] == ("plain",)
+
+
+def test_a_failure_is_forgotten_with_another_version():
+    here = verdicts.environment(jax.local_devices()[0])
+    Verdicts({**here, "jax": "0.0.1"}).write("matmul", "right", Verdict("failed", reason="old", seconds=1e9))
+    assert verified(case(right, plain=slow))[0] == ("right", "plain")
+
+
+def test_programs_without_gradients_use_what_is_fastest_without():
+    @jax.custom_vjp
+    def with_slow_gradient(a, b):
+        return a @ b
+
+    with_slow_gradient.defvjp(
+        lambda a, b: (a @ b, (a, b)),
+        lambda kept, d: (d @ kept[1].T + pause(0.05), kept[0].T @ d),
+    )
+
+    def pause(seconds):
+        wait = lambda: (time.sleep(seconds), np.float32(0))[1]  # noqa: E731
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32))
+
+    def fast_forward(x):
+        return jnp.where(x["mask"][0], with_slow_gradient(x["a"], x["b"]), 0.0)
+
+    def plain(x):
+        return right(x) + pause(0.02)
+
+    one = case(fast_forward, plain=plain)
+    assert verified(one) == (("plain",), {"matmul": "plain"})
+    with selecting(Selection("known", forward_only=True)):
+        assert order(one) == ("fast_forward", "plain")
+    selection.set_default("known", forward_only=True)
+    assert without_selection(lambda: order(one)) == ("fast_forward", "plain")
+    selection.set_default("known")
+    assert without_selection(lambda: order(one)) == ("plain",), "the choices of both kinds are apart"
+    decoding = dataclasses.replace(one, is_inference=True)
+    assert verified(decoding)[0] == ("fast_forward", "plain")
+
+
+def test_the_verdicts_on_one_kernel_are_forgotten_alone():
+    verified(case(right, does_not_compile))
+    store().forget("right")
+    assert {*store().read("matmul")} == {"does_not_compile", "plain"}
+    store().forget()
+    assert store().read("matmul") == {}
 
 
 def test_a_kernel_that_blocks_the_device_ends_the_program_once():
@@ -300,7 +489,10 @@ for _ in range(3):
     to_come.append("Ctrl-C")
     with pytest.raises(KeyboardInterrupt):
         verified(case(waits))
-    assert "waits" not in Verdicts(verdicts.environment(jax.local_devices()[0])).read("matmul")
+    assert "waits" not in store().read("matmul")
+    while verification.is_busy():  # with what was interrupted
+        time.sleep(0.01)
+os._exit(0)  # JAX crashes if a callback returns while Python ends
 """
     run = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -332,7 +524,7 @@ def test_a_plain_implementation_that_is_slow_is_no_hung_device():
 
 
 def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached_one(monkeypatch):
-    monkeypatch.setattr(selection, "_CHOSEN", {})
+    selection.set_default("verify")
     other = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=other)
 
@@ -347,7 +539,7 @@ def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached
 @pytest.mark.parametrize("change", ["jax", "backend", "driver", "device", "code"])
 def test_verdicts_of_another_environment_do_not_count(change):
     here = verdicts.environment(jax.local_devices()[0])
-    Verdicts({**here, change: "other"}).write("matmul", "right", Verdict("passed", 0.0, 1e-9))
+    Verdicts({**here, change: "other"}).write("matmul", "right", passed(1e-9))
     with selecting(Selection("known")):
         assert order(case(right)) == ("plain",)
 
@@ -390,7 +582,7 @@ def test_pipes_are_not_opened_and_links_not_followed(make, suffix, cache, caplog
     store = Verdicts({"device": "chip"})
     make(store.path.with_suffix(suffix))
     for name in ("one", "two"):
-        store.write(name, "kernel", Verdict("passed", 0.0, 1.0))
+        store.write(name, "kernel", passed(1.0))
     assert [bool(store.read(name)) for name in ("one", "two")] == [suffix != ".lock"] * 2
     assert (cache / "victim").read_text() == "untouched"
     assert bool(caplog.messages) == (suffix != ".tmp")
@@ -406,7 +598,7 @@ Path(here).touch()
 while not Path(other).exists():
     time.sleep(0.001)
 for i in range(100):
-    store.write(f"{here} {i}", "kernel", Verdict("passed", 0.0, 1.0))
+    store.write(f"{here} {i}", "kernel", Verdict("passed", 0.0, 1.0, "", 1.0))
 """
     cache.mkdir()
     names = [str(cache / name) for name in ("one", "two")]
@@ -433,8 +625,7 @@ def test_arrays_have_padded_keys_and_a_row_without_keys():
         return jnp.where(empty, right(x), jnp.nan)
 
     one = case(attends)
-    store = Verdicts(verdicts.environment(jax.local_devices()[0]))
-    assert examine(one, store, 30)["attends"].passed
+    assert examine(one, store(), 30)["attends"].passed
 
 
 def test_logged_once(caplog):

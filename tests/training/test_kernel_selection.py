@@ -116,7 +116,7 @@ def test_an_unknown_policy_in_the_environment_ends_a_command_in_one_line(command
         ["image.png", "--workdir", "digits"] if command == "predict" else ["--config", "vit_digits", "--workdir", "a"]
     )
     assert cli.run(dispatch, [command, *words]) == 2
-    assert capsys.readouterr().err == "error: DCVIT_KERNELS='on': expected 'verify', 'trust' or 'off'\n"
+    assert capsys.readouterr().err == "error: DCVIT_KERNELS='on': expected 'verify', 'known', 'trust' or 'off'\n"
 
 
 def test_a_resumed_run_takes_over_the_choice_on_the_same_devices_and_software():

@@ -10,7 +10,7 @@ from training_runs import LM_TINY, small_setup
 
 from dcvit import cli, tokenize, train
 from dcvit.config import load as configs
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import device
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.training import inputs, plan, setup
 from input_pipeline import CorruptPolicy
@@ -180,7 +180,7 @@ def test_invalid_command_line_is_one_line(capsys, argv, message):
 def test_a_run_that_requires_fused_attention_is_refused_without_it_on_accelerators(monkeypatch):
     overrides = {"model.depth": 1, "model.implementation": "blockwise", "require_fused": True}
     make(**overrides)  # on a CPU
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
     with pytest.raises(ConfigError, match=r"^config.model: attention is not fused: blockwise on gpu for float32"):
         make(**overrides)
 

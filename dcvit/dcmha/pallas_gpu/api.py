@@ -30,6 +30,7 @@ from jax import lax
 
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.errors import reason_of
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.block import Operands
@@ -38,6 +39,11 @@ from dcvit.dcmha.pallas_gpu.launch import run
 from dcvit.dcmha.pallas_gpu.rectangle import RectangleInputs, WeightGradients, pad
 from dcvit.dcmha.pallas_gpu.tiling import Static, check_supported, rectangles
 from dcvit.dcmha.shapes import Array, Float, not_none
+
+
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why a call is not supported, or None."""
+    return reason_of(check_supported, inputs, options)
 
 
 def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:

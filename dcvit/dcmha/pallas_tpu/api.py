@@ -48,6 +48,7 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.errors import reason_of
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
@@ -64,6 +65,18 @@ Static: TypeAlias = tuple[KernelConfig, Interpret | None]
 Result = TypeVar("Result")
 
 
+def checked_config(inputs: Inputs, options: Options) -> KernelConfig:
+    """Return the configuration of a call, or raise UnsupportedError."""
+    tiling.check_device()
+    tiling.check_dtypes(*inputs[:3])
+    return tiling.make_config(inputs, options, tiling.vmem_limit())
+
+
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why a call is not supported, or None."""
+    return reason_of(checked_config, inputs, options)
+
+
 def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
@@ -73,10 +86,8 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    q, k, v, _, _, mask, _ = inputs
-    tiling.check_device()
-    tiling.check_dtypes(q, k, v)
-    config = tiling.make_config(inputs, options, tiling.vmem_limit())
+    q, k, _, _, _, mask, _ = inputs
+    config = checked_config(inputs, options)
     LOG.info("attention: %s", config.summary)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)

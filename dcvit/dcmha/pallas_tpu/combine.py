@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from dcvit.dcmha import folded
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.errors import UnsupportedError, reason_of
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
@@ -53,6 +53,17 @@ class Static(NamedTuple):
 Kernel: TypeAlias = Callable[[Static, Refs], None]
 
 
+def supports(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> str | None:
+    """Return the reason why the kernels do not support the device, the dtype or the sizes, or None."""
+    (_, length, _, head_dim), per_group = x.shape, w.shape[3]
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernels support vectors of float32 or bfloat16, found {x.dtype}"
+    if head_dim % CHUNK or per_group > MAX_GROUP or length <= BLOCK:
+        sizes = f"{length} tokens and groups of {per_group} heads of {head_dim} dimensions"
+        return f"the TPU kernels do not combine heads of {sizes}"
+    return reason_of(tiling.check_device)
+
+
 def combine_heads(
     x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"], *, interpret: Interpret = False
 ) -> Float[Array, "B T H D"]:
@@ -61,14 +72,10 @@ def combine_heads(
     Raises:
       UnsupportedError: the kernels do not support the device, the dtype or the sizes.
     """
-    tiling.check_device()
+    if (reason := supports(x, w)) is not None:
+        raise UnsupportedError(reason)
     batch, length, _, head_dim = x.shape
     groups, per_group = w.shape[2:4]
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise UnsupportedError(f"the TPU kernels support vectors of float32 or bfloat16, found {x.dtype}")
-    if head_dim % CHUNK or per_group > MAX_GROUP or length <= BLOCK:
-        sizes = f"{length} tokens and groups of {per_group} heads of {head_dim} dimensions"
-        raise UnsupportedError(f"the TPU kernels do not combine heads of {sizes}")
     w = jnp.broadcast_to(w.astype(jnp.float32), (batch, length, *w.shape[2:]))
     return _combine(Static(groups, per_group, head_dim, interpret), (x, w))
 

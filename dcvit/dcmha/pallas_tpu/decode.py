@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.errors import UnsupportedError, reason_of
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
@@ -93,6 +93,20 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> DecodeConf
     raise UnsupportedError(f"the scores of {keys} keys and {heads} heads do not fit into a TPU's VMEM")
 
 
+def checked_config(inputs: Inputs, options: Options) -> DecodeConfig:
+    """Return the configuration of a call, or raise UnsupportedError."""
+    check_device()
+    if (reason := decode.supports(inputs, options)) is not None:
+        raise UnsupportedError(reason)
+    check_dtypes(*inputs[:3])
+    return make_config(inputs, options, vmem_limit())
+
+
+def supports(inputs: Inputs, options: Options) -> str | None:
+    """Return the reason why a call is not supported, or None."""
+    return reason_of(checked_config, inputs, options)
+
+
 def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
     """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
 
@@ -102,12 +116,8 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
-    q, k, v, *_ = inputs
-    check_device()
-    decode.check_one_query(q)
-    check_dtypes(q, k, v)
-    config = make_config(inputs, options, vmem_limit())
-    attended = visible(1, k.shape[1], options, inputs.mask, inputs.segments)
+    config = checked_config(inputs, options)
+    attended = visible(1, inputs.k.shape[1], options, inputs.mask, inputs.segments)
     return _attention((config, interpret), inputs._replace(mask=attended, segments=None))
 
 

@@ -1,7 +1,11 @@
 """Choice of the implementation of attention, its log, and attention on a mesh of devices."""
 
 import contextlib
+import inspect
 import logging
+import sys
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
-from dcvit.dcmha import ComposeWeights, dispatch, pallas_gpu
+from dcvit.dcmha import ComposeWeights, blockwise, device, plan
 from dcvit.dcmha.inputs import Inputs, Options, checked
+from dcvit.dcmha.pallas_gpu import tiling as gpu_tiling
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.segments import Segments
 from dcvit.models import sharded_attention
@@ -54,39 +59,40 @@ def log(caplog):
     ],
 )
 def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, composed, name, monkeypatch, log):
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(device, "platform", lambda: platform)
     trace(queries, composed)
-    *kernels, message = log.messages  # the TPU kernels say before which family they are
+    message, *kernels = log.messages  # the TPU kernels say which family they are
     assert len(kernels) == (name == "pallas_tpu")
     assert message.startswith(f"attention: {name} on {platform} for float32[1, {queries}, 2, 8], 256 keys")
 
 
-CANDIDATES = {  # of composed attention, of plain attention in float32, and of one query
+CANDIDATES = {  # of composed attention, of plain attention in float32, and of one query; "reference" follows
     "cpu": (("blockwise",), ("blockwise",), ("decode",)),
     "TPU v5 lite": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
     "TPU7x": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
-    "9.0": (("pallas_gpu", "elementwise"), ("cudnn", "pallas_gpu"), ("decode",)),
-    **dict.fromkeys(("8.0", "8.9", "10.0", "12.0"), (("elementwise",), ("cudnn",), ("decode",))),
+    "9.0": (("pallas_gpu", "elementwise"), ("pallas_gpu",), ("decode",)),
+    **dict.fromkeys(("8.0", "8.9", "10.0", "12.0"), (("elementwise",), (), ("decode",))),
 }
 
 
 @pytest.mark.parametrize("kind", CANDIDATES)
 def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
     here = "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
-    monkeypatch.setattr(dispatch, "platform", lambda: here)
+    monkeypatch.setattr(device, "platform", lambda: here)
     monkeypatch.setattr(tiling, "device_kind", lambda: kind)
-    monkeypatch.setattr(pallas_gpu, "compute_capability", lambda: kind)
+    monkeypatch.setattr(gpu_tiling, "compute_capability", lambda: kind)
     composed, plain, one = CANDIDATES[kind]
 
     def names(queries, branches, **more):
         (q, k, v, *weights), options = random_case(queries, 256, branches=branches, **more)
         inputs, options = checked(Inputs(q, k, v, *weights), groups=options["groups"])
-        return dispatch.candidates(inputs, options)
+        with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
+            return plan.candidates(inputs, options)[0]
 
     assert names(256, "qpkg") == (*composed, "reference")
     assert names(256, None) == (*plain, "reference")
     assert names(1, "qpkg") == (*one, "reference")
-    assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded", "reference")
+    assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded",)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
@@ -94,8 +100,8 @@ def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
 @pytest.mark.parametrize("branches", [None, "qpkg", "s", "qpkgs"])
 @pytest.mark.parametrize("option", ["causal", "window", "mask", "segments", "key heads", "rank 4"])
 def test_no_automatic_choice_on_a_gpu_holds_the_scores_of_long_rows(capability, dtype, branches, option, monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(pallas_gpu, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    monkeypatch.setattr(gpu_tiling, "compute_capability", lambda: capability)
     length, heads, key_heads = 32_768, 16, 2 if option == "key heads" else 16
 
     def array(*shape, kind=dtype):
@@ -114,22 +120,22 @@ def test_no_automatic_choice_on_a_gpu_holds_the_scores_of_long_rows(capability, 
     window = 256 if option == "window" else None
     names: list[str] = []
     jax.eval_shape(
-        lambda inputs: names.extend(dispatch.candidates(*checked(inputs, causal=True, window=window))),
+        lambda inputs: names.extend(plan.candidates(*checked(inputs, causal=True, window=window))[0]),
         Inputs(array(1, length, heads, 64), kv, kv, pre, post, mask, ids),
     )
-    assert "elementwise" not in names
-    assert names[-2:] == ["blockwise", "reference"]  # the first of which supports every case without dropout
+    assert names[-1] == "blockwise"  # which supports every call
+    assert not any(plan.BACKENDS[name].holds_scores for name in names)
 
 
 def test_long_rows_with_dropout_are_left_to_the_reference_on_a_gpu(monkeypatch, log):
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "MAX_GPU_SCORES", 100)
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    monkeypatch.setattr(plan, "MAX_GPU_SCORES", 100)
     trace(64, dropout=dcmha.Dropout(jax.random.key(0), 0.1))
     assert log.messages[-1].startswith("attention: reference on gpu")
 
 
 def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_logged(monkeypatch, log):
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     trace(256, composed=False, dtype=jnp.float16)
     (message,) = log.messages
     assert message.startswith("attention: blockwise on tpu")
@@ -141,7 +147,7 @@ def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_
     [("tpu", "qg", "it needs a GPU, found a TPU"), ("gpu", "s", "do not support a static projection")],
 )
 def test_a_named_implementation_raises_for_an_unsupported_case(platform, branches, reason, monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(device, "platform", lambda: platform)
     args, options = random_case(16, branches=branches)
     with pytest.raises(ValueError, match=f"implementation pallas_gpu does not support this case: .*{reason}"):
         dcmha.attention(*args, **options, implementation="pallas_gpu")
@@ -151,9 +157,9 @@ def test_a_named_implementation_raises_for_an_unsupported_case(platform, branche
 @pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
 def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, monkeypatch, log):
     """The compiler may have to split the program, and it refuses to split kernels. A warning says so, once."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
-    dispatch.warn_of_missing_mesh.cache_clear()
+    plan.warn_of_missing_mesh.cache_clear()
     for _ in range(2):
         trace(queries, devices=0)
     warnings = [record for record in log.records if record.levelno == logging.WARNING]
@@ -165,14 +171,14 @@ def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, mo
     assert "cannot split a kernel over several devices, and no mesh is set" in log.messages[-1]
     log.clear()
     trace(queries, devices=0, implementation="pallas_tpu" if queries > 1 else "pallas_tpu_decode")
-    assert "as requested" in log.messages[-1]
+    assert "as requested" in log.messages[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_set", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_layer_on_several_devices_is_lowered_for_tpus_with_and_without_a_mesh(is_set, monkeypatch):
     """Inputs and parameters that are split by `NamedSharding` alone, as in the trainer of big_vision."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
     layer = Attention(2, compose="both")
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
@@ -186,7 +192,7 @@ def test_a_layer_on_several_devices_is_lowered_for_tpus_with_and_without_a_mesh(
 
 @pytest.mark.slow
 def test_inputs_split_without_a_mesh_give_the_split_output_of_one_device(monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     layer, x = Attention(2, compose="both"), jax.random.normal(jax.random.key(0), (8, 24, 16))
     params = {"params": random_params(param_shapes(layer, x))}
     split = jax.NamedSharding(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), P("data"))
@@ -202,7 +208,7 @@ def test_a_not_implemented_error_of_jax_is_not_hidden_by_another_implementation(
     def broken(*args, **options):
         raise NotImplementedError("a primitive has no rule")
 
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "blockwise", broken)
+    monkeypatch.setattr(blockwise, "attention", broken)
     with pytest.raises(NotImplementedError, match="a primitive has no rule"):
         trace(256)
 
@@ -217,7 +223,7 @@ def test_a_named_implementation_is_logged(log):
 @pytest.mark.parametrize(("kind", "x64"), [("TPU v4", False), ("TPU v5 lite", True)])
 @pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
 def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64, queries, name, monkeypatch, log):
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: kind)
     with jax.enable_x64(x64):
         trace(queries)
@@ -241,12 +247,37 @@ def test_on_tpu7x_operands_are_stored_in_complete_tiles_of_16_rows(monkeypatch, 
     assert config.family == ("matrix" if composed and heads in (16, 32) else "vector")
 
 
-def test_the_plan_of_a_kernel_is_made_once_for_each_trace(monkeypatch):
-    calls, make_config = [], tiling.make_config
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
-    monkeypatch.setattr(tiling, "make_config", lambda *a, **k: calls.append(1) or make_config(*a, **k))
-    trace(16, composed=False)
-    assert len(calls) == 1
+@pytest.mark.parametrize(
+    ("queries", "case"),
+    [
+        (24, {"branches": None}),
+        (1, {"branches": None}),
+        (24, {}),
+        (1, {}),
+        (24, {"branches": "qpg", "groups": 2, "heads": 4, "key_heads": 2}),
+    ],
+)
+def test_few_functions_are_between_attention_and_the_backend_that_runs(queries, case):
+    """The first product of the arrays is in the backend, however its functions are called."""
+    args, options = random_case(queries, 24, **case)
+    package, call = Path(dcmha.__file__).parent, inspect.unwrap(dcmha.attention)
+    backends = {Path(row.load().__file__) for name, row in plan.BACKENDS.items() if name != "folded"}
+    depths = []
+
+    def count(frame, event, argument):
+        if event == "call" and Path(frame.f_code.co_filename) in backends and frame.f_code.co_name != "supports":
+            above = [*traceback.walk_stack(frame.f_back)]
+            codes = [f.f_code for f, _ in above if package in Path(f.f_code.co_filename).parents]
+            if call.__code__ in codes and not {Path(code.co_filename) for code in codes} & backends:
+                depths.append(codes.index(call.__code__))
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        call(*args, **options)
+    finally:
+        sys.setprofile(before)
+    assert 1 <= max(depths) <= 4
 
 
 def test_a_run_shows_each_choice_once(capsys, caplog):
@@ -339,11 +370,11 @@ def test_a_rotary_embedding_of_other_tokens_raises():
     ],
 )
 def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platform, options, refused, monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(device, "platform", lambda: platform)
     options = {"queries": 256} | options
     trace(**options)
     with (
-        dispatch.fused_only(),
+        plan.fused_only(),
         pytest.raises(ValueError, match=f"attention is not fused: {refused}") if refused else contextlib.nullcontext(),
     ):
         trace(**options)
@@ -351,10 +382,10 @@ def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platf
 
 def test_the_platform_is_that_of_the_default_device(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert dispatch.platform() == "gpu"
-    for device in (jax.devices("cpu")[0], "cpu"):
-        with jax.default_device(device):
-            assert dispatch.platform() == "cpu"
+    assert device.platform() == "gpu"
+    for cpu in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(cpu):
+            assert device.platform() == "cpu"
 
 
 def test_cases_with_and_without_64_bit_numbers_have_verdicts_of_their_own():
@@ -362,5 +393,5 @@ def test_cases_with_and_without_64_bit_numbers_have_verdicts_of_their_own():
     case, keys = checked(Inputs(q, q, q)), set()
     for enabled in (False, True):
         with jax.enable_x64(enabled):
-            keys.add(dispatch.make_case(["reference"], *case).key)
+            keys.add(plan.make_case(["reference"], *case).key)
     assert len(keys) == 2

@@ -1,0 +1,367 @@
+"""Plan of a call of attention: one table of backends (`BACKENDS`), and one function that chooses (`decide`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha import device, folded, reference, selection
+from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.partition import map_examples, splits_arrays
+from dcvit.dcmha.reference import Dropout
+from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.verification import Case, describe, shapes_of
+
+LOG = logging.getLogger(__name__)
+# Scores of one head; with fewer, `reference` computes plain attention on CPUs. Measured on two cores in float32, as
+# processor time of `blockwise` divided by that of `reference`, for the output alone and with the gradients (batch ×
+# tokens, heads of width; medians of 9 or 15 interleaved rounds):
+#   256 × 4, 4 of 16:   composed 0.25, 0.26; plain 0.98, 1.30  2 × 32, 8 of 16:    composed 1.06, 0.84; plain 1.10, 1.36
+#   64 × 16, 4 of 16:   composed 0.50, 0.57; plain 1.04, 1.01  8 × 64, 6 of 64:    composed 0.60, 0.47; plain 1.10, 1.30
+#   64 × 16, 16 of 8:   composed 0.77, 0.68; plain 1.36, 1.33  8 × 64, 16 of 64:   composed 0.52, 0.28; plain 0.97, 1.18
+#   128 × 16, 2 of 32:  composed 0.62, 0.52; plain 0.75, 1.05  16 × 128, 8 of 16:  composed 0.15, 0.19; plain 0.98, 1.16
+#   1 × 16, 4 of 16:    composed 1.08, 0.65; plain 0.98, 1.09  4 × 128, 32 of 64:  composed 0.37, 0.30; plain 1.13, 0.93
+#   8 × 196, 6 of 64:   composed 0.28, 0.24; plain 0.77, 0.89  1 × 256, 8 of 64:   composed 0.32, 0.18; plain 0.63, 0.78
+# The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
+MAX_SCORES_FOR_PLAIN_XLA = 20_000
+MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
+# Scores of all heads and examples, 4 GiB in float32; with more, no candidate on a GPU holds them, unless for dropout.
+MAX_GPU_SCORES = 2**30
+
+Implementation: TypeAlias = Callable[[Inputs, Options], Array]  # a function that computes attention
+# Kinds of calls, by which the table says where a backend is tried: of one query, as in decoding; of few scores without
+# composition on a CPU; all others, and those whose scores are not held on a GPU.
+ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
+    "one query", "small plain", "plain", "composed", "long plain", "long composed",
+)  # fmt: skip
+
+
+@runtime_checkable
+class Module(Protocol):
+    """Module of a backend."""
+
+    def supports(self, inputs: Inputs, options: Options) -> str | None:
+        """Return the reason why the backend does not compute a call, or None; `attention` raises it."""
+
+    def attention(self, inputs: Inputs, options: Options) -> Array:
+        """Compute attention."""
+
+
+class Backend(NamedTuple):
+    """Implementation of attention.
+
+    Fields:
+      module: its `Module`, in `dcvit.dcmha`.
+      tried: the kinds of calls for which it is a candidate, by platform; any call may name it.
+      only_on: the only platform that runs it.
+      holds_scores: its memory is that of an array of all scores.
+      is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.selection`), and the compiler cannot split it
+        over devices.
+      is_fused: the scores stay on the chip. `folded` is judged by the plain attention inside it.
+    """
+
+    module: str
+    tried: Mapping[str, tuple[str, ...]] = {}
+    only_on: str | None = None
+    holds_scores: bool = False
+    is_kernel: bool = False
+    is_fused: bool = False
+
+    def load(self) -> Module:
+        """Import the module: Pallas' GPU part takes 0.1 to 0.2 s, and a platform needs one backend at most."""
+        return cast(Module, importlib.import_module(f"dcvit.dcmha.{self.module}"))
+
+
+# In the order in which they are tried. Attention of one query, as in decoding or in a pooling head, is a matrix-vector
+# product: `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of
+# `reference`'s time. On TPUs, `decode` and its kernel are preferred because they read less memory in fewer, larger
+# products; this has not been measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and
+# `pallas_gpu` 0.15 to 0.36 (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12
+# and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
+BACKENDS = {
+    "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`
+    "pallas_tpu_decode": Backend("pallas_tpu.decode", {"tpu": (ONE,)}, "tpu", is_kernel=True, is_fused=True),
+    "decode": Backend("decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
+    "cudnn": Backend("cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
+    "pallas_tpu": Backend("pallas_tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
+    "pallas_gpu": Backend(
+        "pallas_gpu.api", {"gpu": (PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True
+    ),
+    "elementwise": Backend("elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
+    "blockwise": Backend(
+        "blockwise", {"cpu": (PLAIN, COMPOSED), "tpu": (PLAIN, COMPOSED), "gpu": (LONG_PLAIN, LONG_COMPOSED)}
+    ),
+    "reference": Backend(
+        "reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED)), holds_scores=True
+    ),
+}
+
+_FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
+
+
+class NotFusedError(ValueError):
+    """The implementation of a call of attention inside `fused_only` is not fused."""
+
+
+@contextlib.contextmanager
+def fused_only() -> Iterator[None]:
+    """Make `attention` raise ValueError on GPUs and TPUs where its implementation is not fused."""
+    token = _FUSED_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _FUSED_ONLY.reset(token)
+
+
+def attention(inputs: Inputs, options: Options, implementation: str | None = None, dropout: object = None) -> Array:
+    """Compute attention with the backend of `decide`.
+
+    Args:
+      inputs, options: returned by `dcvit.dcmha.inputs.checked`.
+      implementation: a name from `BACKENDS`, or None.
+      dropout: see `dcvit.dcmha.attention`.
+
+    Raises:
+      ValueError: as `decide`; or the dropout or the environment variable DCVIT_KERNELS is invalid.
+    """
+    dropout = checked_dropout(dropout)
+    selection.current()  # an invalid environment variable is an error also where no kernel exists
+    if inputs.q.size == 0 and implementation in (None, *BACKENDS):
+        return jnp.zeros_like(inputs.q)
+    name = decide(inputs, options, implementation, dropout)
+    if name == "folded":
+        return folded.attention(inputs, options, attend=attention, combine=combine_heads)
+    if dropout is not None:
+        return reference.attention(inputs, options, dropout=dropout)
+    return BACKENDS[name].load().attention(inputs, options)
+
+
+def decide(
+    inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None
+) -> str:  # fmt: skip
+    """Return the backend that computes a call: the named one, or the best of the `candidates`.
+
+    The first candidate is the best, unless there are kernels: then verdicts decide (`dcvit.dcmha.selection`). The
+    choice and the reasons against others are logged.
+
+    Raises:
+      ValueError: the named implementation does not exist, does not support the call, or is not fused inside
+        `fused_only`.
+    """
+    if implementation is not None:
+        if implementation not in BACKENDS:
+            raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(BACKENDS)}")
+        name, note = implementation, ", as requested"
+        if (reason := refusal(name, inputs, options, dropout, is_named=True)) is not None:
+            raise ValueError(f"implementation {name} does not support this case: {reason}")
+    else:
+        names, reasons = candidates(inputs, options, dropout)
+        kernels = [name for name in names if BACKENDS[name].is_kernel]
+        name = next(name for name in names if name not in kernels)
+        if kernels:
+            is_long = inputs.q.shape[1] * inputs.k.shape[1] > MAX_SCORES_TO_HOLD
+            timed = [name for name in names if name != "reference" or not is_long]
+            name = selection.select(make_case(timed, inputs, options)) or name
+        not_selected = "it is not selected (see dcvit check-kernels)"
+        reasons |= {kernel: not_selected for kernel in kernels if kernel != name}
+        note = "".join(f"; not {other}: {reason}" for other, reason in reasons.items())
+    here, about = device.platform(), _describe(inputs, options)
+    if _FUSED_ONLY.get() and here != "cpu" and inputs.q.shape[1] > 1 and not BACKENDS[name].is_fused:
+        raise NotFusedError(f"attention is not fused: {name} on {here} for {about}{note}")
+    LOG.info("attention: %s on %s for %s%s", name, here, about, note)
+    return name
+
+
+def candidates(
+    inputs: Inputs, options: Options, dropout: Dropout | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the backends to choose from for a call on the current platform, in the order of `BACKENDS`.
+
+    Of those that the table names for the call, they are the ones that support it. A kernel after a backend that needs
+    no verdict is none, such as `pallas_gpu` after `cudnn`.
+
+    Returns:
+      The names, at least one, and the reasons against the others.
+    """
+    if dropout is not None:
+        return ("reference",), {}
+    if folds(inputs, options):
+        return ("folded",), {}
+    here, kind = device.platform(), _kind(inputs, options)
+    names: list[str] = []
+    reasons: dict[str, str] = {}
+    for name, backend in BACKENDS.items():
+        is_late = backend.is_kernel and any(not BACKENDS[before].is_kernel for before in names)
+        if is_late or kind not in backend.tried.get(here, ()):
+            continue
+        if (reason := refusal(name, inputs, options)) is None:
+            names.append(name)
+        else:
+            reasons[name] = reason
+    return tuple(names), reasons
+
+
+def folds(
+    inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None
+) -> bool:  # fmt: skip
+    """Return True if the composition of a call is folded into the queries and outputs of plain attention.
+
+    It is wherever that is exact, because plain attention holds no scores; with small models on CPUs it may not be the
+    fastest.
+    """
+    may_fold = implementation in (None, "folded") and dropout is None
+    return may_fold and folded.supports(inputs, options) is None
+
+
+def refusal(
+    name: str, inputs: Inputs, options: Options, dropout: Dropout | None = None, *, is_named: bool = False
+) -> str | None:
+    """Return the reason why a backend does not compute a call on the current platform and mesh, or None.
+
+    Without a mesh, the program is known to run on one device only if the process sees no other. `is_named` says that
+    the caller named the backend: kernels are then allowed.
+    """
+    backend, here = BACKENDS[name], device.platform()
+    if backend.only_on not in (None, here):
+        return f"it needs a {str(backend.only_on).upper()}, found a {here.upper()}"
+    if backend.is_kernel and splits_arrays():
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty:
+            axes = ", ".join(mesh.axis_names)
+            return f"the compiler cannot split a kernel over the mesh axes {axes}; use jax.shard_map"
+        if not is_named:
+            warn_of_missing_mesh(jax.device_count())
+            return "the compiler cannot split a kernel over several devices, and no mesh is set"
+    if dropout is not None and name != "reference":
+        return "only reference has dropout"
+    return backend.load().supports(inputs, options)
+
+
+def combine_heads(x: Array, w: Array) -> Array:
+    """Combine the vectors of heads (`dcvit.dcmha.folded.combine_heads`) in the form that is the fastest here.
+
+    On CPUs it is a matrix product. On GPUs a matrix product, and on TPUs a kernel, must be verified and faster than the
+    sum. XLA fuses gates, which multiply the vector of each head by one number, with their neighbors on every platform.
+    """
+    here = device.platform()
+    if w.shape[-1] == 1:
+        return folded.combine_heads(x, w)
+    if here == "cpu":
+        return folded.multiply_heads(x, w)
+    forms: dict[str, folded.Combine] = {"sum": folded.combine_heads}
+    if here == "gpu":
+        forms["einsum"] = folded.multiply_heads
+    elif here == "tpu":
+        from dcvit.dcmha.pallas_tpu import combine
+
+        if combine.supports(x, w) is None:
+            forms = {"pallas_tpu": combine.combine_heads, **forms}
+    if len(forms) == 1 or splits_arrays():
+        return folded.combine_heads(x, w)
+
+    def of_arrays(form: folded.Combine) -> Callable[[tuple[Array, Array]], Array]:
+        return lambda arrays: form(*arrays)
+
+    arrays, functions = shapes_of((x, w)), {name: of_arrays(form) for name, form in forms.items()}
+    key = f"combined heads: {describe(arrays)}, {_facts(_settings())}"
+    case = Case("combined heads", key, arrays, functions, frozenset(forms) - {"sum"}, functions["sum"])
+    return forms[selection.select(case) or "sum"](x, w)
+
+
+def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
+    """Return the case whose verdicts determine which of these candidates a call uses."""
+    arrays = shapes_of(inputs)
+
+    def of_arrays(implementation: Callable[..., Array]) -> Callable[[Inputs], Array]:
+        return lambda inputs: implementation(inputs, options)
+
+    functions = {name: of_arrays(BACKENDS[name].load().attention) for name in names}
+    key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(options), **_settings()})}"
+    kernels = frozenset(name for name in names if BACKENDS[name].is_kernel)
+    return Case(
+        _describe(inputs, options), key, arrays, functions, kernels, of_arrays(_by_example),
+        is_inference=inputs.q.shape[1] == 1,
+    )  # fmt: skip
+
+
+def _kind(inputs: Inputs, options: Options) -> str:
+    """Return the kind of a call; see `BACKENDS`.
+
+    A part of the queries (`Options.first_query`) on a GPU counts as long, because `pallas_gpu` needs all queries.
+    """
+    (batch, queries, heads, _), here = inputs.q.shape, device.platform()
+    scores, is_plain = queries * inputs.k.shape[1], inputs.pre is None and inputs.post is None
+    if queries == 1:
+        return ONE
+    if here == "gpu" and (options.first_query or batch * heads * scores > MAX_GPU_SCORES):
+        return LONG_PLAIN if is_plain else LONG_COMPOSED
+    if here == "cpu" and is_plain and scores < MAX_SCORES_FOR_PLAIN_XLA:
+        return SMALL
+    return PLAIN if is_plain else COMPOSED
+
+
+def _settings() -> dict[str, object]:
+    """Return the settings of JAX by which the same call is computed in another way, or not supported."""
+    return {
+        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+    }
+
+
+def _facts(facts: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _by_example(inputs: Inputs, options: Options) -> Array:
+    """Compute `reference` for one example after the other: it holds the scores of one."""
+    static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
+    mask = inputs.mask
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (len(inputs.q), *mask.shape[1:]))
+
+    def attend(options: Options, x: Inputs) -> Array:
+        one = jax.tree.map(lambda array: array[None], x)
+        pre, post = (w and w._replace(static=s) for w, s in zip((one.pre, one.post), static, strict=True))
+        out: Array = reference.attention(one._replace(pre=pre, post=post), options)[0]
+        return out
+
+    pre, post = (w and w._replace(static=None) for w in (inputs.pre, inputs.post))
+    mapped = inputs._replace(pre=pre, post=post, mask=mask)
+    out: Array = map_examples(jax.checkpoint(attend, static_argnums=0), options, mapped)
+    return out
+
+
+@functools.cache
+def warn_of_missing_mesh(devices: int) -> None:
+    """Say once how to get the kernels on several devices."""
+    LOG.warning(
+        "attention: no fused kernels, because there are %d devices and no mesh: call jax.set_mesh with a mesh of the "
+        "axes data, fsdp, context or tensor, use jax.shard_map, or name the implementation in a program for one device",
+        devices,
+    )
+
+
+def checked_dropout(dropout: object) -> Dropout | None:
+    """Return the dropout, or raise ValueError if it is of another type or its rate is not a fraction."""
+    if not isinstance(dropout, Dropout | None):
+        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
+    if dropout is not None and not 0 <= dropout.rate <= 1:
+        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
+    return dropout
+
+
+def _describe(inputs: Inputs, options: Options) -> str:
+    """Return the shapes and branches of a case for the log."""
+    composes = " and ".join(Composition.of_weights(inputs.pre, inputs.post).names) or "plain"
+    suffix = f", window {options.window}" if options.window is not None else ""
+    suffix += ", segments" if inputs.segments is not None else ""
+    return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {composes}{suffix}"
