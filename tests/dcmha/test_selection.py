@@ -14,7 +14,7 @@ import pytest
 from attention_cases import random_case
 
 from dcvit import dcmha
-from dcvit.dcmha import blockwise, device, plan, reference, verification
+from dcvit.dcmha import blockwise, device, folded, plan, reference, verification
 from dcvit.dcmha.pallas_tpu import api, tiling
 from dcvit.dcmha.selection import Selection, selecting
 
@@ -167,3 +167,25 @@ def test_verify_produces_the_verdicts_of_a_function(chip):
         np.testing.assert_allclose(
             dcmha.attention(*args, **options), dcmha.attention(*args, **options, implementation="reference"), atol=1e-4
         )
+
+
+@pytest.mark.parametrize("fast", ["sum", "einsum"])
+def test_the_form_that_combines_heads_on_a_gpu_is_measured(fast, chip, monkeypatch):
+    """Without a verdict, it is the sum."""
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    x, w = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 16, 2, 2, 2))
+    forms = {"sum": "combine_heads", "einsum": "multiply_heads"}
+    delayed = forms["einsum" if fast == "sum" else "sum"]
+    exact = getattr(folded, delayed)
+
+    def delay(x, w):
+        wait = jax.pure_callback(lambda: (time.sleep(0.05), np.float32(0))[1], jax.ShapeDtypeStruct((), jnp.float32))
+        return exact(x, w) + wait
+
+    monkeypatch.setattr(folded, delayed, delay)
+    used = {}
+    for policy in ("known", "off", "trust", "verify"):
+        with selecting(Selection(policy)):
+            program = str(jax.make_jaxpr(lambda x, w: plan.combine_heads(x, w))(x, w))
+        used[policy] = "einsum" if "dot_general" in program else "sum"
+    assert used == {"known": "sum", "off": "sum", "trust": "sum", "verify": fast}
