@@ -5,6 +5,8 @@ of a GPU. Lowering, which needs no GPU, checks the layouts of registers. `dcvit 
 the reference on a GPU.
 """
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from pallas_checks import weights_like
 from dcvit.dcmha import reference
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.pallas_gpu import api, tiling
+from dcvit.dcmha.pallas_gpu import api, launch, tiling
 from dcvit.models.presets import PRESETS
 
 CASES = {
@@ -27,7 +29,13 @@ CASES = {
     "bfloat16, causal": {
         "queries": 20, "rank": 1, "causal": True, "branches": None, "post": "kpg", "dtype": jnp.bfloat16,
     },
-    # Queries from 15 on attend to no key, and the last rectangle has no keys.
+    "blocks of two lengths": {
+        "queries": 130, "keys": 128, "causal": True, "branches": "kg", "post": None, "rank": 1, "dtype": jnp.bfloat16,
+    },
+    "local blocks": {
+        "queries": 130, "window": 40, "branches": "qg", "post": None, "rank": 1, "dtype": jnp.bfloat16, "segments": 3,
+    },
+    # Queries from 15 on attend to no key.
     "window after the keys, absent branches": {
         "queries": 132, "keys": 10, "window": 6, "branches": "kg", "post": None, "mask": (1, 1, 1, 10),
     },
@@ -36,12 +44,15 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.weekly) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name == "bfloat16, causal" else pytest.mark.weekly) for name in CASES]
 )
 def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     if name != "float32, grouped queries, padding":
         monkeypatch.setattr(tiling, "WARPGROUPS", 1)
     monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)
+    if "blocks" in name:
+        monkeypatch.setattr(tiling, "ROWS_CAUSAL", 64)
+        monkeypatch.setattr(tiling, "KEY_LENGTHS", 2)
     args, options = random_case(**{"head_dim": 16, **CASES[name]})
     dtype, cotangent = args[0].dtype, jnp.cos(jnp.arange(args[0].size, dtype=jnp.float32)).reshape(args[0].shape)
 
@@ -76,6 +87,11 @@ def layer(preset, dtype, tokens):
     return q, q, q, weights, weights
 
 
+def forward_and_backward(cotangent, *args, **options):
+    out, vjp = jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)
+    return out, vjp(cotangent)
+
+
 def for_cuda(function, *args):
     """The program of a function as it is exported for NVIDIA GPUs, which names its custom calls."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu_v2", "mosaic_gpu")]
@@ -92,15 +108,43 @@ def for_cuda(function, *args):
 def test_all_kernels_are_lowered_for_cuda(preset, dtype, tokens, window, monkeypatch):
     monkeypatch.setattr(api, "is_gpu", lambda: True)
     args = layer(preset, dtype, tokens)
-    options = {"causal": window is not None, "window": window, "mask": None, "groups": 1, "scale": 0.1}
-
-    def both(cotangent, *args):
-        out, vjp = jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)
-        return out, vjp(cotangent)
-
+    both = functools.partial(forward_and_backward, causal=window is not None, window=window)
     text = for_cuda(both, args[0], *args)
     for kind in ("statistics", "weights", "post_grad", "pre_grad"):
         assert f"dcmha_{kind}" in text
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Let the layer call no kernels; the list gets kind, configuration and operands of each distinct one."""
+    found = []
+
+    def run(kind, config, operands):
+        key = kind, config, jax.tree.map(lambda x: (x.shape, x.dtype), operands)
+        found.extend([key] * (key not in found))
+        return launch.Results(**{n: jnp.zeros(x.shape, x.dtype) for n, x in launch.output_shapes(config, kind).items()})
+
+    monkeypatch.setattr(api, "run", run)
+    monkeypatch.setattr(api, "is_gpu", lambda: True)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize("tokens", [2048, 5000, 8192, 32_768, 131_072])
+def test_the_number_of_kernels_does_not_grow_with_the_length(tokens, window, launches):
+    q, k, v, *weights = layer("DCPythia-1.4B", jnp.bfloat16, tokens)
+    jax.eval_shape(lambda *x: forward_and_backward(x[0], *x, causal=True, window=window), q, k, v, *weights)
+    assert len(launches) == (16 if window is None else 4)
+
+
+def test_the_keys_of_a_causal_layer_are_at_most_a_quarter_more_than_those_of_its_blocks():
+    """The share of pairs that the kernels' arrays hold; blocks without an attended key are not computed."""
+    for tokens in (512, 2048, 5000, 8192, 32_768):
+        (q, *_), options = layer("DCPythia-1.4B", jnp.bfloat16, tokens), Options(causal=True)
+        config = tiling.make_config(Inputs(q, q, q), tiling.Static(options, interpret=False), 512, backward=True)
+        held = sum(len(span.blocks) * span.keys for span in tiling.spans(tokens, tokens, options, config))
+        needed = sum(min(stop, tokens) for stop in range(512, tokens + 512, 512))
+        assert needed <= held <= 1.25 * needed + 512
 
 
 def test_every_preset_with_dynamic_composition_is_supported():

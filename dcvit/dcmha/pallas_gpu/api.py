@@ -3,13 +3,15 @@
 The kernels use Mosaic GPU because Pallas' Triton backend is deprecated from JAX 0.11 on and will be removed (Pallas
 changelog, 0.11.0).
 
-Queries are split into rectangles of rows (`dcvit.dcmha.pallas_gpu.tiling.rectangles`): 512 queries of a causal layer
-and the keys before them, 256 queries of a local layer and the at most 512 keys around them, all queries of a short
-sequence. For each rectangle, the kernels process all heads tile by tile (`dcvit.dcmha.pallas_gpu.tile`) and write
-W = C_post(softmax(C_pre(scale·q·k))), in the backward pass also dS, in the inputs' dtype. XLA computes the products
-W·v, Wᵀ·dO, dS·k and dSᵀ·q. The memory is that of a rectangle's H×rows×keys arrays W and dS, at most `WORKSPACE_BYTES`
-each; each is written once and read once or twice. Scores and uncomposed weights stay on the chip. The 2R hidden planes
-of a compose are passed from one kernel to the next in global memory.
+A layer is split into rectangles of queries and keys (`dcvit.dcmha.pallas_gpu.tiling.spans`): 512 queries of a causal
+layer and the keys before them, 256 queries of a local layer and the keys around them, all queries of a short sequence.
+A loop runs over rectangles of equal shape. A causal layer has four shapes, each with the keys of its last rectangle; a
+local layer has one, so that the number of compiled kernels does not grow with the length. For each rectangle, the
+kernels process all heads tile by tile (`dcvit.dcmha.pallas_gpu.tile`) and write
+W = C_post(softmax(C_pre(scale·q·k))), in the backward pass also dS, in the inputs' dtype; tiles without an attended key
+are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and dSᵀ·q. The memory is that of a rectangle's H×rows×keys
+arrays W and dS, at most `WORKSPACE_BYTES` each; each is written once and read once or twice. Scores and uncomposed
+weights stay on the chip. The 2R hidden planes of a compose are passed from one kernel to the next in global memory.
 
 The backward pass needs the inputs and the log-sum-exp, B·H·T in float32. Each float32 operand is split into two
 bfloat16 values, which takes three products instead of one and has an error of about 1e-5. On a backend without a GPU
@@ -33,12 +35,13 @@ from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import reason_of
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E
-from dcvit.dcmha.pallas_gpu.block import Operands
-from dcvit.dcmha.pallas_gpu.config import is_gpu
+from dcvit.dcmha.pallas_gpu.config import Which, is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
-from dcvit.dcmha.pallas_gpu.rectangle import RectangleInputs, WeightGradients, pad
-from dcvit.dcmha.pallas_gpu.tiling import Static, check_supported, rectangles
+from dcvit.dcmha.pallas_gpu.rectangle import Layer, Rectangle, compose_gradients
+from dcvit.dcmha.pallas_gpu.tiling import Static, check_supported
 from dcvit.dcmha.shapes import Array, Float, not_none
+
+WHICH: tuple[Which, ...] = ("pre", "post")
 
 
 def supports(inputs: Inputs, options: Options) -> str | None:
@@ -61,42 +64,32 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
-    q, k, v, *_ = x
-    outs, sums = [], []
-    for rectangle in rectangles(q, k, static.options):
-        if rectangle.size[1] <= 0:  # the window of these queries lies after the last key
-            shape = (q.shape[0], rectangle.size[0], *q.shape[2:])
-            outs.append(jnp.zeros(shape, jnp.float32))
-            sums.append(jnp.zeros((shape[0], shape[2], shape[1]), jnp.float32))
-            continue
-        inputs = RectangleInputs(static, rectangle, x, backward=False)
-        pairs = [inputs.pair(q, k)]
-        found = run("statistics", inputs.config, Operands(pairs, *inputs.weights(), inputs.bias))
+    layer = Layer(static, x)
+
+    def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
+        found = run("statistics", r.config, r.operands())
         lse = log_sum_exp(not_none(found.row_sums))
-        w = run("weights", inputs.config, Operands(pairs, *inputs.weights(lse), inputs.bias, found.planes)).tile
-        out = product("bkgts,bskd->btkgd", inputs.by_key_head(not_none(w)), inputs.keys(v))
-        outs.append(inputs.without_padding(out))
-        sums.append(lse[:, :, : rectangle.size[0]])
-    out = jnp.concatenate(outs, axis=1).astype(q.dtype)
-    return out, jnp.concatenate(sums, axis=2)
+        w = not_none(run("weights", r.config, r.operands(lse, planes=found.planes)).tile)
+        out = product("bkgts,bskd->btkgd", r.by_key_head(w, 1), r.keys.arrays[1])
+        return carry, (out.reshape(r.queries.arrays[0].shape).astype(x.q.dtype), lse)
+
+    _, (out, lse) = layer.scan(attend, ())
+    return layer.join(out, 1), layer.join(lse, 2)
 
 
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
-    (q, k, v, pre, post, *_), (_, lse) = x, results
-    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dpre, dpost = WeightGradients(pre, k.shape[1]), WeightGradients(post, k.shape[1])
-    for rectangle in rectangles(q, k, static.options):
-        if rectangle.size[1] <= 0:
-            dq.append(jnp.zeros((q.shape[0], rectangle.size[0], *q.shape[2:]), jnp.float32))
-            dpre.add_zeros(rectangle.size[0])
-            dpost.add_zeros(rectangle.size[0])
-            continue
-        inputs = RectangleInputs(static, rectangle, x, backward=True)
-        dq_part, dk, dv = _rectangle_gradients(inputs, lse, do, (dk, dv), dpre, dpost)
-        dq.append(dq_part)
-    all_dq = jnp.concatenate(dq, axis=1).astype(q.dtype)
-    gradients = all_dq, dk.astype(k.dtype), dv.astype(v.dtype), dpre.result(), dpost.result()
-    return Inputs(*gradients, segments=x.segments)  # which have no gradient
+    layer = Layer(static, x, do, results[1])
+    batch, heads, _, keys = layer.keys.weights.shape
+    dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
+    cols = [jnp.zeros((batch, heads, layer.config.ranks(which).channels("k"), keys), jnp.float32) for which in WHICH]
+    totals = [dk, jnp.zeros_like(dk), *cols]
+    (dk, dv, *cols), (dq, *rows) = layer.scan(_rectangle_gradients, totals)
+    dpre, dpost = (
+        compose_gradients(w, layer.join(a, 3), b[..., : x.k.shape[1]])
+        for w, a, b in zip((x.pre, x.post), rows, cols, strict=True)
+    )
+    dk, dv = (total[:, : x.k.shape[1]].astype(x.k.dtype) for total in (dk, dv))
+    return Inputs(layer.join(dq, 1), dk, dv, dpre, dpost, segments=x.segments)  # which have no gradient
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
@@ -106,39 +99,32 @@ def _forward_mode(static: Static, x: Inputs) -> Array:
 _attention = differentiable(_forward, _backward, _forward_mode)
 
 
-def _rectangle_gradients(
-    inputs: RectangleInputs, lse: Array, do: Array, totals: tuple[Array, Array],
-    dpre: WeightGradients, dpost: WeightGradients,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array], tuple[Array, Array, Array]]:
     """Compute the gradients of one rectangle.
 
     Args:
-      inputs: the rectangle's inputs of the kernels.
-      lse: the log-sum-exp of all rows.
-      do: gradient of the output.
-      totals: dk and dv of the rectangles before.
-      dpre: gradients of the pre-compose's weights, to which the rectangle's are added.
-      dpost: the same for the post-compose.
+      r: the rectangle.
+      totals: gradients of the rectangles before: dk, dv, and those of the key-wise weights of both composes.
 
     Returns:
-      dq of the rectangle, and dk and dv of all rectangles up to this one.
+      The totals with this rectangle, its dq, and its gradients of the query-wise weights of both composes.
     """
-    (q, k, v, *_), (dk, dv) = inputs.layer, totals
-    pairs = [inputs.pair(q, k), inputs.pair(do, v)]
-    sums = pad(lse[:, :, slice(*inputs.rectangle.rows)], 2, inputs.config.queries)
-    found = run("post_grad", inputs.config, Operands(pairs, *inputs.weights(sums), inputs.bias))
-    w = inputs.by_key_head(not_none(found.tile))
-    dv = inputs.add_keys(dv, product("bkgts,btkgd->bskd", w, inputs.queries(do)))
-    row_sums = jnp.sum(not_none(found.row_sums), axis=2)
-    dpost.add(inputs, row_sums[:, :, :-1], jnp.sum(not_none(found.col_sums), axis=2), 1.0, 1.0)
-    weights = inputs.weights(sums, row_sums[:, :, -1])
-    found = run("pre_grad", inputs.config, Operands(pairs, *weights, inputs.bias, found.planes))
-    ds = inputs.by_key_head(not_none(found.tile))
+    dk, dv, dpre_k, dpost_k = totals
+    q, do = (r.by_key_head(x, 2) for x in r.queries.arrays)
+    found = run("post_grad", r.config, r.operands())
+    w = r.by_key_head(not_none(found.tile), 1)
+    dv = r.add_keys(dv, product("bkgts,btkgd->bskd", w, do), 1)
     row_sums, col_sums = jnp.sum(not_none(found.row_sums), axis=2), jnp.sum(not_none(found.col_sums), axis=2)
-    dpre.add(inputs, row_sums, col_sums, inputs.scale, 1 / LOG2_E)
-    dk = inputs.add_keys(dk, product("bkgts,btkgd->bskd", ds, inputs.queries(q)) / LOG2_E)
-    dq = inputs.without_padding(product("bkgts,bskd->btkgd", ds, inputs.keys(k))) / LOG2_E
-    return dq, dk, dv
+    dpost_q, cols = r.weight_gradients("post", row_sums[:, :, :-1], col_sums, 1.0, 1.0)
+    dpost_k = r.add_keys(dpost_k, cols, 3)
+    found = run("pre_grad", r.config, r.operands(row_sums[:, :, -1], planes=found.planes))
+    ds = r.by_key_head(not_none(found.tile), 1)
+    row_sums, col_sums = jnp.sum(not_none(found.row_sums), axis=2), jnp.sum(not_none(found.col_sums), axis=2)
+    dpre_q, cols = r.weight_gradients("pre", row_sums, col_sums, r.layer.options.scale, 1 / LOG2_E)
+    dpre_k = r.add_keys(dpre_k, cols, 3)
+    dk = r.add_keys(dk, product("bkgts,btkgd->bskd", ds, q) / LOG2_E, 1)
+    dq = product("bkgts,bskd->btkgd", ds, r.keys.arrays[0]) / LOG2_E
+    return [dk, dv, dpre_k, dpost_k], (dq.reshape(r.queries.arrays[0].shape).astype(q.dtype), dpre_q, dpost_q)
 
 
 def log_sum_exp(parts: Array) -> Array:

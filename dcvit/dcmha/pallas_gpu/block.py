@@ -18,13 +18,16 @@ Planes: TypeAlias = tuple[Array, ...]
 
 
 class Operands(NamedTuple):
-    """Inputs of a kernel: arrays, or their references in global memory. All but those of `pairs` are float32.
+    """Inputs of a kernel: arrays, or their references in global memory.
+
+    All are float32, but those of `pairs`, and `visited`, which is int32.
 
     Fields:
       pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
       rows: query-wise weights (B H channels T), see `KernelConfig.channel`.
       cols: key-wise weights (B H channels S).
       bias: 0 or MASKED_SCORE, (1 or B, T, S).
+      visited: 1 if a query of a block attends to one of its keys, or else 0; (1 or B, T/64, S/`block_keys`).
       planes: hidden planes that an earlier kernel has computed (B G planes T S).
     """
 
@@ -32,6 +35,7 @@ class Operands(NamedTuple):
     rows: Ref
     cols: Ref
     bias: Ref
+    visited: Ref
     planes: Ref | None = None
 
 
@@ -72,19 +76,11 @@ class Block:
         """Return the number among all heads of a head of this block's group."""
         return self.group * self.config.group_heads + index
 
-    def is_attended(self) -> Array | None:
-        """Return whether any query of this block attends to any of its keys, without the mask; None if all blocks do.
-
-        All warpgroups of a block get the same answer.
-        """
-        c = self.config
-        if not c.causal:
-            return None
-        first_query = self.i * QUERIES + c.offset
-        first_key = self.j * c.block_keys
-        found = first_key <= first_query + (QUERIES - 1)
-        if c.window is not None:
-            found = jnp.logical_and(found, first_key + c.block_keys - 1 > first_query - c.window)
+    def is_attended(self) -> Array:
+        """Return whether any query of this block attends to any of its keys."""
+        visited = self.operands.visited
+        example = lax.rem(self.example, jnp.int32(visited.shape[0]))
+        found: Array = visited[example, self.i, self.j] != 0
         return found
 
     # Layouts annotate registers.

@@ -52,9 +52,6 @@ class KernelConfig:
     parts: int  # bfloat16 terms whose sum represents an operand: 2 for float32, otherwise 1
     pre: Ranks
     post: Ranks
-    offset: int  # position of the first query minus position of the first key
-    causal: bool
-    window: int | None
     tile_keys: int  # keys of one warpgroup's tile
     warpgroups: int
     stages: int  # slots of the ring in shared memory

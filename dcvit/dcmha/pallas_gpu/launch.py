@@ -139,12 +139,9 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
         pl.when(block.warpgroup < c.warpgroups)(compute)
         pl.when(block.warpgroup == c.warpgroups)(ring.produce)
 
-    if attended is None:
-        work()
-    else:
-        pl.when(attended)(work)
-        idle = jnp.logical_and(jnp.logical_not(attended), block.warpgroup < c.warpgroups)
-        pl.when(idle)(lambda: write_empty(block, staging, kind))
+    pl.when(attended)(work)
+    idle = jnp.logical_and(jnp.logical_not(attended), block.warpgroup < c.warpgroups)
+    pl.when(idle)(lambda: write_empty(block, staging, kind))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -157,7 +154,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
       config: sizes; the operands are padded to them.
       operands: the inputs of the kernel as arrays.
     """
-    c, (pairs, rows, cols, bias, planes) = config, operands
+    c, (pairs, rows, cols, bias, visited, planes) = config, operands
     shapes = output_shapes(c, kind)
     names = tuple(shapes)
 
@@ -187,5 +184,5 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
         interpret=interpret_gpu() if c.interpret else None,
     )
     sides = [part for pair in pairs for side in pair for part in side]
-    outs = kernel(*sides, rows, cols, bias, *([] if planes is None else [planes]))
+    outs = kernel(*sides, rows, cols, bias, visited, *([] if planes is None else [planes]))
     return Results(**dict(zip(names, outs, strict=True)))

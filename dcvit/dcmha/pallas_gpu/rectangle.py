@@ -1,185 +1,211 @@
-"""Slices, padding and packed weights of one rectangle of queries and keys, and sums of gradients over rectangles."""
+"""Arrays of a layer as the GPU kernels take them, the loop over its rectangles of queries and keys, and their slices.
+
+Rectangles of equal shape are iterations of a loop with traced positions: the masks are data, so that the kernels do not
+depend on the positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
-from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
-from dcvit.dcmha.pallas_gpu.config import Side
-from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, make_config, ranks
+from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, round_up
+from dcvit.dcmha.pallas_gpu.block import Operands
+from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Side, Which
+from dcvit.dcmha.pallas_gpu.tiling import Static, choose_rows, make_config, spans
 from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array
 
-Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]  # both operands of a product, each as its bfloat16 parts
+Carry = TypeVar("Carry")
+Results = TypeVar("Results")
 
 
-class RectangleInputs:
-    """Inputs of the kernels for one rectangle, and the way back from their outputs.
+class Tokens(NamedTuple):
+    """Arrays of queries or of keys.
 
-    Attributes:
-      layer: the inputs of the layer, of all queries and keys.
-      rectangle: the queries and keys of the rectangle.
-      scale: factor of q·k.
-      config: configuration of the kernels.
-      bias: (1 or B, T, S) float32, 0 where a query attends to a key, MASKED_SCORE elsewhere.
+    Fields:
+      arrays: q and dO, or k and v, each (B N H D) or (B N K D).
+      parts: the same as bfloat16 terms, with padded heads.
+      weights: compose weights (B H channels N).
     """
 
-    def __init__(self, static: Static, rectangle: Rectangle, layer: Inputs, *, backward: bool) -> None:
-        self.layer, self.rectangle, self.scale = layer, rectangle, static.options.scale
-        self.config = make_config(layer, static, rectangle, backward=backward)
-        self.bias = self._bias(layer)
+    arrays: Sequence[Array]
+    parts: Sequence[Sequence[Array]]
+    weights: Array
 
-    def _bias(self, layer: Inputs) -> Array:
-        """Return (1 or B, T, S) float32: 0 where a query attends to a key, MASKED_SCORE elsewhere."""
-        c, (rows, cols) = self.config, self.rectangle
-        query = rows[0] + jnp.arange(c.queries)[:, None]
-        key = cols[0] + jnp.arange(c.keys)[None]
-        attended = (query < rows[1]) & (key < cols[1])
-        if c.causal:
+    def slice(self, start: Array | int, size: int) -> Tokens:
+        """Return `size` tokens from `start` on."""
+        arrays, parts = jax.tree.map(lambda x: cut(x, 1, start, size), (self.arrays, self.parts))
+        return Tokens(arrays, parts, cut(self.weights, 3, start, size))
+
+
+class Layer:
+    """Arrays of a layer, padded to whole blocks of queries and of keys.
+
+    Attributes:
+      inputs: inputs of the layer.
+      options: options of the layer.
+      config: configuration of the kernels, without the number of keys.
+      queries, keys: the arrays; queries have the channel of the log-sum-exp in the backward pass.
+    """
+
+    def __init__(self, static: Static, inputs: Inputs, do: Array | None = None, lse: Array | None = None) -> None:
+        self.inputs, self.options = inputs, static.options
+        rows = choose_rows(inputs, static.options)
+        self.config = make_config(inputs, static, rows, backward=do is not None)
+        q, k, v = inputs[:3]
+        self.sizes = q.shape[1], k.shape[1]
+        padded = round_up(self.sizes[0], rows), round_up(self.sizes[1], self.config.block_keys)
+        lefts, rights = ([q], [k, v]) if do is None else ([q, do], [k, v])
+        self.queries = self._tokens("q", lefts, padded[0], [] if lse is None else [lse])
+        self.keys = self._tokens("k", rights, padded[1], [])
+        self.mask = inputs.mask
+        if self.mask is not None:
+            for axis, size in enumerate(padded, 2):
+                self.mask = self.mask if self.mask.shape[axis] == 1 else pad(self.mask, axis, size)
+        self.segments = inputs.segments
+        if self.segments is not None:
+            self.segments = Segments(*(pad(x, 1, size) for x, size in zip(self.segments, padded, strict=True)))
+
+    def _tokens(self, side: Side, arrays: Sequence[Array], size: int, statistics: Sequence[Array]) -> Tokens:
+        """Pad the arrays of one side, and pack its weights.
+
+        The gates and down projections of the pre-compose include the factor scale·log2(e), which gives scores in units
+        of log 2.
+        """
+        c, (batch, tokens) = self.config, arrays[0].shape[:2]
+        channels = []
+        for weights, factor in ((self.inputs.pre, self.options.scale * LOG2_E), (self.inputs.post, 1.0)):
+            channels += side_channels(weights, side, factor, (batch, tokens, c.heads))
+        packed = jnp.transpose(jnp.concatenate(channels, axis=2).astype(jnp.float32), (0, 3, 2, 1))
+        packed = jnp.concatenate([packed, *(x[:, :, None] for x in statistics)], axis=2)
+        arrays = [pad(x, 1, size) for x in arrays]
+        return Tokens(arrays, [bfloat16_parts(x, c) for x in arrays], pad(packed, 3, size))
+
+    def scan(self, body: Callable[[Rectangle, Carry], tuple[Carry, Results]], carry: Carry) -> tuple[Carry, Results]:
+        """Run `body` for all rectangles, one after the other; return the last carry, and the stacked results."""
+        found = []
+        for blocks, size in spans(*self.sizes, self.options, self.config):
+            keys = self.keys if self.options.window is not None else self.keys.slice(0, size)
+
+            def step(carry: Carry, block: Array, keys: Tokens = keys, size: int = size) -> tuple[Carry, Results]:
+                return body(Rectangle(self, block, keys, size), carry)
+
+            carry, results = lax.scan(step, carry, jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32))
+            found.append(results)
+        return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+
+    def join(self, x: Array, axis: int) -> Array:
+        """Convert stacked results, whose axis 1 + `axis` has the queries of a block, to an array of all queries."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return lax.slice_in_dim(x, 0, self.sizes[0], axis=axis)
+
+
+class Rectangle:
+    """One block of queries with its keys, and the way back from the outputs of the kernels.
+
+    Attributes:
+      config: configuration of the kernels.
+      queries, keys: arrays of these tokens.
+      bias: (1 or B, T, S) float32, 0 where a query attends to a key, MASKED_SCORE elsewhere.
+      visited: (1 or B, T/64, S/`block_keys`) int32, 1 for the blocks with an attended key.
+    """
+
+    def __init__(self, layer: Layer, block: Array, keys: Tokens, size: int) -> None:
+        self.layer, self.config = layer, dataclasses.replace(layer.config, keys=size)
+        c, self.first_query, self.first_key = self.config, block * layer.config.queries, jnp.int32(0)
+        if layer.options.window is not None:
+            last = self.first_query + (c.queries - size)
+            self.first_key = jnp.clip(last, 0, keys.weights.shape[3] - size)
+        self.queries = layer.queries.slice(self.first_query, c.queries)
+        self.keys = keys.slice(self.first_key, size)
+        attended = self._attended()
+        blocks = attended.reshape(len(attended), -1, QUERIES, size // c.block_keys, c.block_keys)
+        self.visited = jnp.any(blocks, axis=(2, 4)).astype(jnp.int32)
+        self.bias = jnp.where(attended, 0.0, MASKED_SCORE).astype(jnp.float32)
+
+    def _attended(self) -> Array:
+        """Return which keys each query attends to (1 or B, T, S)."""
+        c, layer = self.config, self.layer
+        starts, sizes = (self.first_query, self.first_key), (c.queries, c.keys)
+        query, key = (start + jnp.arange(size, dtype=jnp.int32) for start, size in zip(starts, sizes, strict=True))
+        query, key = query[:, None], key[None]
+        attended: Array = (query < layer.sizes[0]) & (key < layer.sizes[1])
+        if layer.options.causal:
             attended &= key <= query
-        if c.window is not None:
-            attended &= key > query - c.window
+        if layer.options.window is not None:
+            attended &= key > query - layer.options.window
         attended = attended[None]
         if layer.mask is not None:
             part = layer.mask[:, 0]
-            part = part[:, slice(*rows)] if part.shape[1] > 1 else part
-            part = part[:, :, slice(*cols)] if part.shape[2] > 1 else part
-            part = jnp.broadcast_to(part, (part.shape[0], *self.rectangle.size))
-            attended &= pad(pad(part, 1, c.queries), 2, c.keys)
+            for axis in (0, 1):
+                if part.shape[axis + 1] > 1:
+                    part = cut(part, axis + 1, starts[axis], sizes[axis])
+            attended = attended & part
         if layer.segments is not None:
-            part = segment_mask(Segments(layer.segments.queries[:, slice(*rows)], layer.segments.keys[:, slice(*cols)]))
-            attended &= pad(pad(part[:, 0], 1, c.queries), 2, c.keys)
-        return jnp.where(attended, 0.0, MASKED_SCORE).astype(jnp.float32)
+            ids = (cut(x, 1, *where) for x, *where in zip(layer.segments, starts, sizes, strict=True))
+            attended = attended & segment_mask(Segments(*ids))[:, 0]
+        return attended
 
-    def queries(self, x: Array) -> Array:
-        """Slice (B T H D) of all queries to (B T K H/K D) of the rectangle, with padding."""
-        x = pad(x[:, slice(*self.rectangle.rows)], 1, self.config.queries)
-        return x.reshape(*x.shape[:2], -1, self.config.heads_per_key_head, x.shape[3])
+    def operands(self, *statistics: Array, planes: Array | None = None) -> Operands:
+        """Return the operands of a kernel; the statistics (B H T) are appended to the query-wise weights."""
+        weights = jnp.concatenate([self.queries.weights, *(x[:, :, None] for x in statistics)], axis=2)
+        pairs = list(zip(self.queries.parts, self.keys.parts, strict=False))
+        return Operands(pairs, weights, self.keys.weights, self.bias, self.visited, planes)
 
-    def keys(self, x: Array) -> Array:
-        """Slice (B S K D) of all keys to those of the rectangle, with padding."""
-        return pad(x[:, slice(*self.rectangle.cols)], 1, self.config.keys)
+    def by_key_head(self, x: Array, axis: int) -> Array:
+        """Reshape an axis H to the axes K and H/K."""
+        return x.reshape(*x.shape[:axis], -1, self.config.heads_per_key_head, *x.shape[axis + 1 :])
 
-    def without_padding(self, x: Array) -> Array:
-        """Convert (B T K H/K D) of the rectangle to (B T H D) without padding."""
-        queries = self.rectangle.size[0]
-        return x[:, :queries].reshape(x.shape[0], queries, -1, x.shape[4])
+    def add_keys(self, total: Array, x: Array, axis: int) -> Array:
+        """Add values of the rectangle's keys to those of all keys."""
+        x += cut(total, axis, self.first_key, self.config.keys)
+        return lax.dynamic_update_slice_in_dim(total, x, self.first_key, axis)
 
-    def add_keys(self, total: Array, x: Array) -> Array:
-        """Add values of the rectangle's keys to (B S K D) of all keys."""
-        return total.at[:, slice(*self.rectangle.cols)].add(x[:, : self.rectangle.size[1]])
-
-    def by_key_head(self, x: Array) -> Array:
-        """Reshape (B H T S) to (B K H/K T S)."""
-        return x.reshape(x.shape[0], -1, self.config.heads_per_key_head, *x.shape[2:])
-
-    def pair(self, left: Array, right: Array) -> Pair:
-        """Return the operands of a product over D, with padding."""
-        c = self.config
-        left = self.queries(left).reshape(c.batch, c.queries, -1, left.shape[3])
-        sides: list[Sequence[Array]] = []
-        for x in (left, self.keys(right)):
-            x = pad(x, 3, c.head_dim)
-            if c.parts == 1:
-                sides.append([x])
-            else:
-                # XLA may remove a cast to bfloat16 and back, but not reduce_precision.
-                high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-                sides.append([high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)])
-        return sides[0], sides[1]
-
-    def weights(self, *statistics: Array) -> tuple[Array, Array]:
-        """Return the query-wise and the key-wise weights of the kernels.
-
-        The statistics are appended to the query-wise weights. The gates and down projections of the pre-compose include
-        the factor scale·log2(e), which gives scores in units of log 2.
-        """
-        c = self.config
-        found = []
-        sides: tuple[Side, ...] = ("q", "k")
-        for axis, side in enumerate(sides):
-            length, span = (c.queries, c.keys)[axis], slice(*self.rectangle[axis])
-            channels = []
-            for weights, factor in ((self.layer.pre, self.scale * LOG2_E), (self.layer.post, 1.0)):
-                shape = (c.batch, self.rectangle.size[axis], c.heads)
-                channels += side_channels(weights, side, factor, shape, span)
-            packed = jnp.concatenate(channels, axis=2).astype(jnp.float32)  # B N C H
-            found.append(pad(jnp.transpose(packed, (0, 3, 2, 1)), 3, length))
-        return jnp.concatenate([found[0], *(x[:, :, None] for x in statistics)], axis=2), found[1]
-
-
-class WeightGradients:
-    """Gradients of one compose's weights, added over rectangles."""
-
-    def __init__(self, weights: ComposeWeights | None, keys: int) -> None:
-        self.weights, self.keys, self.ranks = weights, keys, ranks(weights)
-        self.rows: list[Array] = []
-        self.cols: Array | None = None  # None until a query attends to a key
-
-    def add(self, inputs: RectangleInputs, rows: Array, cols: Array, gate_and_down: float, up: float) -> None:
-        """Add the gradients of one rectangle.
+    def weight_gradients(
+        self, which: Which, rows: Array, cols: Array, gate_and_down: float, up: float
+    ) -> tuple[Array, Array]:
+        """Return the gradients of one compose's weights, (B H channels T) and (B H channels S).
 
         Args:
-          inputs: the rectangle.
-          rows: gradients of query-wise weights, (B H channels T).
-          cols: gradients of key-wise weights, (B G 64 [tiles channels keys]); row j belongs to head j of a group.
+          which: the compose.
+          rows: sums for query-wise weights (B H channels T).
+          cols: sums for key-wise weights, (B G 64 [tiles channels keys]); row j belongs to head j of a group.
           gate_and_down: factor of the gradients of gates and down projections.
           up: factor of the gradients of up projections.
         """
-        if self.weights is None:
-            return
-        c, (queries, keys) = inputs.config, inputs.rectangle.size
+        c = self.config
         cols = cols[:, :, : c.group_heads].reshape(c.batch, c.heads, c.key_tiles, -1, c.tile_keys)
         cols = jnp.swapaxes(cols, 2, 3).reshape(c.batch, c.heads, -1, c.keys)
-        ranks = self.ranks.q, self.ranks.k
-        factors = [jnp.asarray([gate_and_down] * (1 + r) + [up] * r, jnp.float32)[None, None, :, None] for r in ranks]
-        self.rows.append((rows * factors[0])[..., :queries])
-        start, stop = inputs.rectangle.cols
-        cols = jnp.pad((cols * factors[1])[..., :keys], [(0, 0)] * 3 + [(start, self.keys - stop)])
-        self.cols = cols if self.cols is None else self.cols + cols
-
-    def add_zeros(self, queries: int) -> None:
-        """Add the gradients of queries that attend to no key."""
-        if self.weights is not None:
-            example = next(x for x in self.weights if x is not None)
-            shape = (example.shape[0], example.shape[-1], self.ranks.channels("q"), queries)
-            self.rows.append(jnp.zeros(shape, jnp.float32))
-
-    def result(self) -> ComposeWeights | None:
-        """Return the gradients in the weights' dtypes, or None without this compose."""
-        w = self.weights
-        if w is None:
-            return None
-        qg, q1, q2 = split_channels(jnp.concatenate(self.rows, axis=3), self.ranks.q, (w.qg, w.q1, w.q2))
-        kg, k1, k2 = split_channels(self.cols, self.ranks.k, (w.kg, w.k1, w.k2))
-        return ComposeWeights(q1, q2, qg, k1, k2, kg)
+        ranks = c.ranks(which)
+        q, k = (jnp.asarray([gate_and_down] * (1 + r) + [up] * r, jnp.float32)[:, None] for r in (ranks.q, ranks.k))
+        return rows * q[None, None], cols * k[None, None]
 
 
-def split_channels(
-    total: Array | None, rank: int, like: tuple[Array | None, Array | None, Array | None]
-) -> list[Array | None]:
-    """Split gradients (B H channels N) of one side into those of gate, down and up, for the weights that exist.
-
-    Args:
-      total: the gradients; None for zeros.
-      rank: rank of the projections.
-      like: the weights.
-    """
-    if total is None:
-        return [None if x is None else jnp.zeros_like(x) for x in like]
-    total = jnp.transpose(total, (0, 3, 2, 1))  # B N C H
-    parts = [total[:, :, 0], total[:, :, 1 : 1 + rank], total[:, :, 1 + rank :]]
-    return [None if x is None else part.astype(x.dtype) for x, part in zip(like, parts, strict=True)]
+def compose_gradients(weights: ComposeWeights | None, rows: Array, cols: Array) -> ComposeWeights | None:
+    """Convert gradients (B H channels T) and (B H channels S) to those of the weights that exist, in their dtypes."""
+    if weights is None:
+        return None
+    w, found = weights, []
+    for total, like in ((rows, (w.qg, w.q1, w.q2)), (cols, (w.kg, w.k1, w.k2))):
+        total = jnp.transpose(total, (0, 3, 2, 1))  # B N C H
+        rank = total.shape[2] // 2
+        parts = [total[:, :, 0], total[:, :, 1 : 1 + rank], total[:, :, 1 + rank :]]
+        found += [None if x is None else part.astype(x.dtype) for x, part in zip(like, parts, strict=True)]
+    qg, q1, q2, kg, k1, k2 = found
+    return ComposeWeights(q1, q2, qg, k1, k2, kg)
 
 
 def side_channels(
-    weights: ComposeWeights | None, side: Side, factor: float, shape: tuple[int, int, int], span: slice
+    weights: ComposeWeights | None, side: Side, factor: float, shape: tuple[int, int, int]
 ) -> list[Array]:
     """Return the gate, down and up weights of one side, each (B N channels H).
 
@@ -192,11 +218,26 @@ def side_channels(
         gate, down, up = weights.kg, weights.k1, weights.k2
     gates = jnp.full(shape, 1.0 if side == "q" else 0.0, jnp.float32)
     if gate is not None:
-        gates += gate[:, span].astype(jnp.float32)
+        gates += gate.astype(jnp.float32)
     found = [gates[:, :, None] * factor]
     if down is not None and up is not None:
-        found += [down[:, span].astype(jnp.float32) * factor, up[:, span].astype(jnp.float32)]
+        found += [down.astype(jnp.float32) * factor, up.astype(jnp.float32)]
     return found
+
+
+def bfloat16_parts(x: Array, config: KernelConfig) -> list[Array]:
+    """Return the bfloat16 terms whose sum is (B N H D), with padded D."""
+    x = pad(x, 3, config.head_dim)
+    if config.parts == 1:
+        return [x]
+    # XLA may remove a cast to bfloat16 and back, but not reduce_precision.
+    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
+
+
+def cut(x: Array, axis: int, start: Array | int, size: int) -> Array:
+    """Return `size` elements of an axis from `start` on."""
+    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def pad(x: Array, axis: int, size: int) -> Array:

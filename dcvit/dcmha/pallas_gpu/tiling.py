@@ -1,4 +1,4 @@
-"""Choice of rectangles and tiles for the GPU kernels, and the cases that they do not support."""
+"""Choice of blocks and tiles for the GPU kernels, and the cases that they do not support."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_gpu import HOPPER, compute_capability
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
-from dcvit.dcmha.shapes import Array
 
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
 MANY_PLANES = 4  # a compose with more hidden planes than this uses the narrow tile of the backward pass
 WARPGROUPS = 2  # side by side along the keys, with shared queries
 MAX_STAGES = 4  # slots of the ring; fewer if shared memory is short
-ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a rectangle
+ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a block
+KEY_LENGTHS = 4  # numbers of keys of the blocks of a causal layer, each of which needs kernels of its own
 WORKSPACE_BYTES = 2**29  # of one H×rows×keys array
 SHARED_MEMORY_BYTES = 220 * 1024  # for the ring and the staging buffers
 MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 256, 64
@@ -35,16 +35,11 @@ class Static(NamedTuple):
     interpret: bool
 
 
-class Rectangle(NamedTuple):
-    """Queries `rows` and keys `cols`, each a range [from, to); the queries attend to no other keys."""
+class Span(NamedTuple):
+    """Consecutive blocks of queries, each with the same number of keys, so that the same kernels compute them."""
 
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
-        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+    blocks: range
+    keys: int
 
 
 def check_supported(inputs: Inputs, options: Options) -> None:
@@ -78,20 +73,38 @@ def check_supported(inputs: Inputs, options: Options) -> None:
                 raise UnsupportedError(f"the GPU kernels support ranks up to {MAX_RANK}, found {x.shape[2]}")
 
 
-def rectangles(q: Array, k: Array, options: Options) -> list[Rectangle]:
-    """Split the queries so that H×rows×keys values fit into `WORKSPACE_BYTES`; each part has the keys it attends to."""
-    batch, queries, heads = q.shape[:3]
-    keys, itemsize = k.shape[1], q.dtype.itemsize
+def block_rows(queries: int, most: int) -> int:
+    """Return the queries of equal blocks of at most `most` queries, a multiple of 64."""
+    return round_up(cdiv(queries, cdiv(queries, most)), QUERIES)
+
+
+def choose_rows(inputs: Inputs, options: Options) -> int:
+    """Return the queries of a block, as many as fit into `WORKSPACE_BYTES`."""
+    batch, queries, heads = inputs.q.shape[:3]
+    keys, itemsize = inputs.k.shape[1], inputs.q.dtype.itemsize
     most = ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
     width = min(keys, options.window + most) if options.window is not None else keys
     fitting = max(QUERIES, WORKSPACE_BYTES // (batch * heads * width * itemsize) // QUERIES * QUERIES)
-    rows = min(most, fitting)
-    found = []
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
-        last = min(keys, stop) if options.causal else keys
-        first = 0 if options.window is None else max(0, start - options.window + 1) // QUERIES * QUERIES
-        found.append(Rectangle((start, stop), (first, last)))
+    return block_rows(queries, min(most, fitting))
+
+
+def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> list[Span]:
+    """Return the blocks of queries by their number of keys, a multiple of `config.block_keys`.
+
+    Blocks of a causal layer have one of `KEY_LENGTHS` numbers of keys, and those of a local layer the same number.
+    """
+    blocks, keys = cdiv(queries, config.queries), round_up(keys, config.block_keys)
+    if options.window is not None:
+        return [Span(range(blocks), min(keys, round_up(config.queries + options.window - 1, config.block_keys)))]
+    if not options.causal:
+        return [Span(range(blocks), keys)]
+    each = cdiv(min(blocks, cdiv(keys, config.queries)), KEY_LENGTHS)
+    stops = [min((n + 1) * each, blocks) if n < KEY_LENGTHS - 1 else blocks for n in range(KEY_LENGTHS)]
+    found, start = [], 0
+    for stop in stops:
+        if stop > start:
+            found.append(Span(range(start, stop), min(keys, round_up(stop * config.queries, config.block_keys))))
+        start = stop
     return found
 
 
@@ -102,20 +115,18 @@ def ranks(weights: ComposeWeights | None) -> Ranks:
     return Ranks(*(0 if x is None else x.shape[2] for x in (weights.q1, weights.k1)))
 
 
-def make_config(inputs: Inputs, static: Static, rectangle: Rectangle, *, backward: bool) -> KernelConfig:
-    """Return the configuration of the kernels for one rectangle of a layer with these inputs."""
+def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool) -> KernelConfig:
+    """Return the configuration of the kernels for a layer with these inputs, without the number of keys."""
     q, options = inputs.q, static.options
     tile_keys = KEYS_BACKWARD if backward else KEYS_FORWARD
     ranks_pre, ranks_post = ranks(inputs.pre), ranks(inputs.post)
     if max(ranks_pre.planes, ranks_post.planes) > MANY_PLANES:
         tile_keys = KEYS_BACKWARD
     pairs = 2 if backward else 1
-    queries, keys = rectangle.size
     config = KernelConfig(
         batch=q.shape[0], groups=options.groups, group_heads=q.shape[2] // options.groups,
-        heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=round_up(queries, QUERIES), keys=0,
+        heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=queries, keys=0,
         head_dim=round_up(q.shape[3], 16), parts=1 if q.dtype == jnp.bfloat16 else 2, pre=ranks_pre, post=ranks_post,
-        offset=rectangle.rows[0] - rectangle.cols[0], causal=options.causal, window=options.window,
         tile_keys=tile_keys, warpgroups=interpretable_warpgroups() if static.interpret else WARPGROUPS, stages=2,
         dtype=q.dtype, interpret=static.interpret,
     )  # fmt: skip
@@ -123,8 +134,7 @@ def make_config(inputs: Inputs, static: Static, rectangle: Rectangle, *, backwar
     if stages < 2:  # float32 heads with many dimensions
         config = dataclasses.replace(config, warpgroups=1)
         stages = max_stages(config, pairs)
-    padded_keys = round_up(keys, config.block_keys)
-    return dataclasses.replace(config, keys=padded_keys, stages=min(stages, MAX_STAGES))
+    return dataclasses.replace(config, stages=min(stages, MAX_STAGES))
 
 
 def interpretable_warpgroups() -> int:
