@@ -7,12 +7,13 @@ the reference on a GPU.
 
 import functools
 
+import gpu_kernels
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import on_arrays, random_case, relative_errors, worst
+from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
 from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
@@ -28,9 +29,6 @@ CASES = {
     "groups": {"queries": 8, "heads": 4, "rank": 1, "groups": 2, "branches": "qp", "post": None},
     "bfloat16, causal": {
         "queries": 20, "rank": 1, "causal": True, "branches": None, "post": "kpg", "dtype": jnp.bfloat16,
-    },
-    "blocks of two lengths": {
-        "queries": 130, "keys": 128, "causal": True, "branches": "kg", "post": None, "rank": 1, "dtype": jnp.bfloat16,
     },
     "local blocks": {
         "queries": 130, "window": 40, "branches": "qg", "post": None, "rank": 1, "dtype": jnp.bfloat16, "segments": 3,
@@ -50,9 +48,6 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     if name != "float32, grouped queries, padding":
         monkeypatch.setattr(tiling, "WARPGROUPS", 1)
     monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)
-    if "blocks" in name:
-        monkeypatch.setattr(tiling, "ROWS_CAUSAL", 64)
-        monkeypatch.setattr(tiling, "KEY_LENGTHS", 2)
     args, options = random_case(**{"head_dim": 16, **CASES[name]})
     dtype, cotangent = args[0].dtype, jnp.cos(jnp.arange(args[0].size, dtype=jnp.float32)).reshape(args[0].shape)
 
@@ -68,6 +63,57 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     assert worst(errors) < (3e-5 if dtype == jnp.float32 else 2e-2), errors
     if "after the keys" in name:
         assert not np.asarray(found[0][:, 15:]).any()
+
+
+PARTS = {  # case, bytes of the workspace, and parts of the backward pass: examples, parts of the heads, queries
+    "causal blocks of two lengths": ({"queries": 260, "keys": 250, "causal": True}, 2**30, (1, 1, 64)),
+    "more queries than keys": ({"queries": 260, "keys": 70, "causal": True, "key_heads": 1}, 2**30, (1, 1, 64)),
+    "local blocks": ({"queries": 260, "window": 70, "segments": 4, "batch": 2}, 2**30, (2, 1, 64)),
+    "local blocks after keys": ({"queries": 260, "keys": 90, "window": 70, "mask": (1, 1, 1, 90)}, 2**30, (1, 1, 64)),
+    "examples": ({"queries": 70, "batch": 6, "segments": 3, "mask": (1, 1, 70, 70)}, 4_000_000, (3, 1, 128)),
+    "examples with masks": ({"queries": 70, "batch": 6, "mask": (6, 1, 70, 1)}, 4_000_000, (3, 1, 128)),
+    "queries": ({"queries": 300, "keys": 200, "mask": (1, 1, 300, 200), "batch": 2}, 2_500_000, (1, 1, 128)),
+    "groups": (
+        {"queries": 130, "heads": 8, "groups": 4, "key_heads": 4, "batch": 2, "segments": 3}, 1_000_000, (1, 4, 64),
+    ),
+    "plain heads": (
+        {"queries": 130, "heads": 8, "key_heads": 4, "branches": None, "batch": 2, "mask": (2, 1, 130, 130)},
+        300_000, (1, 2, 64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_of_a_layer_give_its_output_and_gradients(name, monkeypatch):
+    """With plain JAX in place of the kernels, each of whose outputs fits into the workspace."""
+    case, limit, expected = PARTS[name]
+    sizes, written = [], []
+
+    def run(kind, config, operands):
+        found = gpu_kernels.run(kind, config, operands)
+        written.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
+        return found
+
+    chosen = tiling.partition
+    monkeypatch.setattr(api, "partition", lambda *a, **k: sizes.append(chosen(*a, **k)) or sizes[-1])
+    monkeypatch.setattr(api, "run", run)
+    for constant, value in {"ROWS_CAUSAL": 64, "ROWS_WINDOW": 64, "KEY_LENGTHS": 2, "WORKSPACE_BYTES": limit}.items():
+        monkeypatch.setattr(tiling, constant, value)
+    args, options = random_case(**case)
+    right = output_and_gradients(on_arrays(reference.attention), args, options)
+    found = output_and_gradients(on_arrays(api.attention), args, options)
+    errors = relative_errors(found, right)
+    assert worst(errors) < 3e-5, errors
+    assert max(written) <= limit
+    assert sizes[-1] == expected
+
+
+def test_a_layer_whose_smallest_part_does_not_fit_is_refused_with_the_numbers():
+    q, k, v, *weights = layer("DCPythia-6.9B", jnp.bfloat16, 262_144)
+    message = "need 2,.* MiB for 64 queries of one example, 32 heads and 262,144 keys, found a limit of 1,024 MiB"
+    with pytest.raises(UnsupportedError, match=message):
+        tiling.check_supported(Inputs(q, k, v, *weights), Options(causal=True))
+    tiling.check_supported(Inputs(q, k, v), Options(causal=True))
 
 
 LOWERED = [  # preset, dtype, tokens, window

@@ -9,9 +9,11 @@ A loop runs over rectangles of equal shape. A causal layer has four shapes, each
 local layer has one, so that the number of compiled kernels does not grow with the length. For each rectangle, the
 kernels process all heads tile by tile (`dcvit.dcmha.pallas_gpu.tile`) and write
 W = C_post(softmax(C_pre(scale·q·k))), in the backward pass also dS, in the inputs' dtype; tiles without an attended key
-are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and dSᵀ·q. The memory is that of a rectangle's H×rows×keys
-arrays W and dS, at most `WORKSPACE_BYTES` each; each is written once and read once or twice. Scores and uncomposed
-weights stay on the chip. The 2R hidden planes of a compose are passed from one kernel to the next in global memory.
+are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and dSᵀ·q. W and dS are written once and read once or
+twice. Scores and uncomposed weights stay on the chip. The 2R hidden planes of a compose are passed from one kernel to
+the next in global memory. All arrays that the kernels write for a rectangle have at most `WORKSPACE_BYTES`: a layer
+with more is computed in parts of its examples, with fewer queries in a rectangle, and in parts of its groups
+(`dcvit.dcmha.pallas_gpu.tiling.partition`).
 
 The backward pass needs the inputs and the log-sum-exp, B·H·T in float32. Each float32 operand is split into two
 bfloat16 values, which takes three products instead of one and has an error of about 1e-5. On a backend without a GPU
@@ -26,6 +28,7 @@ of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those tried 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -37,8 +40,9 @@ from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.config import Which, is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
+from dcvit.dcmha.pallas_gpu.parts import head_axes, in_parts
 from dcvit.dcmha.pallas_gpu.rectangle import Layer, Rectangle, compose_gradients
-from dcvit.dcmha.pallas_gpu.tiling import Static, check_supported
+from dcvit.dcmha.pallas_gpu.tiling import Partition, Static, check_supported, partition
 from dcvit.dcmha.shapes import Array, Float, not_none
 
 WHICH: tuple[Which, ...] = ("pre", "post")
@@ -64,7 +68,21 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
-    layer = Layer(static, x)
+    size = partition(x, static, backward=False)
+    found: tuple[Array, Array] = in_parts(functools.partial(_part, static, size), size, (x,), (2, 1))
+    return found
+
+
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
+    size = partition(x, static, backward=True)
+    compute = functools.partial(_part_gradients, static, size)
+    found: Inputs = in_parts(compute, size, (x, do, results[1]), head_axes(x._replace(mask=None, segments=None)))
+    return found._replace(segments=x.segments)  # which have no gradient
+
+
+def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
+    """Compute `_forward` for some of the examples and heads."""
+    layer = Layer(size.of(static), size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
         found = run("statistics", r.config, r.operands())
@@ -77,8 +95,9 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return layer.join(out, 1), layer.join(lse, 2)
 
 
-def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
-    layer = Layer(static, x, do, results[1])
+def _part_gradients(static: Static, size: Partition, x: Inputs, do: Array, lse: Array) -> Inputs:
+    """Compute `_backward` for some of the examples and heads."""
+    layer = Layer(size.of(static), size.rows, x, do, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
     cols = [jnp.zeros((batch, heads, layer.config.ranks(which).channels("k"), keys), jnp.float32) for which in WHICH]
@@ -89,7 +108,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array
         for w, a, b in zip((x.pre, x.post), rows, cols, strict=True)
     )
     dk, dv = (total[:, : x.k.shape[1]].astype(x.k.dtype) for total in (dk, dv))
-    return Inputs(layer.join(dq, 1), dk, dv, dpre, dpost, segments=x.segments)  # which have no gradient
+    return Inputs(layer.join(dq, 1), dk, dv, dpre, dpost)
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:

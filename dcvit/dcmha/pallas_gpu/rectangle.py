@@ -19,7 +19,7 @@ from dcvit.dcmha.inputs import Inputs
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, round_up
 from dcvit.dcmha.pallas_gpu.block import Operands
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Side, Which
-from dcvit.dcmha.pallas_gpu.tiling import Static, choose_rows, make_config, spans
+from dcvit.dcmha.pallas_gpu.tiling import Static, make_config, spans
 from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array
 
@@ -56,9 +56,10 @@ class Layer:
       queries, keys: the arrays; queries have the channel of the log-sum-exp in the backward pass.
     """
 
-    def __init__(self, static: Static, inputs: Inputs, do: Array | None = None, lse: Array | None = None) -> None:
+    def __init__(
+        self, static: Static, rows: int, inputs: Inputs, do: Array | None = None, lse: Array | None = None
+    ) -> None:
         self.inputs, self.options = inputs, static.options
-        rows = choose_rows(inputs, static.options)
         self.config = make_config(inputs, static, rows, backward=do is not None)
         q, k, v = inputs[:3]
         self.sizes = q.shape[1], k.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_gpu import HOPPER, compute_capability
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
+from dcvit.dcmha.pallas_gpu.launch import Kind, output_shapes
 
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
@@ -23,9 +25,10 @@ WARPGROUPS = 2  # side by side along the keys, with shared queries
 MAX_STAGES = 4  # slots of the ring; fewer if shared memory is short
 ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a block
 KEY_LENGTHS = 4  # numbers of keys of the blocks of a causal layer, each of which needs kernels of its own
-WORKSPACE_BYTES = 2**29  # of one H×rows×keys array
+WORKSPACE_BYTES = 2**30  # most that the kernels write, with their mask, at one time
 SHARED_MEMORY_BYTES = 220 * 1024  # for the ring and the staging buffers
 MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 256, 64
+KINDS: tuple[tuple[Kind, Kind], ...] = (("statistics", "weights"), ("post_grad", "pre_grad"))  # forward, backward
 
 
 class Static(NamedTuple):
@@ -33,6 +36,25 @@ class Static(NamedTuple):
 
     options: Options
     interpret: bool
+
+
+class Partition(NamedTuple):
+    """Sizes of the parts of a layer that are computed one after the other.
+
+    Fields:
+      examples: number of examples of a part, a divisor of the batch.
+      heads: number of parts of the heads; composed heads are in the same part.
+      rows: queries of a rectangle.
+    """
+
+    examples: int
+    heads: int
+    rows: int
+
+    def of(self, static: Static) -> Static:
+        """Return the options of a part."""
+        options = dataclasses.replace(static.options, groups=max(1, static.options.groups // self.heads))
+        return static._replace(options=options)
 
 
 class Span(NamedTuple):
@@ -71,6 +93,7 @@ def check_supported(inputs: Inputs, options: Options) -> None:
         for x in (weights.q1, weights.k1):
             if x is not None and x.shape[2] > MAX_RANK:
                 raise UnsupportedError(f"the GPU kernels support ranks up to {MAX_RANK}, found {x.shape[2]}")
+    partition(inputs, Static(options, interpret=False), backward=True)
 
 
 def block_rows(queries: int, most: int) -> int:
@@ -78,14 +101,44 @@ def block_rows(queries: int, most: int) -> int:
     return round_up(cdiv(queries, cdiv(queries, most)), QUERIES)
 
 
-def choose_rows(inputs: Inputs, options: Options) -> int:
-    """Return the queries of a block, as many as fit into `WORKSPACE_BYTES`."""
-    batch, queries, heads = inputs.q.shape[:3]
-    keys, itemsize = inputs.k.shape[1], inputs.q.dtype.itemsize
-    most = ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
-    width = min(keys, options.window + most) if options.window is not None else keys
-    fitting = max(QUERIES, WORKSPACE_BYTES // (batch * heads * width * itemsize) // QUERIES * QUERIES)
-    return block_rows(queries, min(most, fitting))
+def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
+    """Choose the largest parts of a layer that fit: first fewer examples, then fewer queries, then fewer heads.
+
+    Raises:
+      UnsupportedError: the smallest part does not fit.
+    """
+    (batch, queries, heads), options = inputs.q.shape[:3], static.options
+    config = make_config(inputs, static, QUERIES, backward=backward)
+    key_heads, is_composed = inputs.k.shape[2], inputs.pre is not None or inputs.post is not None
+    most_parts = math.gcd(key_heads, options.groups) if is_composed or options.groups > 1 else key_heads
+    rows = block_rows(
+        queries, ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
+    )
+    sizes = [Partition(n, 1, rows) for n in range(batch, 0, -1) if batch % n == 0]
+    sizes += [Partition(1, 1, block_rows(queries, n)) for n in range(rows - QUERIES, 0, -QUERIES)]
+    sizes += [Partition(1, n, QUERIES) for n in range(2, most_parts + 1) if most_parts % n == 0]
+    needed = 0
+    for size in sizes:
+        groups = max(1, config.groups // size.heads)
+        part = dataclasses.replace(
+            config, batch=size.examples, groups=groups, group_heads=heads // size.heads // groups, queries=size.rows
+        )
+        keys = spans(queries, inputs.k.shape[1], options, part)[-1].keys
+        needed = workspace(dataclasses.replace(part, keys=keys), backward=backward)
+        if needed <= WORKSPACE_BYTES:
+            return size
+    raise UnsupportedError(
+        f"the GPU kernels need {needed / 2**20:,.0f} MiB for {QUERIES} queries of one example, {heads // most_parts} "
+        f"heads and {inputs.k.shape[1]:,} keys, found a limit of {WORKSPACE_BYTES / 2**20:,.0f} MiB"
+    )
+
+
+def workspace(config: KernelConfig, *, backward: bool) -> int:
+    """Return the bytes of the arrays that the kernels write, and of the mask, of one rectangle."""
+    first, second = (output_shapes(config, kind) for kind in KINDS[backward])
+    second = {"planes": first["planes"], **second} if "planes" in first else second
+    written: int = max(sum(x.size * x.dtype.itemsize for x in arrays.values()) for arrays in (first, second))
+    return written + 4 * config.batch * config.queries * config.keys
 
 
 def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> list[Span]:
