@@ -1,0 +1,155 @@
+"""Count of the machine instructions of the `pallas_gpu` kernels, compiled for an H100 without a GPU.
+
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python scripts/gpu_sass.py --shape 405M
+
+This needs Python packages `jax[cuda13]` and `nvidia-cuda-nvdisasm`, whose program `nvdisasm` is on the PATH. A row is
+one sweep of a kernel over the heads: a loop with matrix instructions. Counts are those of one warp for one head. KB are
+those that all warps of a block load and store in shared memory for one head, and that the tensor cores read there.
+Waits are those for matrix products, for a slot of the ring to be full or empty, and for all warps of a warpgroup. The
+counts say nothing about time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.pallas_gpu import api
+from dcvit.dcmha.pallas_gpu.block import Operands
+from dcvit.dcmha.pallas_gpu.config import KernelConfig
+from dcvit.dcmha.pallas_gpu.launch import Results, run
+
+H100 = """platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
+l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
+cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }"""
+SHAPES = {"ViT-S/16": (256, 196, 6, 64, False), "405M": (8, 2048, 16, 64, True), "6.9B": (2, 2048, 32, 128, True)}
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+FLOAT32 = "FFMA", "FADD", "FMUL", "FMNMX"
+WAITS = "WARPGROUP.DEPBAR", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "BAR"
+
+
+Kernels: TypeAlias = dict[str, tuple[KernelConfig, Operands]]
+
+
+class Instruction(NamedTuple):
+    """One machine instruction: its operation with modifiers, and its operands."""
+
+    operation: str
+    operands: str
+
+    @property
+    def name(self) -> str:
+        return self.operation.split(".")[0]
+
+
+def kernels(shape: tuple[int, int, int, int, bool], rank: int, branches: str) -> Kernels:
+    """Return the configuration and operands of the last call of each kernel in attention's forward and backward."""
+    batch, tokens, heads, width, causal = shape
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)  # noqa: E731
+    q, down = array(batch, tokens, heads, width), array(batch, tokens, rank, heads)
+    side = {True: (down, down, array(batch, tokens, heads)), False: (None, None, None)}
+    weights = ComposeWeights(*side["q" in branches], *side["k" in branches]) if branches else None
+    found = {}
+
+    def record(kind: str, config: KernelConfig, operands: Operands) -> Results:
+        found[kind] = config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        return run(kind, config, operands)
+
+    def both(inputs: Inputs, cotangent: jax.Array) -> object:
+        options = Options(causal=causal, scale=width**-0.5)
+        return jax.vjp(lambda x: api.attention(x, options), inputs)[1](cotangent)
+
+    with mock.patch.object(api, "run", record), mock.patch.object(api, "is_gpu", return_value=True):
+        jax.eval_shape(both, Inputs(q, q, q, weights, weights), q)
+    return found
+
+
+def compiled(kind: str, config: KernelConfig, operands: Operands) -> tuple[str, str]:
+    """Compile a kernel; return its machine code, and the compiler's messages."""
+    topology = topologies.get_topology_desc("1x1x1", "cuda", topology="1x1x1", target_config=H100)
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+        run.lower(kind, config, operands).compile()
+        (code,), (messages,) = (list(Path(folder).glob(f"*.{suffix}*")) for suffix in ("sass", "ptxas"))
+        return code.read_text(), messages.read_text()
+
+
+def sweeps(code: str) -> Iterator[list[Instruction]]:
+    """Yield the instructions of each innermost loop with matrix instructions."""
+    labels: dict[str, int] = {}
+    found: list[Instruction] = []
+    loops: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(found)
+        elif match := INSTRUCTION.search(line):
+            target = re.search(r"`\((\.L_x_\d+)\)", match[3])
+            if match[2] == "BRA" and target and target[1] in labels:
+                loops.append((labels[target[1]], len(found) + 1))
+            found.append(Instruction(match[2], match[3]))
+    last = 0
+    for stop, start in sorted((b, a) for a, b in loops):  # inner loops first
+        if start >= last and any(x.name == "HGMMA" for x in found[start:stop]):
+            yield found[start:stop]
+            last = stop
+
+
+def kilobytes(loop: list[Instruction], warpgroups: int) -> float:
+    """Return the KB of shared memory that a block reads and writes in an iteration of a loop."""
+    total = 0.0
+    for x in loop:
+        if x.name in ("LDS", "STS") and "[RZ]" not in x.operands:  # which is a wait
+            bits = re.search(r"\.(8|16|64|128)\b|\.U(8|16)\b", x.operation)
+            total += 128 * int(next(filter(None, bits.groups())) if bits else 32) / 8
+        elif x.name == "STSM":
+            total += 128 * 4 * int(x.operation.rsplit(".", 1)[-1])
+        elif x.name == "HGMMA":
+            rows, columns, depth = map(int, re.findall(r"(\d+)x(\d+)x(\d+)", x.operation)[0])
+            from_memory = "gdesc" in x.operands.split(",")[1]  # the left operand; the right one always is
+            total += 2 * depth * (columns + rows * from_memory)
+    return total * warpgroups / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kernel", nargs="+", help="names of kernels; all, if absent")
+    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--branches", default="qk", help='"qk", "q", "k" or "" (without composition)')
+    args = parser.parse_args()
+    print("| shape | kernel | registers | spill bytes | instructions | float32 | MUFU | KB | waits: wgmma, ring, BAR |")
+    for shape in args.shape:
+        for kind, (config, operands) in kernels(SHAPES[shape], args.rank, args.branches).items():
+            if args.kernel and kind not in args.kernel:
+                continue
+            code, messages = compiled(kind, config, operands)
+            registers = re.findall(r"[Uu]sed (\d+) registers", messages)[-1]
+            spills = sum(map(int, re.findall(r"(\d+) bytes spill", messages.split("Compiling entry")[-1])))
+            for loop in sweeps(code):
+                names = Counter(x.name for x in loop)
+                floats, kb = sum(names[x] for x in FLOAT32), round(kilobytes(loop, config.warpgroups))
+                waits = (str(sum(x.operation.startswith(name) for x in loop)) for name in WAITS)
+                row = shape, kind, registers, spills, len(loop), floats, names["MUFU"], kb, ", ".join(waits)
+                print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
