@@ -39,7 +39,7 @@ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 
 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
 cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }"""
 SHAPES = {"ViT-S/16": (256, 196, 6, 64, False), "405M": (8, 2048, 16, 64, True), "6.9B": (2, 2048, 32, 128, True)}
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 FLOAT32 = "FFMA", "FADD", "FMUL", "FMNMX"
 WAITS = "WARPGROUP.DEPBAR", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "BAR"
 
@@ -93,23 +93,26 @@ def compiled(kind: str, config: KernelConfig, operands: Operands) -> tuple[str, 
 
 
 def sweeps(code: str) -> Iterator[list[Instruction]]:
-    """Yield the instructions of each innermost loop with matrix instructions."""
+    """Yield the instructions of each innermost loop with matrix instructions, with the copies of one warpgroup only."""
     labels: dict[str, int] = {}
     found: list[Instruction] = []
-    loops: list[tuple[int, int]] = []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(found)
         elif match := INSTRUCTION.search(line):
-            target = re.search(r"`\((\.L_x_\d+)\)", match[3])
-            if match[2] == "BRA" and target and target[1] in labels:
-                loops.append((labels[target[1]], len(found) + 1))
-            found.append(Instruction(match[2], match[3]))
+            found.append(Instruction(match[1], match[2]))
+    jumps = [(n, re.search(r"`\((\.L_x_\d+)\)", x.operands)) for n, x in enumerate(found) if x.name == "BRA"]
+    spans = sorted((labels[target[1]], n) for n, target in jumps if target)
     last = 0
-    for stop, start in sorted((b, a) for a, b in loops):  # inner loops first
-        if start >= last and any(x.name == "HGMMA" for x in found[start:stop]):
-            yield found[start:stop]
-            last = stop
+    for stop, start in sorted((n + 1, target) for target, n in spans if target <= n):  # inner loops first
+        if start < last or not any(x.name == "HGMMA" for x in found[start:stop]):
+            continue
+        last = stop
+        copies = [range(n, target) for target, n in spans if start < n < target < stop]  # conditional regions
+        copies = [x for x in copies if any(found[n].name == "UTMALDG" for n in x)]
+        inner = [x for x in copies if not any(y != x and y.start >= x.start and y.stop <= x.stop for y in copies)]
+        other = {n for x in inner[1:] for n in x}
+        yield [found[n] for n in range(start, stop) if n not in other]
 
 
 def kilobytes(loop: list[Instruction], warpgroups: int) -> float:
