@@ -26,21 +26,21 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     count = block.config.post.planes
     pre = block.zeros(block.config.pre.planes)
     if pre:
-        pre = ring.sweep(0, lambda _, slot, planes: tile.down(slot, "pre", planes, tile.product(slot)), pre)
+        pre = ring.sweep(1, lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), pre)
     both = block.zeros(2 * count)
     if both:
 
-        def hidden(_: Array, slot: Array, both: Planes) -> Planes:
-            p = tile.probabilities(slot, pre, tile.product(slot))
+        def hidden(_: Array, slot: Array, products: list[Array], both: Planes) -> Planes:
+            p = tile.probabilities(slot, pre, products[0])
             post = tile.down(slot, "post", both[:count], p)
-            return post + tile.down(slot, "post", both[count:], tile.product(slot, 1), transposed=True)
+            return post + tile.down(slot, "post", both[count:], products[1], transposed=True)
 
-        both = ring.sweep(ring.sweeps - 2, hidden, both)
+        both = ring.sweep(2, hidden, both)
     post, back = both[:count], both[count:]
     block.save_planes(pre + back)
 
-    def body(head: Array, slot: Array) -> None:
-        p, dw = tile.probabilities(slot, pre, tile.product(slot)), tile.product(slot, 1)
+    def body(head: Array, slot: Array, products: list[Array]) -> None:
+        p, dw = tile.probabilities(slot, pre, products[0]), products[1]
         staging.reuse()
         staging.stage_tile(tile.up(slot, "post", post, p))
         rows, cols = tile.gradient_products("post", p, dw, post, back)
@@ -58,25 +58,24 @@ def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     pre = block.load_planes(0, pre_planes)
     back_post = block.load_planes(pre_planes, block.config.post.planes)
 
-    def logit_gradient(slot: Array, scores: Array) -> Array:
-        p = tile.probabilities(slot, pre, scores)
-        dp = tile.up(slot, "post", back_post, tile.product(slot, 1), transposed=True)
+    def logit_gradient(slot: Array, products: list[Array]) -> Array:
+        p = tile.probabilities(slot, pre, products[0])
+        dp = tile.up(slot, "post", back_post, products[1], transposed=True)
         return p * (dp - tile.row(slot, block.config.delta_channel))
 
     back = block.zeros(pre_planes)
     if back:
 
-        def hidden(_: Array, slot: Array, planes: Planes) -> Planes:
-            return tile.down(slot, "pre", planes, logit_gradient(slot, tile.product(slot)), transposed=True)
+        def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            return tile.down(slot, "pre", planes, logit_gradient(slot, products), transposed=True)
 
-        back = ring.sweep(0, hidden, back)
+        back = ring.sweep(2, hidden, back)
 
-    def body(head: Array, slot: Array) -> None:
-        scores = tile.product(slot)
-        dl = logit_gradient(slot, scores)
+    def body(head: Array, slot: Array, products: list[Array]) -> None:
+        dl = logit_gradient(slot, products)
         staging.reuse()
         staging.stage_tile(tile.up(slot, "pre", back, dl, transposed=True))
-        rows, cols = tile.gradient_products("pre", scores, dl, pre, back)
+        rows, cols = tile.gradient_products("pre", products[0], dl, pre, back)
         staging.stage_rows([jnp.sum(x, axis=1) for x in rows])
         staging.stage_products(head, cols)
         staging.commit(head, tile=True, row_sums=True)

@@ -71,6 +71,7 @@ class Block:
         self.key_tile = self.j * config.warpgroups + self.warpgroup
         self.query_span = pl.ds(self.i * QUERIES, QUERIES)
         self.key_span = pl.ds(self.key_tile * config.tile_keys, config.tile_keys)
+        self.own_keys = pl.ds(self.warpgroup * config.tile_keys, config.tile_keys)  # among those of the block
 
     def head(self, index: Array) -> Array:
         """Return the number among all heads of a head of this block's group."""

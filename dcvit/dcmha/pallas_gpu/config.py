@@ -14,8 +14,6 @@ from dcvit.versions import interprets_gpu_layouts
 
 QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
 MIN_ROW_MAX = -1e20  # lower bound of row maxima, so that the sum of a fully masked row is 0
-PRODUCER_REGISTERS = 24  # of each thread of the warpgroup that only copies
-REGISTERS, WARPGROUP = 65536, 128  # registers of a multiprocessor, and threads of a warpgroup
 
 Side: TypeAlias = Literal["q", "k"]
 Which: TypeAlias = Literal["pre", "post"]
@@ -78,15 +76,9 @@ class KernelConfig:
         return self.warpgroups * self.tile_keys
 
     @property
-    def registers(self) -> int:
-        """Registers of each thread of a computing warpgroup.
-
-        A block is launched with the same number of registers for each thread. Its warpgroups can exchange these, but
-        not get more: a larger number blocks forever.
-        """
-        at_start = min(255, REGISTERS // (WARPGROUP * (self.warpgroups + 1))) // 8 * 8
-        total = at_start * (self.warpgroups + 1)
-        return min(240, (total - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
+    def terms(self) -> list[tuple[int, int]]:
+        """Parts of both operands whose products are added. That of both low parts is below float32's rounding error."""
+        return [(0, 0)] if self.parts == 1 else [(0, 0), (0, 1), (1, 0)]
 
     @property
     def key_tiles(self) -> int:

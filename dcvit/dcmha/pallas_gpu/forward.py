@@ -23,11 +23,11 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     """Compute the maximum and the sum of 2^L of each row of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
-        planes = ring.sweep(0, lambda _, slot, planes: tile.down(slot, "pre", planes, tile.product(slot)), planes)
+        planes = ring.sweep(1, lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), planes)
         block.save_planes(planes)
 
-    def body(head: Array, slot: Array, carry: tuple[()]) -> tuple[()]:
-        logits = tile.logits(slot, planes, tile.product(slot))
+    def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+        logits = tile.logits(slot, planes, products[0])
         largest = jnp.maximum(jnp.max(logits, axis=1), MIN_ROW_MAX)
         total = jnp.sum(jnp.exp2(logits - block.broadcast(largest, 0)), axis=1)
         staging.reuse()
@@ -35,7 +35,7 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         staging.commit(head, row_sums=True)
         return carry
 
-    ring.sweep(ring.sweeps - 1, body, ())
+    ring.sweep(1, body, ())
 
 
 def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
@@ -44,16 +44,16 @@ def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     post = block.zeros(block.config.post.planes)
     if post:
 
-        def hidden(_: Array, slot: Array, planes: Planes) -> Planes:
-            return tile.down(slot, "post", planes, tile.probabilities(slot, pre, tile.product(slot)))
+        def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            return tile.down(slot, "post", planes, tile.probabilities(slot, pre, products[0]))
 
-        post = ring.sweep(0, hidden, post)
+        post = ring.sweep(1, hidden, post)
 
-    def body(head: Array, slot: Array, carry: tuple[()]) -> tuple[()]:
-        w = tile.up(slot, "post", post, tile.probabilities(slot, pre, tile.product(slot)))
+    def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+        w = tile.up(slot, "post", post, tile.probabilities(slot, pre, products[0]))
         staging.reuse()
         staging.stage_tile(w)
         staging.commit(head, tile=True)
         return carry
 
-    ring.sweep(ring.sweeps - 1, body, ())
+    ring.sweep(1, body, ())

@@ -122,26 +122,19 @@ def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
 
 
 def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs, scratch: Scratch) -> None:
-    """Run one block of a kernel: the warpgroups that compute, and the one that copies."""
+    """Run one block of a kernel."""
     c = config
     block = Block(c, operands, out, scratch)
-    ring, staging = Ring(block, sweeps(c, kind)), Staging(block)
+    staging = Staging(block)
     attended = block.is_attended()
 
-    def compute() -> None:
-        if not c.without_layouts:
-            plgpu.set_max_registers(c.registers, action="increase")
-        bias = operands.bias
-        tile = Tile(block, block.load(bias, lax.rem(block.example, jnp.int32(bias.shape[0]))))
-        KERNELS[kind](block, ring, tile, staging)
-
     def work() -> None:
-        pl.when(block.warpgroup < c.warpgroups)(compute)
-        pl.when(block.warpgroup == c.warpgroups)(ring.produce)
+        ring = Ring(block, sweeps(c, kind))
+        ring.start()
+        KERNELS[kind](block, ring, Tile(block), staging)
 
     pl.when(attended)(work)
-    idle = jnp.logical_and(jnp.logical_not(attended), block.warpgroup < c.warpgroups)
-    pl.when(idle)(lambda: write_empty(block, staging, kind))
+    pl.when(jnp.logical_not(attended))(lambda: write_empty(block, staging, kind))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -173,7 +166,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
         out_type=list(shapes.values()),
         grid=(c.keys // c.block_keys, c.queries // QUERIES, c.groups, c.batch),
         grid_names=("j", "i", "g", "b"),
-        num_threads=c.warpgroups + 1,
+        num_threads=c.warpgroups,
         thread_name="w",
         kernel_name=f"dcmha_{kind}",
         compiler_params=plgpu.CompilerParams(

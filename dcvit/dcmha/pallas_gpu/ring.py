@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,71 +12,153 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.block import Block
-from dcvit.dcmha.pallas_gpu.config import PRODUCER_REGISTERS
 from dcvit.dcmha.shapes import Array, Ref
 
 Carry = TypeVar("Carry")
 
 
+def ignore(head: Array) -> None:
+    """Do nothing."""
+
+
 class Ring:
-    """Ring of `stages` slots. Step s of all sweeps processes head s % heads in slot s % stages."""
+    """Ring of at least two slots. Step s of all sweeps processes head s % heads in slot s % stages.
+
+    At the start of step s, the slot of step s - 1 is filled again, and the products of step s + 1 are started. The
+    warpgroups that compute also copy: a block with one more would have fewer registers for each thread, because
+    `setmaxnreg` has no effect in the code that XLA links.
+
+    A phase of `full` ends with the last copy into its slot; one of `empty`, with the last warpgroup that has finished
+    reading a slot which will be filled again. Each warpgroup waits once for each phase: for `full` before it reads the
+    slot, for `empty` before its share of the copies. The next phase cannot end before, since it needs what follows that
+    wait: this warpgroup's release of the slot, or its next one.
+    """
 
     def __init__(self, block: Block, sweeps: int) -> None:
-        self.block, self.config, self.scratch, self.sweeps = block, block.config, block.scratch, sweeps
+        self.block, self.config, self.scratch = block, block.config, block.scratch
+        self.sweeps, self.steps = sweeps, sweeps * block.config.group_heads
+        self.number = 0  # of the next sweep
+        self.ahead: list[Array] = []  # products of its first step
 
-    def copies(self, head: Array, slot: Array) -> list[tuple[Ref, Ref]]:
-        """Return the source and the target of each copy of one step."""
+    def copies(self, head: Array, slot: Array) -> tuple[list[tuple[Ref, Ref]], list[tuple[Ref, Ref]]]:
+        """Return the source and the target of each copy of one step: those of query-wise and key-wise values."""
         b, c, scratch = self.block, self.config, self.scratch
         h = b.head(head)
         key_head = lax.div(h, jnp.int32(c.heads_per_key_head))
         keys = pl.ds(b.j * c.block_keys, c.block_keys)
-        found = [
-            (b.operands.rows.at[b.example, h, :, b.query_span], scratch.rows.at[slot]),
-            (b.operands.cols.at[b.example, h, :, keys], scratch.cols.at[slot]),
-        ]
+        rows = [(b.operands.rows.at[b.example, h, :, b.query_span], scratch.rows.at[slot])]
+        cols = [(b.operands.cols.at[b.example, h, :, keys], scratch.cols.at[slot])]
         for (left, right), (lefts, rights) in zip(b.operands.pairs, scratch.scores, strict=True):
             for part in range(c.parts):
-                found.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]))
-                found.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]))
-        return found
+                rows.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]))
+                cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]))
+        return rows, cols
 
     def fill(self, step: Array) -> None:
-        """Start the copies of one step."""
-        slot = lax.rem(step, jnp.int32(self.config.stages))
-        for source, target in self.copies(lax.rem(step, jnp.int32(self.config.group_heads)), slot):
-            plgpu.copy_gmem_to_smem(source, target, self.scratch.full.at[slot])  # type: ignore[arg-type]
-
-    def produce(self) -> None:
-        """Run the last warpgroup, which fills each slot as soon as the other warpgroups have finished reading it."""
+        """Start the copies of one step; two warpgroups share them."""
         c = self.config
-        if not c.without_layouts:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        slot = lax.rem(step, jnp.int32(c.stages))
 
-        def step(now: Array, carry: tuple[()]) -> tuple[()]:
-            @pl.when(now >= c.stages)
-            def _() -> None:
-                plgpu.barrier_wait(self.scratch.empty.at[lax.rem(now, jnp.int32(c.stages))])
+        def start(copies: list[tuple[Ref, Ref]]) -> None:
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target, self.scratch.full.at[slot])  # type: ignore[arg-type]
 
-            self.fill(now)
-            return carry
+        for number, copies in enumerate(self.copies(lax.rem(step, jnp.int32(c.group_heads)), slot)):
+            pl.when(self.block.warpgroup == number % c.warpgroups)(functools.partial(start, copies))
 
-        total = self.sweeps * c.group_heads
-        lax.fori_loop(jnp.int32(0), jnp.int32(total), step, ())
-        for last in range(max(0, total - c.stages), total):  # every phase of a barrier must be waited for
-            plgpu.barrier_wait(self.scratch.empty.at[last % c.stages])
+    def start(self) -> None:
+        """Start to fill all slots."""
+        lax.fori_loop(0, min(self.config.stages, self.steps), lambda step, _: self.fill(step), None)
 
-    def sweep(self, number: int, body: Callable[[Array, Array, Carry], Carry], carry: Carry) -> Carry:
-        """Return carry = body(head, slot, carry), repeated for all heads of the group; `number` counts sweeps."""
-        c = self.config
+    def refill(self, step: Array) -> None:
+        """Start to fill the slot of the step before again, when all warpgroups have finished reading it."""
+        following = step - 1 + self.config.stages
 
-        def step(head: Array, carry: Carry) -> Carry:
-            slot = lax.rem(number * c.group_heads + head, jnp.int32(c.stages))
-            plgpu.barrier_wait(self.scratch.full.at[slot])
-            carry = body(head, slot, carry)
+        @pl.when(jnp.logical_and(step > 0, following < self.steps))
+        def _() -> None:
+            plgpu.barrier_wait(self.scratch.empty.at[lax.rem(following, jnp.int32(self.config.stages))])
+            self.fill(following)
+
+    def release(self, step: Array) -> None:
+        """Allow the slot of a step to be filled again, if there is a step for it."""
+
+        @pl.when(step + self.config.stages < self.steps)
+        def _() -> None:
+            plgpu.barrier_arrive(self.scratch.empty.at[lax.rem(step, jnp.int32(self.config.stages))])
+
+    def product(self, slot: Array, pair: int) -> Array:
+        """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
+        if self.config.without_layouts:
+            left, right = (side.at[slot] for side in self.scratch.scores[pair])
+            own = [
+                (left[a].astype(jnp.float32), right[b, self.block.own_keys].astype(jnp.float32))
+                for a, b in self.config.terms
+            ]
+            return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
+
+        def multiply(accumulator: Ref) -> Array:
+            self.start_product(accumulator, slot, pair)
+            return accumulator[...]
+
+        out: Array = pl.run_scoped(multiply, plgpu.ACC(self.config.tile, jnp.float32))
+        return out
+
+    def start_product(self, accumulator: Ref, slot: Array, pair: int) -> None:
+        """Start the computation of `product`."""
+        left, right = (side.at[slot] for side in self.scratch.scores[pair])
+        for a, b in self.config.terms:
+            keys = right.at[b, self.block.own_keys].transpose((1, 0))
+            plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
+
+    def products_during(self, slot: Array, pairs: int, work: Callable[[], Carry]) -> tuple[list[Array], Carry]:
+        """Return the products of the first `pairs` pairs of one head, and work(), which runs at the same time."""
+        if self.config.without_layouts:
+            return [self.product(slot, pair) for pair in range(pairs)], work()
+
+        def both(*accumulators: Ref) -> tuple[list[Array], Carry]:
+            for pair, accumulator in enumerate(accumulators):
+                self.start_product(accumulator, slot, pair)
+            out = work()
+            return [accumulator[...] for accumulator in accumulators], out
+
+        out: tuple[list[Array], Carry] = pl.run_scoped(both, *[plgpu.ACC(self.config.tile, jnp.float32)] * pairs)
+        return out
+
+    def sweep(
+        self, pairs: int, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore
+    ) -> Carry:
+        """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
+
+        The tensor cores compute the products of the first `pairs` pairs of a head during `body` of the head before,
+        because reading an accumulator waits for all matrix products.
+
+        Args:
+          pairs: number of pairs whose products `body` uses.
+          body: called with the number of the head, its slot and its products.
+          carry: initial value.
+          then: called after `body` and after the products of the next head, without a wait for its own products.
+        """
+        c, number = self.config, self.number
+        self.number += 1
+        first = number * c.group_heads
+        if number == 0:
+            plgpu.barrier_wait(self.scratch.full.at[0])
+        for pair in range(len(self.ahead), pairs):
+            self.ahead.append(self.product(jnp.int32(first % c.stages), pair))
+
+        def step(head: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
+            products, carry = state
+            now = first + head
+            slot, following = lax.rem(now, jnp.int32(c.stages)), lax.rem(now + 1, jnp.int32(c.stages))
+            self.refill(now)
+            # The last step has no next one: it computes products of any slot, which nothing uses.
+            pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
+            products, carry = self.products_during(following, pairs, lambda: body(head, slot, products, carry))
+            then(head)
             if number < self.sweeps - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
-            plgpu.barrier_arrive(self.scratch.empty.at[slot])
-            return carry
+            self.release(now)
+            return products, carry
 
-        out: Carry = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, carry)
-        return out
+        self.ahead, carry = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, (self.ahead[:pairs], carry))
+        return carry

@@ -77,17 +77,16 @@ class Staging:
         where = ref.at[b.example, b.group, b.i, pl.ds(0, QUERIES), pl.ds(b.key_tile * columns, columns)]
         self.block.store(where, x)
 
-    def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array], None]) -> None:
+    def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array, list[Array]], None]) -> None:
         """Run the last sweep; `body` stages products, and their sums over queries are stored at its end."""
         shape = (QUERIES, not_none(self.out.col_sums).shape[-1] // self.config.key_tiles)
 
         def accumulate(accumulator: Ref) -> Array:
-            def step(head: Array, slot: Array, carry: tuple[()]) -> tuple[()]:
-                body(head, slot)
-                self.add_products(accumulator)
+            def step(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+                body(head, slot, products)
                 return carry
 
-            ring.sweep(ring.sweeps - 1, step, ())
+            ring.sweep(2, step, (), then=lambda _: self.add_products(accumulator))
             return accumulator[...]
 
         sums = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))

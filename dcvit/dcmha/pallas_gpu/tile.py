@@ -1,11 +1,11 @@
 """Arithmetic of the GPU kernels on one tile: 64 queries by a few keys, for all heads of a group.
 
 A block of a kernel handles one example, one group of heads, 64 queries and `warpgroups`·`tile_keys` keys. Each
-warpgroup computes a tile of all 64 queries and `tile_keys` keys; one more warpgroup only copies. Heads stream through a
-ring of slots in shared memory several times. The hidden planes of a compose, which combine the heads, stay in float32
-registers. Each sweep computes the scores of a head again, because the tensor cores have time left and registers are
-scarce. Blocks exchange no values: a sum over queries or keys is written as one partial sum for each tile, and XLA adds
-the partial sums in a fixed order, so that the results are deterministic.
+warpgroup computes a tile of all 64 queries and `tile_keys` keys. Heads stream through a ring of slots in shared memory
+several times. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
+the scores of a head again, because the tensor cores have time left and registers are scarce. Blocks exchange no values:
+a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a fixed order,
+so that the results are deterministic.
 
 Scores are in units of log 2, so that 2^L is a single instruction. A float32 `bias`, 0 or MASKED_SCORE, represents all
 masks and the padding.
@@ -14,38 +14,20 @@ masks and the padding.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax import lax
 
 from dcvit.dcmha.pallas_gpu.block import Block, Planes
 from dcvit.dcmha.pallas_gpu.config import Which
-from dcvit.dcmha.shapes import Array, Ref
+from dcvit.dcmha.shapes import Array
 
 
 class Tile:
     """Arithmetic of one warpgroup. `slot` is the ring slot of a head; a channel numbers the weights in that slot."""
 
-    def __init__(self, block: Block, bias: Array) -> None:
-        self.block, self.config, self.scratch, self.bias = block, block.config, block.scratch, bias
-        self.keys = pl.ds(block.warpgroup * block.config.tile_keys, block.config.tile_keys)  # among those of the block
-
-    def product(self, slot: Array, pair: int = 0) -> Array:
-        """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
-        left, right = (side.at[slot] for side in self.scratch.scores[pair])
-        # The product of both low parts is below the rounding error of float32.
-        terms = [(0, 0), (0, 1), (1, 0)][: 1 if self.config.parts == 1 else 3]
-        if self.config.without_layouts:
-            own = [(left[a].astype(jnp.float32), right[b, self.keys].astype(jnp.float32)) for a, b in terms]
-            return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
-
-        def multiply(accumulator: Ref) -> Array:
-            for a, b in terms:
-                keys = right.at[b, self.keys].transpose((1, 0))
-                plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
-            return accumulator[...]
-
-        out: Array = pl.run_scoped(multiply, plgpu.ACC(self.config.tile, jnp.float32))
-        return out
+    def __init__(self, block: Block) -> None:
+        self.block, self.config, self.scratch = block, block.config, block.scratch
+        bias = block.operands.bias
+        self.bias = block.load(bias, lax.rem(block.example, jnp.int32(bias.shape[0])))
 
     def row(self, slot: Array, channel: int) -> Array:
         """Return a query-wise weight as a tile."""
@@ -53,7 +35,7 @@ class Tile:
 
     def col(self, slot: Array, channel: int) -> Array:
         """Return a key-wise weight as a tile."""
-        return self.block.broadcast(self.scratch.cols[slot, channel, self.keys], 1)
+        return self.block.broadcast(self.scratch.cols[slot, channel, self.block.own_keys], 1)
 
     def weights(self, slot: Array, which: Which, up: bool) -> list[Array]:
         """Return the up or down projection weights of one head for each hidden plane of a compose."""

@@ -193,7 +193,7 @@ def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool)
 def interpretable_warpgroups() -> int:
     """Return the number of warpgroups that can be interpreted.
 
-    Each warpgroup, and the one that copies, blocks a thread of XLA's thread pool.
+    Each warpgroup blocks a thread of XLA's thread pool, which needs one more.
     """
     return max(1, min(WARPGROUPS, max(os.cpu_count() or 1, jax.local_device_count("cpu")) - 1))
 
