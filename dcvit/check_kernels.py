@@ -56,7 +56,7 @@ CASES: dict[str, Sizes] = {
     "decoding": {"queries": 1, "keys": 2048, "heads": 16, "head_dim": 64, "batch": 8},
 }
 # Largest sizes on a CPU, where those of accelerators take minutes.
-CPU_LIMITS = {"queries": 128, "heads": 4, "batch": 2, "window": 32}
+CPU_LIMITS = {"queries": 128, "heads": 4, "head_dim": 64, "batch": 2, "window": 32}
 
 
 def attention_case(
