@@ -75,6 +75,7 @@ def attention(
       be below 1e30 in magnitude, and v finite, also where it is masked. The kernels "pallas_tpu" and "pallas_gpu" round
       scores and their log-sum-exp in units of log 2: the relative error of weights is up to 4e-7 times the largest
       score. A NaN in q or k gives NaN to the queries that attend with it, and to no others.
+      With key-wise or static weights in `pre`, "pallas_tpu" may spread a NaN in k over its aligned block of 16 keys.
 
     Raises:
       ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide

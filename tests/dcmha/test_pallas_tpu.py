@@ -167,6 +167,29 @@ def test_kernels_of_bfloat16_have_no_races_and_are_close_to_float32(monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "branches", "first"),
+    [
+        pytest.param("vector", "qkp", 21, id="vector units"),
+        pytest.param("matrix", "qkp", 16, id="matrix unit"),
+        pytest.param("interleaved", "qkp", 16, id="interleaved", marks=pytest.mark.weekly),
+        pytest.param("interleaved", "qp", 21, id="interleaved, query-wise", marks=pytest.mark.weekly),
+    ],
+)
+def test_nan_in_a_key_spreads_in_its_block_only_if_the_matrix_unit_mixes_heads(monkeypatch, family, branches, first):
+    """Key 21 is NaN; queries attend to it from 21 on, and to its block of 8 or 16 keys from 16 on."""
+    sizes = {"batch": 8, "head_dim": 64} if family == "interleaved" else {"heads": 3 if family == "vector" else 4}
+    (q, k, v, pre, post), options = random_case(40, causal=True, rank=1, branches=branches, **sizes)
+    set_config(monkeypatch, family, None if family == "interleaved" else (128, 32))
+    watch_races(monkeypatch)
+    k = k.at[0, 21, 0].set(jnp.nan)
+    out = on_arrays(api.attention)(q, k, v, pre, post, **options, interpret=DETECT_RACES)
+    example, query = np.nonzero(np.isnan(out).any((2, 3)))
+    assert not example.any()
+    np.testing.assert_array_equal(query, np.arange(first, 40))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", params(["interleaved examples", "two mixed tiles"], ["interleaved examples"]))
 def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(monkeypatch, name):
     (out, gradients), error = check(monkeypatch, name, CASES[name], 2e-2, rounded=True)
