@@ -96,7 +96,7 @@ def query_products(
         for h in heads:
             lanes = config.key_lanes(h)
             x = rows[lanes.start - start : lanes.stop - start]
-            found.append(jnp.concatenate([dot(x, planes[h, n], (1, 0)) for n in range(planes.shape[1])], axis=1))
+            found.append(dot(x, operand(planes, h), (1, 0)))
         lanes = slice(config.query_lanes(heads[0]).start, config.query_lanes(heads[-1]).stop)
         write(out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
 
@@ -121,13 +121,17 @@ def key_products(
             for h in range(n * shared, (n + 1) * shared):
                 lanes = config.query_lanes(h)
                 x = rows[lanes.start - start : lanes.stop - start]
-                registers = range(planes.shape[1])
-                terms.append(total([dot(x[:, c * LANES : (c + 1) * LANES], planes[h, c], (1, 1)) for c in registers]))
+                terms.append(dot(x, operand(planes, h), (1, 1)))
             found.append(total(terms))
         lanes = slice(key_heads[0] * config.head_dim, (key_heads[-1] + 1) * config.head_dim)
         write(out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
 
     return [functools.partial(part, key_heads) for key_heads in _heads_of_registers(config, config.key_heads)]
+
+
+def operand(planes: Ref, h: int) -> Array:
+    """Return one plane, (Bk, Bq), so that a product fills matrix units of 256×256."""
+    return jnp.concatenate([planes[h, n] for n in range(planes.shape[1])], axis=1)
 
 
 def _heads_of_registers(config: KernelConfig, heads: int) -> list[range]:
