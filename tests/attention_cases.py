@@ -84,6 +84,21 @@ def output_and_gradients(attention, args, options):
     return jax.jit(both)(*args)
 
 
+def queries_with_nan(implementation, place, tokens, at, window, **case):
+    """Queries whose whole outputs are NaN where one token `at` has NaN in a local layer; all other outputs are finite.
+
+    `place` is "q", "k", or a field of the pre-compose.
+    """
+    (q, k, v, pre, post), options = random_case(tokens, window=window, **case)
+    arrays = {"q": q, "k": k} if place in ("q", "k") else pre._asdict()
+    arrays[place] = arrays[place].at[0, at].set(jnp.nan)
+    args = (arrays["q"], arrays["k"], v, pre, post) if "q" in arrays else (q, k, v, pre._replace(**arrays), post)
+    out = np.asarray(jax.jit(lambda args: on_arrays(implementation)(*args, **options))(args), np.float32)
+    found = np.isnan(out).all((0, 2, 3))
+    assert np.isfinite(out[:, ~found]).all()
+    return np.flatnonzero(found).tolist()
+
+
 def relative_errors(found, expected):
     """The largest error of each array relative to its largest value, by name.
 

@@ -14,7 +14,7 @@ class Rectangle:
     def __init__(self, config, operands):
         self.config, self.operands = config, operands
         visited = jnp.repeat(jnp.repeat(operands.visited, QUERIES, axis=1), config.block_keys, axis=2)
-        self.bias = jnp.where(visited[:, None] == 1, operands.bias[:, None], MASKED_SCORE)
+        self.attended = ((visited == 1) & (operands.mask == -1))[:, None]
 
     def product(self, pair):
         left, right = (sum(x.astype(jnp.float32) for x in side) for side in self.operands.pairs[pair])
@@ -42,9 +42,11 @@ class Rectangle:
         weights = self.weights(which, up=not transposed)
         return a * gate + sum(jnp.repeat(p, c.group_heads, 1) * w for p, w in zip(planes, weights, strict=True))
 
+    def logits(self, pre):
+        return jnp.where(self.attended, self.up("pre", pre, self.product(0)), MASKED_SCORE)
+
     def probabilities(self, pre):
-        logits = self.up("pre", pre, self.product(0)) + self.bias
-        return jnp.exp2(logits - self.row(self.config.lse_channel))
+        return jnp.exp2(self.logits(pre) - self.row(self.config.lse_channel))
 
     def by_tile(self, x):
         return x.reshape(*x.shape[:3], -1, self.config.tile_keys)
@@ -74,7 +76,7 @@ def run(kind, config, operands):
     pre = saved[: c.pre.planes] if kind in ("weights", "pre_grad") else r.down("pre", r.product(0))
     found = {}
     if kind == "statistics":
-        logits = r.by_tile(r.up("pre", pre, r.product(0)) + r.bias)
+        logits = r.by_tile(r.logits(pre))
         largest = jnp.maximum(logits.max(-1), MIN_ROW_MAX)
         total = jnp.exp2(logits - largest[..., None]).sum(-1)
         found = {"row_sums": jnp.moveaxis(jnp.stack([largest, total]), (0, 4), (3, 2)), "planes": pre}

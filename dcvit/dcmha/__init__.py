@@ -72,10 +72,11 @@ def attention(
 
     Returns:
       The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs. Scores must
-      be below 1e30 in magnitude, and v finite, also where it is masked. The kernels "pallas_tpu" and "pallas_gpu" round
+      be below 1e30 in magnitude. The kernels "pallas_tpu" and "pallas_gpu" round
       scores and their log-sum-exp in units of log 2: the relative error of weights is up to 4e-7 times the largest
-      score. A NaN in q or k gives NaN to the queries that attend with it, and to no others.
-      With key-wise or static weights in `pre`, "pallas_tpu" may spread a NaN in k over its aligned block of 16 keys.
+      score. A NaN in q, k or `pre` gives NaN to the outputs of the queries that attend with it, and to no others;
+      gradients of all arguments may be NaN then. v and `post` must be finite, also where they are masked. With key-wise
+      or static weights in `pre`, "pallas_tpu" may spread a NaN in k over its aligned block of 16 keys.
 
     Raises:
       ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide

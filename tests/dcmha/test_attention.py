@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import on_arrays, random_segments, to_jax
+from attention_cases import on_arrays, queries_with_nan, random_segments, to_jax
 from jax.test_util import check_grads
 
 from dcvit.dcmha import ComposeWeights, attention, plan
@@ -274,21 +274,22 @@ def test_empty_batches_and_empty_queries_give_empty_outputs(shape, implementatio
     assert attention(q, k, k, pre, pre, implementation=implementation).shape == shape
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("composed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["q", "k"])
-def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(name, composed, implementation):
-    """Several blocks of queries of "blockwise" attend to the key, and others do not."""
-    rng = np.random.default_rng(0)
-    tokens, at, window = 600, 300, 70
-    arrays = {key: jnp.asarray(rng.normal(size=(1, tokens, 2, 4)), jnp.float32) for key in "qkv"}
-    sizes = dict(batch=1, queries=tokens, keys=tokens, heads=2, rank=1, groups=1)
-    pre, post = (to_jax(oracle.random_weights(rng, "qkg", **sizes), jnp.float32) if composed else None for _ in "12")
-    arrays[name] = arrays[name].at[0, at].set(jnp.nan)
-    found = jnp.isnan(attention(**arrays, pre=pre, post=post, window=window, implementation=implementation))
-    reached = [at] if name == "q" else range(at, at + window)
-    np.testing.assert_array_equal(np.flatnonzero(found.any((0, 2, 3))), reached)
-    assert found[:, np.asarray(reached)].all()
+NAN = [  # implementation, and a local layer: tokens, window. Several blocks of "blockwise" attend to one token.
+    *[pytest.param(name, 600, 70) for name in IMPLEMENTATIONS],
+    pytest.param("pallas_gpu", 20, 5, marks=pytest.mark.weekly),
+]
+
+
+@pytest.mark.parametrize(("implementation", "tokens", "window"), NAN)
+@pytest.mark.parametrize(
+    "place", ["plain q", "plain k", *[pytest.param(x, marks=pytest.mark.slow) for x in ("q", "k", "k1", "kg", "qg")]]
+)
+def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(place, implementation, tokens, window):
+    branches = None if "plain" in place else "qkpg"
+    at, place = tokens // 2, place.removeprefix("plain ")
+    attend = dispatch.IMPLEMENTATIONS[implementation]
+    found = queries_with_nan(attend, place, tokens, at, window, branches=branches, rank=1)
+    assert found == ([at] if place[0] == "q" else list(range(at, at + window)))
 
 
 @pytest.mark.parametrize(

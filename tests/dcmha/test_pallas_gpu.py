@@ -13,7 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
+from attention_cases import on_arrays, output_and_gradients, queries_with_nan, random_case, relative_errors, worst
 from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
@@ -106,6 +106,15 @@ def test_the_parts_of_a_layer_give_its_output_and_gradients(name, monkeypatch):
     assert worst(errors) < 3e-5, errors
     assert max(written) <= limit
     assert sizes[-1] == expected
+
+
+@pytest.mark.parametrize("place", ["q", "k", "k1", "kg", "qg"])
+def test_nan_reaches_the_queries_that_attend_with_it_through_all_rectangles(place, monkeypatch):
+    """With plain JAX in place of the kernels; `test_attention` interprets them for few tokens."""
+    monkeypatch.setattr(api, "run", gpu_kernels.run)
+    monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)
+    found = queries_with_nan(api.attention, place, 300, 150, 70, rank=1)
+    assert found == ([150] if place[0] == "q" else list(range(150, 220)))
 
 
 def test_a_layer_whose_smallest_part_does_not_fit_is_refused_with_the_numbers():

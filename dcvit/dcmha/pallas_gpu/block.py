@@ -20,13 +20,13 @@ Planes: TypeAlias = tuple[Array, ...]
 class Operands(NamedTuple):
     """Inputs of a kernel: arrays, or their references in global memory.
 
-    All are float32, but those of `pairs`, and `visited`, which is int32.
+    All are float32, but those of `pairs`, and `mask` and `visited`, which are int32.
 
     Fields:
       pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
       rows: query-wise weights (B H channels T), see `KernelConfig.channel`.
       cols: key-wise weights (B H channels S).
-      bias: 0 or MASKED_SCORE, (1 or B, T, S).
+      mask: -1 where a query attends to a key, or else 0; (1 or B, T, S).
       visited: 1 if a query of a block attends to one of its keys, or else 0; (1 or B, T/64, S/`block_keys`).
       planes: hidden planes that an earlier kernel has computed (B G planes T S).
     """
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     pairs: Sequence[tuple[Sequence[Ref], Sequence[Ref]]]
     rows: Ref
     cols: Ref
-    bias: Ref
+    mask: Ref
     visited: Ref
     planes: Ref | None = None
 
@@ -103,7 +103,7 @@ class Block:
         return tuple(self.as_tile(jnp.zeros(self.config.tile, jnp.float32)) for _ in range(count))
 
     def load(self, ref: Ref, *index: Array | int) -> Array:
-        """Load this tile of a float32 array in global memory whose last axes are queries and keys."""
+        """Load this tile of an array in global memory whose last axes are queries and keys."""
         where = ref.at[(*index, self.query_span, self.key_span)]
         return where[...] if self.config.without_layouts else load_any(where)
 

@@ -147,7 +147,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
       config: sizes; the operands are padded to them.
       operands: the inputs of the kernel as arrays.
     """
-    c, (pairs, rows, cols, bias, visited, planes) = config, operands
+    c, (pairs, rows, cols, mask, visited, planes) = config, operands
     shapes = output_shapes(c, kind)
     names = tuple(shapes)
 
@@ -177,5 +177,5 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
         interpret=interpret_gpu() if c.interpret else None,
     )
     sides = [part for pair in pairs for side in pair for part in side]
-    outs = kernel(*sides, rows, cols, bias, visited, *([] if planes is None else [planes]))
+    outs = kernel(*sides, rows, cols, mask, visited, *([] if planes is None else [planes]))
     return Results(**dict(zip(names, outs, strict=True)))

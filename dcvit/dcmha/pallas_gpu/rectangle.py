@@ -16,7 +16,7 @@ from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
-from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, round_up
+from dcvit.dcmha.numerics import LOG2_E, round_up
 from dcvit.dcmha.pallas_gpu.block import Operands
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Side, Which
 from dcvit.dcmha.pallas_gpu.tiling import Static, make_config, spans
@@ -116,7 +116,7 @@ class Rectangle:
     Attributes:
       config: configuration of the kernels.
       queries, keys: arrays of these tokens.
-      bias: (1 or B, T, S) float32, 0 where a query attends to a key, MASKED_SCORE elsewhere.
+      mask: (1 or B, T, S) int32, -1 (all bits set) where a query attends to a key, 0 elsewhere.
       visited: (1 or B, T/64, S/`block_keys`) int32, 1 for the blocks with an attended key.
     """
 
@@ -131,7 +131,7 @@ class Rectangle:
         attended = self._attended()
         blocks = attended.reshape(len(attended), -1, QUERIES, size // c.block_keys, c.block_keys)
         self.visited = jnp.any(blocks, axis=(2, 4)).astype(jnp.int32)
-        self.bias = jnp.where(attended, 0.0, MASKED_SCORE).astype(jnp.float32)
+        self.mask = -attended.astype(jnp.int32)
 
     def _attended(self) -> Array:
         """Return which keys each query attends to (1 or B, T, S)."""
@@ -160,7 +160,7 @@ class Rectangle:
         """Return the operands of a kernel; the statistics (B H T) are appended to the query-wise weights."""
         weights = jnp.concatenate([self.queries.weights, *(x[:, :, None] for x in statistics)], axis=2)
         pairs = list(zip(self.queries.parts, self.keys.parts, strict=False))
-        return Operands(pairs, weights, self.keys.weights, self.bias, self.visited, planes)
+        return Operands(pairs, weights, self.keys.weights, self.mask, self.visited, planes)
 
     def by_key_head(self, x: Array, axis: int) -> Array:
         """Reshape an axis H to the axes K and H/K."""

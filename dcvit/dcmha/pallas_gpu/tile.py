@@ -7,18 +7,22 @@ the scores of a head again, because the tensor cores have time left and register
 a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a fixed order,
 so that the results are deterministic.
 
-Scores are in units of log 2, so that 2^L is a single instruction. A float32 `bias`, 0 or MASKED_SCORE, represents all
-masks and the padding.
+Scores are in units of log 2, so that 2^L is a single instruction. A `mask` of bits represents all masks and the
+padding: one instruction selects the score or MASKED_SCORE. An addition would take as many, but keep a masked NaN.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.pallas_gpu.block import Block, Planes
 from dcvit.dcmha.pallas_gpu.config import Which
 from dcvit.dcmha.shapes import Array
+
+MASKED_BITS = int(np.float32(MASKED_SCORE).view(np.int32))  # of a masked score
 
 
 class Tile:
@@ -26,8 +30,8 @@ class Tile:
 
     def __init__(self, block: Block) -> None:
         self.block, self.config, self.scratch = block, block.config, block.scratch
-        bias = block.operands.bias
-        self.bias = block.load(bias, lax.rem(block.example, jnp.int32(bias.shape[0])))
+        mask = block.operands.mask
+        self.mask = block.load(mask, lax.rem(block.example, jnp.int32(mask.shape[0])))
 
     def row(self, slot: Array, channel: int) -> Array:
         """Return a query-wise weight as a tile."""
@@ -65,7 +69,8 @@ class Tile:
 
     def logits(self, slot: Array, planes: Planes, scores: Array) -> Array:
         """Return the composed and masked scores of one head."""
-        return self.up(slot, "pre", planes, scores) + self.bias
+        bits = lax.bitcast_convert_type(self.up(slot, "pre", planes, scores), jnp.int32)
+        return lax.bitcast_convert_type((bits & self.mask) | (~self.mask & MASKED_BITS), jnp.float32)
 
     def probabilities(self, slot: Array, planes: Planes, scores: Array) -> Array:
         """Return P = 2^(L - log-sum-exp) of one head; it is exactly 0 for masked keys."""
