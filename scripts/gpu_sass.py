@@ -5,8 +5,8 @@
 This needs Python packages `jax[cuda13]` and `nvidia-cuda-nvdisasm`, whose program `nvdisasm` is on the PATH. A row is
 one sweep of a kernel over the heads: a loop with matrix instructions. Counts are those of one warp for one head. KB are
 those that all warps of a block load and store in shared memory for one head, and that the tensor cores read there.
-Waits are those for matrix products, for a slot of the ring to be full or empty, and for all warps of a warpgroup. The
-counts say nothing about time.
+Waits are those for matrix products (in parentheses those without arithmetic since the products were started), for a
+slot of the ring to be full or empty, and for all warps of a warpgroup. The counts say nothing about time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 re
 SHAPES = {"ViT-S/16": (256, 196, 6, 64, False), "405M": (8, 2048, 16, 64, True), "6.9B": (2, 2048, 32, 128, True)}
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 FLOAT32 = "FFMA", "FADD", "FMUL", "FMNMX"
-WAITS = "WARPGROUP.DEPBAR", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "BAR"
+HIDDEN = 16  # float32 instructions between the start of products and the wait, from which on there is arithmetic
 
 
 Kernels: TypeAlias = dict[str, tuple[KernelConfig, Operands]]
@@ -115,6 +115,24 @@ def sweeps(code: str) -> Iterator[list[Instruction]]:
         yield [found[n] for n in range(start, stop) if n not in other]
 
 
+def waits(loop: list[Instruction]) -> str:
+    """Return the waits for products, those of them without arithmetic, for the ring, and for other warps."""
+    products = idle = 0
+    floats: int | None = None  # float32 instructions since products were started; None if there are none
+    for x in loop:
+        if x.name == "HGMMA" and floats is None:
+            floats = 0
+        elif x.name in FLOAT32 and floats is not None:
+            floats += 1
+        elif x.operation.startswith("WARPGROUP.DEPBAR") and floats is not None:
+            products += 1
+            if x.operands.split()[-1] == "0x0":  # other waits are for earlier products
+                idle += floats < HIDDEN
+                floats = None
+    ring = sum(x.operation.startswith("SYNCS.PHASECHK") and "TRYWAIT" in x.operation for x in loop)
+    return f"{products} ({idle}), {ring}, {sum(x.name == 'BAR' for x in loop)}"
+
+
 def kilobytes(loop: list[Instruction], warpgroups: int) -> float:
     """Return the KB of shared memory that a block reads and writes in an iteration of a loop."""
     total = 0.0
@@ -149,8 +167,7 @@ def main() -> None:
             for loop in sweeps(code):
                 names = Counter(x.name for x in loop)
                 floats, kb = sum(names[x] for x in FLOAT32), round(kilobytes(loop, config.warpgroups))
-                waits = (str(sum(x.operation.startswith(name) for x in loop)) for name in WAITS)
-                row = shape, kind, registers, spills, len(loop), floats, names["MUFU"], kb, ", ".join(waits)
+                row = shape, kind, registers, spills, len(loop), floats, names["MUFU"], kb, waits(loop)
                 print("|", " | ".join(map(str, row)), "|", flush=True)
 
 

@@ -46,7 +46,7 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         rows, cols = tile.gradient_products("post", p, dw, post, back)
         delta = p * tile.up(slot, "post", back, dw, transposed=True)
         staging.stage_rows([jnp.sum(x, axis=1) for x in [*rows, delta]])
-        staging.stage_products(head, cols)
+        staging.stage_products(cols)
         staging.commit(head, tile=True, row_sums=True)
 
     staging.sweep_with_col_sums(ring, body)
@@ -77,7 +77,7 @@ def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         staging.stage_tile(tile.up(slot, "pre", back, dl, transposed=True))
         rows, cols = tile.gradient_products("pre", products[0], dl, pre, back)
         staging.stage_rows([jnp.sum(x, axis=1) for x in rows])
-        staging.stage_products(head, cols)
+        staging.stage_products(cols)
         staging.commit(head, tile=True, row_sums=True)
 
     staging.sweep_with_col_sums(ring, body)

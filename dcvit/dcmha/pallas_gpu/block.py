@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
     cols: Ref  # ring slots of key-wise weights
     empty: Ref  # barrier of each slot: its readers have finished
     full: Ref  # barrier of each slot: its copies have arrived
-    onehot: Ref | None  # matrix that selects the row of a head
+    onehot: Ref | None  # matrix that selects the row of a head; None on a GPU, which has it in registers
     products: Ref | None  # products to be summed over queries
     row_sums: Ref | None  # staging buffers of the outputs
     rows: Ref  # ring slots of query-wise weights

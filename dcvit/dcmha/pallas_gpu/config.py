@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from dcvit.versions import interprets_gpu_layouts
 
 QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
+DEPTH = 16  # summands of one such instruction
 MIN_ROW_MAX = -1e20  # lower bound of row maxima, so that the sum of a fully masked row is 0
 
 Side: TypeAlias = Literal["q", "k"]

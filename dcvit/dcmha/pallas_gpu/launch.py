@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu import backward, forward
 from dcvit.dcmha.pallas_gpu.block import Block, Operands, Outputs, Scratch
-from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
+from dcvit.dcmha.pallas_gpu.config import DEPTH, MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
 from dcvit.dcmha.pallas_gpu.ring import Ring
 from dcvit.dcmha.pallas_gpu.staging import Staging
 from dcvit.dcmha.pallas_gpu.tile import Tile
@@ -92,10 +92,11 @@ def scratch_shapes(
     if "tile" in out:
         found["tile"] = plgpu.SMEM((c.warpgroups, *c.tile), c.dtype, transforms=swizzled(c.tile_keys, c.dtype))
     if "col_sums" in out:
-        transforms = swizzled(c.tile_keys, jnp.bfloat16)
         shape = (c.warpgroups, c.parts, QUERIES, out["col_sums"].shape[-1] // c.key_tiles)
-        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-        found["onehot"] = plgpu.SMEM((c.warpgroups, QUERIES, QUERIES), jnp.bfloat16, transforms=transforms)
+        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(c.tile_keys, jnp.bfloat16))
+        if c.interpret:  # JAX interprets no matrix products with an operand in registers
+            transforms = swizzled(DEPTH, jnp.bfloat16)
+            found["onehot"] = plgpu.SMEM((c.warpgroups, QUERIES, DEPTH), jnp.bfloat16, transforms=transforms)
     return found
 
 

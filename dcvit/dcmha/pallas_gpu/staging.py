@@ -4,7 +4,8 @@ The threads of a warpgroup only write its staging buffers, and the copy engine a
 `reuse` and `commit` contain all barriers that the buffers require, and the kernels are compiled without automatic ones.
 
 A sum over the 64 queries would cross all lanes and warps of a warpgroup. It is computed as a matrix product with a
-one-hot matrix instead, which adds the sums of head j to row j of an accumulator that all heads share.
+one-hot matrix in registers instead, which adds the sums of head j to row j of an accumulator that all heads share. This
+product runs during the arithmetic of the next head, up to `reuse`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.block import Block
-from dcvit.dcmha.pallas_gpu.config import QUERIES
+from dcvit.dcmha.pallas_gpu.config import DEPTH, QUERIES
 from dcvit.dcmha.pallas_gpu.ring import Ring
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
@@ -29,8 +30,13 @@ class Staging:
         self.block, self.config, self.scratch, self.out = block, block.config, block.scratch, block.out
 
     def reuse(self) -> None:
-        """Wait until the staging buffers may be written again."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """Wait until the staging buffers may be written again.
+
+        Only the matrix products of the next head, which `Ring.sweep` starts later, may be in flight.
+        """
+        if self.scratch.products is not None:
+            plgpu.wgmma_wait(len(self.scratch.scores) * len(self.config.terms))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # also a barrier: all warps have waited for their products
 
     def stage_rows(self, vectors: Sequence[Array]) -> None:
         """Write sums over keys, one vector of 64 queries for each channel."""
@@ -41,14 +47,9 @@ class Staging:
         """Write a tile of W or dS."""
         not_none(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
 
-    def stage_products(self, head: Array, tiles: Sequence[Array]) -> None:
-        """Write products to be summed over queries, and the one-hot matrix of a head."""
+    def stage_products(self, tiles: Sequence[Array]) -> None:
+        """Write products to be summed over queries."""
         c, w = self.config, self.block.warpgroup
-        if c.without_layouts:
-            rows = lax.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0)
-        else:
-            rows = plgpu.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0, layout=plgpu.Layout.WGMMA)
-        not_none(self.scratch.onehot)[w] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
         for channel, x in enumerate(tiles):
             for part in range(c.parts):
                 high = x.astype(jnp.bfloat16)
@@ -86,16 +87,24 @@ class Staging:
                 body(head, slot, products)
                 return carry
 
-            ring.sweep(2, step, (), then=lambda _: self.add_products(accumulator))
+            ring.sweep(2, step, (), then=lambda head: self.add_products(accumulator, head))
             return accumulator[...]
 
         sums = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
         self.save_col_sums(sums)
 
-    def add_products(self, accumulator: Ref) -> None:
-        """Add the sums over queries of the staged products to the head's row of the accumulator."""
-        w = self.block.warpgroup
-        for part in range(self.config.parts):
-            products = not_none(self.scratch.products).at[w, part]
-            plgpu.wgmma(accumulator, not_none(self.scratch.onehot).at[w], products)  # type: ignore[arg-type]
-        plgpu.wgmma_wait(0)
+    def add_products(self, accumulator: Ref, head: Array) -> None:
+        """Start to add the sums over queries of the staged products to the head's row of the accumulator."""
+        c, w, shape = self.config, self.block.warpgroup, (QUERIES, DEPTH)
+        if c.without_layouts:
+            rows = lax.broadcasted_iota(jnp.int32, shape, 0)
+        else:
+            rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        onehot = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
+        if self.scratch.onehot is not None:
+            self.scratch.onehot[w] = onehot
+            onehot = self.scratch.onehot.at[w]
+        for part in range(c.parts):
+            for first in range(0, QUERIES, DEPTH):  # one instruction each, so that all read the same registers
+                products = not_none(self.scratch.products).at[w, part, pl.ds(first, DEPTH)]
+                plgpu.wgmma(accumulator, onehot, products)  # type: ignore[arg-type]

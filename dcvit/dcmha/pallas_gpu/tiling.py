@@ -208,5 +208,5 @@ def max_stages(config: KernelConfig, pairs: int) -> int:
     staging = wide * QUERIES * itemsize + c.warpgroups * rows * QUERIES * 4
     if pairs > 1:
         channels = max(c.pre.channels("k"), c.post.channels("k"))
-        staging += c.warpgroups * QUERIES * (c.parts * channels * c.tile_keys + QUERIES) * 2
+        staging += c.warpgroups * QUERIES * c.parts * channels * c.tile_keys * 2
     return (SHARED_MEMORY_BYTES - staging) // slot
