@@ -22,10 +22,14 @@ Which: TypeAlias = Literal["pre", "post"]
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Ranks of one compose's query-wise and key-wise projections; 0 for an absent projection."""
+    """Ranks of one compose's query-wise and key-wise projections; 0 for an absent projection.
+
+    `key_wise` says whether it has key-wise weights. Without any, nothing computes with the zeros of the key-wise gate.
+    """
 
     q: int = 0
     k: int = 0
+    key_wise: bool = False
 
     @property
     def planes(self) -> int:

@@ -31,7 +31,7 @@ KERNELS = {
 
 
 class Results(NamedTuple):
-    """Outputs of a kernel; None for those that it does not have."""
+    """Outputs of a kernel; None for those that it does not have. Gradients of absent key-wise weights are zeros."""
 
     col_sums: Array | None = None  # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries
     planes: Array | None = None  # (B G planes T S), for the argument `planes` of a later kernel
@@ -64,7 +64,8 @@ def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeS
         ranks = c.post if kind == "post_grad" else c.pre
         channels = ranks.channels("q") + (kind == "post_grad")  # the last one is delta
         add("row_sums", c.batch, c.heads, c.key_tiles, channels, c.queries)
-        add("col_sums", c.batch, c.groups, c.queries // QUERIES, QUERIES, c.keys * ranks.channels("k"))
+        if ranks.key_wise:
+            add("col_sums", c.batch, c.groups, c.queries // QUERIES, QUERIES, c.keys * ranks.channels("k"))
     return found
 
 
@@ -179,4 +180,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     )
     sides = [part for pair in pairs for side in pair for part in side]
     outs = kernel(*sides, rows, cols, mask, visited, *([] if planes is None else [planes]))
-    return Results(**dict(zip(names, outs, strict=True)))
+    found = Results(**dict(zip(names, outs, strict=True)))
+    if kind in ("post_grad", "pre_grad") and found.col_sums is None:  # there are no key-wise weights
+        return found._replace(col_sums=jnp.zeros((c.batch, c.groups, 1, QUERIES, c.keys), jnp.float32))
+    return found

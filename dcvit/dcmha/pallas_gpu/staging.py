@@ -79,14 +79,18 @@ class Staging:
         self.block.store(where, x)
 
     def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array, list[Array]], None]) -> None:
-        """Run the last sweep; `body` stages products, and their sums over queries are stored at its end."""
-        shape = (QUERIES, not_none(self.out.col_sums).shape[-1] // self.config.key_tiles)
+        """Run the last sweep; `body` stages products, if any, and their sums over queries are stored at its end."""
+
+        def step(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+            body(head, slot, products)
+            return carry
+
+        if self.out.col_sums is None:
+            ring.sweep(2, step, ())
+            return
+        shape = (QUERIES, self.out.col_sums.shape[-1] // self.config.key_tiles)
 
         def accumulate(accumulator: Ref) -> Array:
-            def step(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
-                body(head, slot, products)
-                return carry
-
             ring.sweep(2, step, (), then=lambda head: self.add_products(accumulator, head))
             return accumulator[...]
 

@@ -62,7 +62,10 @@ class Tile:
         `transposed` computes the transposed compose, with q1 and k1.
         """
         q, k = self.config.channel("q", which), self.config.channel("k", which)
-        out = x * (self.row(slot, q) + self.col(slot, k))
+        gate = self.row(slot, q)
+        if self.config.ranks(which).key_wise:
+            gate = gate + self.col(slot, k)
+        out = x * gate
         for plane, weight in zip(planes, self.weights(slot, which, up=not transposed), strict=True):
             out = out + plane * weight
         return out
@@ -91,8 +94,7 @@ class Tile:
           hidden: its hidden planes.
           back: hidden planes of the transposed compose of `g`.
         """
-        q = self.config.ranks(which).q
-        gate = a * g
+        q, gate = self.config.ranks(which).q, a * g
         rows = [gate] + [a * x for x in back[:q]] + [g * x for x in hidden[:q]]
         cols = [gate] + [a * x for x in back[q:]] + [g * x for x in hidden[q:]]
-        return rows, cols
+        return rows, cols if self.config.ranks(which).key_wise else []

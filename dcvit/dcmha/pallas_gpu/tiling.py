@@ -165,7 +165,8 @@ def ranks(weights: ComposeWeights | None) -> Ranks:
     """Return the ranks of a compose."""
     if weights is None:
         return Ranks()
-    return Ranks(*(0 if x is None else x.shape[2] for x in (weights.q1, weights.k1)))
+    key_wise = any(x is not None for x in (weights.k1, weights.k2, weights.kg))
+    return Ranks(*(0 if x is None else x.shape[2] for x in (weights.q1, weights.k1)), key_wise)
 
 
 def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool) -> KernelConfig:
