@@ -145,9 +145,7 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
     return BACKENDS[name].load().attention(inputs, options)
 
 
-def decide(
-    inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None
-) -> str:  # fmt: skip
+def decide(inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None) -> str:
     """Return the backend that computes a call: the named one, or the best of the `candidates`.
 
     The first candidate is the best, unless there are kernels: then verdicts decide (`dcvit.dcmha.selection`). The
@@ -210,9 +208,7 @@ def candidates(
     return tuple(names), reasons
 
 
-def folds(
-    inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None
-) -> bool:  # fmt: skip
+def folds(inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
     """Return True if the composition of a call is folded into the queries and outputs of plain attention.
 
     It is wherever that is exact, because plain attention holds no scores; with small models on CPUs it may not be the

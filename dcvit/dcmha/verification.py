@@ -169,7 +169,7 @@ def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[s
 
 def _examine(
     case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], limits: Limits
-) -> dict[str, Verdict]:  # fmt: skip
+) -> dict[str, Verdict]:
     """Compute `examine` in the only process that verifies the case."""
     if limits.is_over():
         return found
