@@ -243,6 +243,8 @@ def cut(x: Array, axis: int, start: Array | int, size: int) -> Array:
 
 def pad(x: Array, axis: int, size: int) -> Array:
     """Append zeros to an axis up to `size`."""
+    if x.shape[axis] == size:
+        return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)

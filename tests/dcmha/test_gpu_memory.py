@@ -1,0 +1,141 @@
+"""Memory of attention on GPUs by automatic choice: the largest array of a traced program, for long rows.
+
+`python tests/dcmha/test_gpu_memory.py` prints the table of docs/performance.md; run it in the folder `tests`.
+"""
+
+import unittest
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from pallas_checks import weights_like
+
+from dcvit.dcmha import ComposeWeights, dispatch, selection
+from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.pallas_gpu import api, launch
+from dcvit.dcmha.segments import Segments
+
+TOKENS, HEADS, WIDTH = 32_768, 16, 64
+LIMIT = HEADS * TOKENS * TOKENS // 64 * 4  # bytes: H×T×T/64 numbers of float32
+BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
+# Branches of both composes ("" for plain attention), dtype, and what differs from a causal layer of 16 key heads.
+CASES = {
+    "DC": ("qk", BFLOAT16, {}),
+    "DC, float32": ("qk", FLOAT32, {}),
+    "DC, float16": ("qk", jnp.float16, {}),
+    "DC, not causal": ("qk", BFLOAT16, {"causal": False}),
+    "DC, window of 256": ("qk", BFLOAT16, {"window": 256}),
+    "DC, segments": ("qk", BFLOAT16, {"segments": True}),
+    "DC, mask of pairs": ("qk", BFLOAT16, {"mask": (1, 1, TOKENS, TOKENS)}),
+    "DC, mask of keys": ("qk", BFLOAT16, {"mask": (1, 1, 1, TOKENS)}),
+    "DC, static": ("qks", BFLOAT16, {}),
+    "static": ("s", BFLOAT16, {}),
+    "static, float32, window of 256": ("s", FLOAT32, {"window": 256}),
+    "DC, rank 1": ("qk", BFLOAT16, {"rank": 1}),
+    "DC, rank 4": ("qk", BFLOAT16, {"rank": 4}),
+    "DC, rank 8": ("qk", BFLOAT16, {"rank": 8}),
+    "DC, query-wise": ("q", BFLOAT16, {}),
+    "DC, key-wise": ("k", BFLOAT16, {}),
+    "DC, 4 groups": ("qk", BFLOAT16, {"groups": 4}),
+    "DC, 4 key heads": ("qk", BFLOAT16, {"key_heads": 4}),
+    "DC, folded": ("q", BFLOAT16, {"groups": 4, "key_heads": 4}),
+    "DC, folded, float32": ("q", FLOAT32, {"groups": 4, "key_heads": 4}),
+    "DC, heads of 256, float32": ("qk", FLOAT32, {"width": 256}),
+    "DC, a part of the queries": ("qk", BFLOAT16, {"queries": 8192, "first_query": 24_576}),
+    "DC, batch of 8": ("qk", BFLOAT16, {"batch": 8}),
+    "plain": ("", BFLOAT16, {}),
+    "plain, float32": ("", FLOAT32, {}),
+    "plain, float32, not causal": ("", FLOAT32, {"causal": False}),
+    "plain, float32, batch of 8": ("", FLOAT32, {"batch": 8}),
+    "plain, window of 256": ("", BFLOAT16, {"window": 256}),
+    "plain, segments": ("", BFLOAT16, {"segments": True}),
+    "plain, mask of pairs": ("", BFLOAT16, {"mask": (1, 1, TOKENS, TOKENS)}),
+    "plain, 4 key heads, float32": ("", FLOAT32, {"key_heads": 4}),
+}
+
+
+def make_call(branches, dtype, change):
+    """Inputs as ShapeDtypeStructs, and options, of a case."""
+    change = dict(change)
+    batch, queries, width = change.pop("batch", 1), change.pop("queries", TOKENS), change.pop("width", WIDTH)
+    key_heads, rank = change.pop("key_heads", HEADS), change.pop("rank", 2)
+    mask, segments = change.pop("mask", None), change.pop("segments", False)
+    options = Options(**{"causal": True, "scale": 0.1, **change})
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights = None
+    if branches:
+        dynamic = weights_like(array, batch, queries, TOKENS, HEADS, rank)._asdict()
+        chosen = {name: x if name[0] in branches.replace("s", "") else None for name, x in dynamic.items()}
+        size = HEADS // options.groups
+        static = array(options.groups, size, size) if "s" in branches else None
+        weights = ComposeWeights(**{**chosen, "static": static})
+    kv = array(batch, TOKENS, key_heads, width)
+    ids = Segments(array(batch, queries, dtype=jnp.int32), array(batch, TOKENS, dtype=jnp.int32)) if segments else None
+    mask = None if mask is None else array(*mask, dtype=bool)
+    return Inputs(array(batch, queries, HEADS, width), kv, kv, weights, weights, mask, ids), options
+
+
+def empty_outputs(kind, config, operands):
+    """The outputs of a kernel, which is not traced: its values are in registers and in shared memory."""
+    shapes = launch.output_shapes(config, kind)
+    return launch.Results(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
+
+
+def arrays_of(jaxpr):
+    """Yield the results of all operations of a program, also of those in loops and functions."""
+    for equation in jaxpr.eqns:
+        yield from (x.aval for x in equation.outvars)
+        for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(leaf, "eqns"):
+                yield from arrays_of(getattr(leaf, "jaxpr", leaf))
+
+
+def measure(name, policy="trust"):
+    """Return the automatic choice on a Hopper GPU, and the largest array of its forward and backward pass.
+
+    An array of as many booleans as the caller's mask is that mask in another shape.
+    """
+    inputs, options = make_call(*CASES[name])
+    with (
+        mock.patch.object(dispatch, "platform", return_value="gpu"),
+        mock.patch.object(dispatch, "splits_arrays", return_value=False),
+        mock.patch.object(api, "is_gpu", return_value=True),
+        mock.patch.object(api, "run", empty_outputs),
+        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", return_value=91000),
+        selection.selecting(selection.Selection(policy)),
+        unittest.TestCase().assertLogs("dcvit.dcmha", "INFO") as log,
+    ):
+        jaxpr = jax.make_jaxpr(
+            lambda inputs, cotangent: jax.vjp(lambda x: dispatch.attention(x, options), inputs)[1](cotangent)
+        )(inputs, inputs.q)
+    own = 0 if inputs.mask is None else inputs.mask.size
+    arrays = [x for x in arrays_of(jaxpr.jaxpr) if not (x.dtype == bool and x.size == own)]
+    return log.records[0].getMessage().split()[1], max(arrays, key=bytes_of)
+
+
+def bytes_of(x):
+    return x.size * x.dtype.itemsize
+
+
+@pytest.mark.parametrize("policy", ["trust", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(name, policy):
+    """With verified kernels, and without any."""
+    chosen, largest = measure(name, policy)
+    assert bytes_of(largest) < LIMIT * CASES[name][2].get("batch", 1), (chosen, largest)
+    if policy == "off":
+        assert chosen in ("blockwise", "cudnn")
+    elif "static" in name or "rank 8" in name or "float16" in name or "part" in name:
+        assert chosen == "blockwise"
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        (chosen, largest), (other, second) = measure(name), measure(name, "off")
+        print(f"| {name} | `{chosen}` | {bytes_of(largest) / 2**20:,.0f} | {largest.str_short(True)}", end="")
+        print(f" | `{other}` | {bytes_of(second) / 2**20:,.0f} |", flush=True)
