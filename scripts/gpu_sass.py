@@ -108,7 +108,7 @@ def sweeps(code: str) -> Iterator[list[Instruction]]:
         if start < last or not any(x.name == "HGMMA" for x in found[start:stop]):
             continue
         last = stop
-        copies = [range(n, target) for target, n in spans if start < n < target < stop]  # conditional regions
+        copies = [range(n + 1, target) for target, n in spans if start < n < target < stop]  # conditional regions
         copies = [x for x in copies if any(found[n].name == "UTMALDG" for n in x)]
         inner = [x for x in copies if not any(y != x and y.start >= x.start and y.stop <= x.stop for y in copies)]
         other = {n for x in inner[1:] for n in x}
