@@ -165,8 +165,8 @@ def ranks(weights: ComposeWeights | None) -> Ranks:
     """Return the ranks of a compose."""
     if weights is None:
         return Ranks()
-    key_wise = any(x is not None for x in (weights.k1, weights.k2, weights.kg))
-    return Ranks(*(0 if x is None else x.shape[2] for x in (weights.q1, weights.k1)), key_wise)
+    q, k = (0 if x is None else x.shape[2] for x in (weights.q1, weights.k1))
+    return Ranks(q, k, key_wise=weights.k1 is not None or weights.kg is not None)
 
 
 def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool) -> KernelConfig:
