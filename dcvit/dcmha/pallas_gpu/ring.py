@@ -68,7 +68,8 @@ class Ring:
 
     def start(self) -> None:
         """Start to fill all slots."""
-        lax.fori_loop(0, min(self.config.stages, self.steps), lambda step, _: self.fill(step), None)
+        count = jnp.int32(min(self.config.stages, self.steps))
+        lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step), None)
 
     def refill(self, step: Array) -> None:
         """Start to fill the slot of the step before again, when all warpgroups have finished reading it."""
