@@ -102,6 +102,7 @@ def run(kind, config, operands):
         }
     if "planes" in found:
         found["planes"] = jnp.stack(found["planes"], axis=2) if found["planes"] else None
-    found = {name: x.astype(output_shapes(c, kind)[name].dtype) for name, x in found.items() if x is not None}
-    assert jax.tree.map(jnp.shape, found) == {name: x.shape for name, x in output_shapes(c, kind).items()}
+    shapes = output_shapes(c, kind)
+    found = {name: found[name].astype(shape.dtype) for name, shape in shapes.items()}  # some have no column sums
+    assert jax.tree.map(jnp.shape, found) == {name: x.shape for name, x in shapes.items()}
     return Results(**found)

@@ -31,9 +31,10 @@ KERNELS = {
 
 
 class Results(NamedTuple):
-    """Outputs of a kernel; None for those that it does not have. Gradients of absent key-wise weights are zeros."""
+    """Outputs of a kernel; None for those that it does not have."""
 
-    col_sums: Array | None = None  # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries
+    # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries; None without key-wise weights
+    col_sums: Array | None = None
     planes: Array | None = None  # (B G planes T S), for the argument `planes` of a later kernel
     row_sums: Array | None = None  # (B H tiles channels T), to be added over tiles of keys
     tile: Array | None = None  # (B H T S), W or dS
@@ -180,7 +181,4 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     )
     sides = [part for pair in pairs for side in pair for part in side]
     outs = kernel(*sides, rows, cols, mask, visited, *([] if planes is None else [planes]))
-    found = Results(**dict(zip(names, outs, strict=True)))
-    if kind in ("post_grad", "pre_grad") and found.col_sums is None:  # there are no key-wise weights
-        return found._replace(col_sums=jnp.zeros((c.batch, c.groups, 1, QUERIES, c.keys), jnp.float32))
-    return found
+    return Results(**dict(zip(names, outs, strict=True)))

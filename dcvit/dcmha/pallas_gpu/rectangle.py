@@ -172,21 +172,25 @@ class Rectangle:
         return lax.dynamic_update_slice_in_dim(total, x, self.first_key, axis)
 
     def weight_gradients(
-        self, which: Which, rows: Array, cols: Array, gate_and_down: float, up: float
+        self, which: Which, rows: Array, cols: Array | None, gate_and_down: float, up: float
     ) -> tuple[Array, Array]:
         """Return the gradients of one compose's weights, (B H channels T) and (B H channels S).
 
         Args:
           which: the compose.
           rows: sums for query-wise weights (B H channels T).
-          cols: sums for key-wise weights, (B G 64 [tiles channels keys]); row j belongs to head j of a group.
+          cols: sums for key-wise weights of each tile of queries, (B G tiles 64 [tiles channels keys]), of which row j
+            belongs to head j of a group; None where there are no key-wise weights.
           gate_and_down: factor of the gradients of gates and down projections.
           up: factor of the gradients of up projections.
         """
-        c = self.config
-        cols = cols[:, :, : c.group_heads].reshape(c.batch, c.heads, c.key_tiles, -1, c.tile_keys)
-        cols = jnp.swapaxes(cols, 2, 3).reshape(c.batch, c.heads, -1, c.keys)
-        ranks = c.ranks(which)
+        c, ranks = self.config, self.config.ranks(which)
+        if cols is None:
+            cols = jnp.zeros((c.batch, c.heads, ranks.channels("k"), c.keys), jnp.float32)
+        else:
+            cols = jnp.sum(cols[:, :, :, : c.group_heads], axis=2)
+            cols = jnp.swapaxes(cols.reshape(c.batch, c.heads, c.key_tiles, -1, c.tile_keys), 2, 3)
+            cols = cols.reshape(c.batch, c.heads, -1, c.keys)
         q, k = (jnp.asarray([gate_and_down] * (1 + r) + [up] * r, jnp.float32)[:, None] for r in (ranks.q, ranks.k))
         return rows * q[None, None], cols * k[None, None]
 
