@@ -19,10 +19,9 @@ The backward pass needs the inputs and the log-sum-exp, B·H·T in float32. Each
 bfloat16 values, which takes three products instead of one and has an error of about 1e-5. On a backend without a GPU
 the kernels are interpreted, slowly.
 
-docs/performance.md has times on an H200. Compiled for sm_90a with ptxas 13 at rank 2 and D = 64, the kernels do not
-spill. Instructions of a warp for each head and sweep: for 16 scores a thread, 131 and 289 (statistics), 296 and 359
-(weights); for 8 scores a thread, 97, 256 and 546 (post_grad), 296 and 543 (pre_grad). The keys of a tile and the number
-of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those tried (docs/performance_notes.md).
+docs/performance.md has times on an H200, and docs/performance_notes.md the instructions, registers and waits of the
+kernels. The keys of a tile and the number of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those
+tried there.
 """
 
 from __future__ import annotations
