@@ -24,9 +24,9 @@ def ignore(head: Array) -> None:
 class Ring:
     """Ring of at least two slots. Step s of all sweeps processes head s % heads in slot s % stages.
 
-    At the start of step s, the slot of step s - 1 is filled again, and the products of step s + 1 are started. The
-    warpgroups that compute also copy: a block with one more would have fewer registers for each thread, because
-    `setmaxnreg` has no effect in the code that XLA links.
+    At the start of step s, the slot of step s - 1 is filled again, and with more than two slots, the products of step
+    s + 1 are started. The warpgroups that compute also copy: a block with one more would have fewer registers for each
+    thread, because `setmaxnreg` has no effect in the code that XLA links.
 
     A phase of `full` ends with the last copy into its slot; one of `empty`, with the last warpgroup that has finished
     reading a slot which will be filled again. Each warpgroup waits once for each phase: for `full` before it reads the
@@ -35,6 +35,8 @@ class Ring:
     """
 
     def __init__(self, block: Block, sweeps: int) -> None:
+        if block.config.stages < 2:
+            raise ValueError(f"a ring needs two slots, found {block.config.stages}")
         self.block, self.config, self.scratch = block, block.config, block.scratch
         self.sweeps, self.steps = sweeps, sweeps * block.config.group_heads
         self.number = 0  # of the next sweep
@@ -141,10 +143,10 @@ class Ring:
         """
         c, number = self.config, self.number
         self.number += 1
-        first = number * c.group_heads
-        if number == 0:
+        first, look_ahead = number * c.group_heads, c.stages > 2  # two slots leave no time for copies of the next head
+        if look_ahead and number == 0:
             plgpu.barrier_wait(self.scratch.full.at[0])
-        for pair in range(len(self.ahead), pairs):
+        for pair in range(len(self.ahead), pairs if look_ahead else 0):
             self.ahead.append(self.product(jnp.int32(first % c.stages), pair))
 
         def step(head: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
@@ -152,9 +154,13 @@ class Ring:
             now = first + head
             slot, following = lax.rem(now, jnp.int32(c.stages)), lax.rem(now + 1, jnp.int32(c.stages))
             self.refill(now)
-            # The last step has no next one: it computes products of any slot, which nothing uses.
-            pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
-            products, carry = self.products_during(following, pairs, lambda: body(head, slot, products, carry))
+            if look_ahead:
+                # The last step has no next one: it computes products of any slot, which nothing uses.
+                pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
+                products, carry = self.products_during(following, pairs, lambda: body(head, slot, products, carry))
+            else:
+                plgpu.barrier_wait(self.scratch.full.at[slot])
+                carry = body(head, slot, [self.product(slot, pair) for pair in range(pairs)], carry)
             then(head)
             if number < self.sweeps - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
