@@ -51,7 +51,7 @@ def get_config(
     config.pp_predict = pp_eval + "|value_range(-1, 1)"
 
     config.model_name = "vit"
-    config.model = {"variant": variant, "pool_type": "gap", "posemb": "sincos2d"}
+    config.model = {"variant": variant, "pool_type": "gap", "posemb": "sincos2d", "dtype_mm": "auto"}
 
     config.loss = "softmax_xent"
     config.mixup = 0.2 if augment == "strong" else 0.0

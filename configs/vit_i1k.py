@@ -24,7 +24,7 @@ The released training configuration and the paper's text differ:
     as_released=true    the released DCViT also has a LayerNorm over q and k and the static projection W_b, which are
                         not in the text and its parameter count: 22,705,480 parameters instead of 22,703,080
 
-On TPUs, activations are bfloat16 (dtype_mm="auto"); parameters, norms, softmax and logits are float32 on all platforms.
+On TPUs and GPUs, activations are bfloat16 (dtype_mm="auto"); parameters, norms, softmax and logits are always float32.
 The paper and big_vision's config train with float32 activations: --config.model.dtype_mm=float32.
 
 The data is imagenet2012 of tensorflow-datasets or, with data=FOLDER, ImageNet-1k as the Hugging Face Hub stores it:

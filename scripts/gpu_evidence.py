@@ -82,7 +82,7 @@ def parts(tiny: bool) -> list[Part]:
         Part("kernels", ("-m", "dcvit", "check-kernels", *cases, "--json", "--seconds", "30"), 150),
         Part("generation", (__file__, "--generate", "{out}/generation.json", *["--tiny"] * tiny), 60),
         training("vit_digits", *["--config.total_epochs=1"] * tiny),
-        training("lm_stdlib", *["--config.total_steps=2"] * tiny),
+        training("lm_stdlib", *["--config.total_steps=2", "--config.evals.validation.data.limit=8"] * tiny),
         Part("profile", (str(layers), "--shapes", *shapes[-1:], "--rounds", "1"), 90, needs="ncu", before=PROFILER),
     ]
 

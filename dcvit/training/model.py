@@ -30,14 +30,22 @@ LOG = logging.getLogger(__name__)
 SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
 
 
-def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
+@typing.runtime_checkable
+class Device(typing.Protocol):
+    """A device of JAX or of a topology. Those of GPUs also have a `compute_capability`."""
+
+    platform: str
+
+
+def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
     """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
 
-    The value "auto" of `config.model.dtype_mm` is bfloat16 on TPUs, and float32 on other platforms.
+    The value "auto" of `config.model.dtype_mm` is bfloat16 on TPUs and GPUs, and float32 on CPUs and on NVIDIA GPUs
+    older than compute capability 8.0, which do not multiply bfloat16 numbers.
 
     Args:
       config: the config.
-      platform: the platform of the model's devices; by default that of JAX.
+      device: a device of the model; by default JAX's first one.
 
     Raises:
       ConfigError: an unknown model, variant or field, or a value of the wrong type.
@@ -47,7 +55,7 @@ def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
     # Tuples, because jax.jit needs a module to be hashable.
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
     if fields.get("dtype_mm") == "auto":
-        fields["dtype_mm"] = "bfloat16" if (platform or jax.default_backend()) == "tpu" else "float32"
+        fields["dtype_mm"] = _automatic_dtype(jax.devices()[0] if device is None else device)
     variant = fields.pop(task.variant_key, None)
     for key in (task.outputs_key, "name", "parent"):
         if key in fields:
@@ -61,6 +69,13 @@ def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model: {e}") from None
     return model
+
+
+def _automatic_dtype(device: Device) -> str:
+    """Return the dtype of the computation of a device where the config leaves it open."""
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are like "gfx942"
+    multiplies = device.platform == "tpu" or (device.platform == "gpu" and capability[:2] not in ("5.", "6.", "7."))
+    return "bfloat16" if multiplies else "float32"
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:

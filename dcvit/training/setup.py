@@ -143,7 +143,7 @@ def parse(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pa
     Raises:
       ConfigError: a value is invalid, or model, mesh and batch do not fit each other.
     """
-    module = make_model(config, devices[0].platform if devices else None)
+    module = make_model(config, devices[0] if devices else None)
     mesh = _make_mesh(config, module, devices)
     batch_size, corrupt = read_input(config, mesh)
     return Parsed(config, module, mesh, batch_size, corrupt)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -227,13 +228,19 @@ def test_missing_training_data_has_a_stand_in_for_compilation(labels):
         setup.load_setup("vit_digits", words)
 
 
-def test_activations_are_bfloat16_on_tpus_where_the_config_leaves_it_open():
-    config = configs.load("vit_i1k")
+@pytest.mark.parametrize("spec", ["vit_i1k", "vit_cifar", "vit_folder:data_dir=data"])
+def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_open(spec):
+    config = configs.load(spec, ["num_classes=10"])
     assert config.model.dtype_mm == "auto"
     assert setup.make_model(config).dtype_mm == "float32"  # the tests run on CPUs
-    assert setup.make_model(config, "tpu").dtype_mm == "bfloat16"
-    chosen = configs.load("vit_i1k", ["model.dtype_mm=float32"])
-    assert setup.make_model(chosen, "tpu").dtype_mm == "float32"
+    capabilities = {"tpu": None, "gpu": "9.0", "gpu, AMD": "gfx942", "gpu, old": "7.5"}
+    found = {
+        name: setup.make_model(config, SimpleNamespace(platform=name[:3], compute_capability=value)).dtype_mm
+        for name, value in capabilities.items()
+    }
+    assert found == {"tpu": "bfloat16", "gpu": "bfloat16", "gpu, AMD": "bfloat16", "gpu, old": "float32"}
+    chosen = configs.load(spec, ["num_classes=10", "model.dtype_mm=float32"])
+    assert setup.make_model(chosen, SimpleNamespace(platform="tpu")).dtype_mm == "float32"
 
 
 def test_images_of_another_name_are_not_a_traceback_with_pp_predict():
