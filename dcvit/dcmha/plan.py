@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 # The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
 MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
-# Scores of all heads and examples, 4 GiB in float32; with more, no candidate on a GPU holds them, unless for dropout.
+# Scores of all heads and examples, 4 GiB in float32; with as many, no candidate on a GPU holds them, unless for dropout.
 MAX_GPU_SCORES = 2**30
 
 Implementation: TypeAlias = Callable[[Inputs, Options], Array]  # a function that computes attention
@@ -205,7 +205,7 @@ def candidates(
             names.append(name)
         else:
             reasons[name] = reason
-    return tuple(names), reasons
+    return tuple(names) or ("reference",), reasons  # another platform
 
 
 def folds(inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
@@ -284,7 +284,7 @@ def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
     key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(options), **_settings()})}"
     kernels = frozenset(name for name in names if BACKENDS[name].is_kernel)
     return Case(
-        _describe(inputs, options), key, arrays, functions, kernels, of_arrays(_by_example),
+        _describe(inputs, options), key, arrays, functions, kernels, of_arrays(reference_of(inputs)),
         is_inference=inputs.q.shape[1] == 1,
     )  # fmt: skip
 
@@ -294,15 +294,21 @@ def _kind(inputs: Inputs, options: Options) -> str:
 
     A part of the queries (`Options.first_query`) on a GPU counts as long, because `pallas_gpu` needs all queries.
     """
-    (batch, queries, heads, _), here = inputs.q.shape, device.platform()
+    queries, here = inputs.q.shape[1], device.platform()
     scores, is_plain = queries * inputs.k.shape[1], inputs.pre is None and inputs.post is None
     if queries == 1:
         return ONE
-    if here == "gpu" and (options.first_query or batch * heads * scores > MAX_GPU_SCORES):
+    if here == "gpu" and (options.first_query or is_long(inputs)):
         return LONG_PLAIN if is_plain else LONG_COMPOSED
     if here == "cpu" and is_plain and scores < MAX_SCORES_FOR_PLAIN_XLA:
         return SMALL
     return PLAIN if is_plain else COMPOSED
+
+
+def is_long(inputs: Inputs) -> bool:
+    """Return True if a call has so many scores that no automatic choice on a GPU holds them."""
+    batch, queries, heads, _ = inputs.q.shape
+    return batch * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
 
 def _settings() -> dict[str, object]:
@@ -315,6 +321,13 @@ def _settings() -> dict[str, object]:
 
 def _facts(facts: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in facts.items())
+
+
+def reference_of(inputs: Inputs) -> Implementation:
+    """Return what the results of kernels are compared with; for long rows, it holds the scores of a block of them."""
+    _, queries, heads, _ = inputs.q.shape
+    is_long_example = heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
+    return BACKENDS["blockwise"].load().attention if is_long_example else _by_example
 
 
 def _by_example(inputs: Inputs, options: Options) -> Array:

@@ -20,7 +20,7 @@ from dcvit.dcmha.verdicts import Verdicts, fastest
 from dcvit.dcmha.verification import BUDGET, SECONDS, Case, examine, warn_once
 
 Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
-VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code that is not inside `selecting`
+VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code outside of `selecting`, and of training
 
 
 @dataclasses.dataclass
@@ -95,7 +95,7 @@ def verify(
         is traced, not run. JAX remembers traces of compiled functions: call this before their first use.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
       seconds: limit of compiling, and of running, one implementation.
-      forward_only: return the implementations with the fastest output, instead of output and gradients.
+      forward_only: select the fastest output, instead of output and gradients, in this process from now on.
 
     Returns:
       The selected implementation of each case that has kernels.
@@ -106,6 +106,7 @@ def verify(
     with selecting(Selection("verify", seconds, forward_only=forward_only, budget=math.inf)) as selection:
         jax.eval_shape(lambda *x: function(*x), *args)  # a new function, which has no trace yet
     _DEFAULT.chosen.update(selection.chosen)
+    _DEFAULT.forward_only = forward_only
     return selection.chosen
 
 
@@ -138,7 +139,8 @@ def select(case: Case) -> str:
         name = ""
     else:
         name = _fastest(case, store, selection)
-    selection.chosen[key] = name
+    if name or selection.policy != "known" or selection.share is not None:  # verdicts may become known
+        selection.chosen[key] = name
     return name
 
 
@@ -152,8 +154,8 @@ def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
             warn_once(f"{name} is not used for {case.label}: {found[name].status}: {found[name].reason}")
     if not verifies and not case.kernels <= found.keys():
         warn_once(
-            f"{' and '.join(sorted(case.kernels))} are not verified on {store.environment['device']}: slower "
-            "implementations may be used; run `dcvit check-kernels` or dcvit.dcmha.verify"
+            f"no verdict on {' and '.join(sorted(case.kernels))} on {store.environment['device']}: slower "
+            "implementations may be used; run `dcvit check-kernels --config CONFIG` or dcvit.dcmha.verify"
         )
     if case.default not in (None, *found):  # a kernel is not known to be faster than what is used without it
         return ""

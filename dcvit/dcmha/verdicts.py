@@ -52,6 +52,7 @@ class Verdict:
       forward_milliseconds: median time of the output alone; None if it was not timed.
       seconds: the limit of compiling, and of running, that the implementation had.
       when: time of the verdict, in seconds since 1970.
+      tries: how often the implementation was tried.
     """
 
     status: str
@@ -61,6 +62,7 @@ class Verdict:
     forward_milliseconds: float | None = None
     seconds: float = 0.0
     when: float = dataclasses.field(default_factory=time.time)
+    tries: int = 1
 
     @property
     def passed(self) -> bool:
@@ -70,10 +72,11 @@ class Verdict:
     def is_final(self, seconds: float) -> bool:
         """Return False if the implementation is to be tried (again) with a limit of `seconds`.
 
-        A failure or a time-out is, a day later or with a longer limit. What is wrong stays wrong in its environment.
+        A failure or a time-out is: once a day later, and with a longer limit. What is wrong stays wrong in its
+        environment.
         """
-        is_recent = seconds <= self.seconds and abs(time.time() - self.when) < DAY
-        return self.status in (PASSED, WRONG) or (self.status != STARTED and is_recent)
+        is_recent = abs(time.time() - self.when) < DAY or self.tries > 1
+        return self.status in (PASSED, WRONG) or (self.status != STARTED and seconds <= self.seconds and is_recent)
 
 
 Cases: TypeAlias = dict[str, dict[str, Verdict]]  # by the key of a case and the name of an implementation
@@ -239,7 +242,7 @@ def _verdict(fields: Mapping[str, object]) -> Verdict:
     """Return the verdict of a file's fields; raise ValueError or TypeError if they are not as written."""
     verdict = Verdict(**fields)  # type: ignore[arg-type]
     measured = [x for x in (verdict.error, verdict.milliseconds, verdict.forward_milliseconds) if x is not None]
-    numbers = [*measured, verdict.seconds, verdict.when]
+    numbers = [*measured, verdict.seconds, verdict.when, verdict.tries]
     if verdict.status not in STATUSES or not all(type(x) in (int, float) and 0 <= x < 1e308 for x in numbers):
         raise ValueError(f"a verdict has invalid fields: {fields}")
     if verdict.passed and (len(measured) != 3 or verdict.reason or measured[0] > LARGEST_ERROR):

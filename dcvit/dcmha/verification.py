@@ -186,18 +186,21 @@ def _examine(
             break
         before = found.get(name)
         if before is not None and before.status == verdicts.STARTED and before.reason:
-            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
+            failed = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
+            found[name] = dataclasses.replace(failed, tries=before.tries)
             store.write(case.key, name, found[name])
             continue
         has_ended = before is not None and before.status == verdicts.STARTED  # an earlier process, meanwhile
-        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else ""))
+        tries = 1 if before is None else before.tries + (before.status in verdicts.BAD)
+        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else "", tries=tries))
         kept = before
         try:
-            found[name] = _verdict(case, name, (arrays, cotangent), expected, limits)
+            verdict = _verdict(case, name, (arrays, cotangent), expected, limits)
+            found[name] = dataclasses.replace(verdict, tries=tries)
             if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
                 kept = found[name]  # else there may be more memory at the next start
         except DeviceHungError as e:
-            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds)
+            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds, tries=tries)
             raise
         finally:  # also if the user interrupts it
             store.write(case.key, name, kept)
@@ -221,7 +224,7 @@ def _verdict(
         results, difference, times = _in_thread(lambda: _run(programs, inputs, REPETITIONS * is_kernel), limit)
     except TimeoutError:
         if not is_kernel:  # it is slow
-            return Verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {limit:.0f} s", seconds=limit / 10)
+            return verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {limit:.0f} s")
         raise DeviceHungError(
             f"{name} did not finish on the device in {limit:.0f} s for {case.label}; the same command will not use it"
         ) from None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcvit.dcmha import Dropout, folded, plan
+from dcvit.dcmha import Dropout, device, folded, plan
 from dcvit.dcmha.inputs import Composition, Inputs, Options
 from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Float
@@ -81,8 +81,8 @@ def place(inputs: Inputs, options: Options, *, implementation: str | None, dropo
     heads of another device, tokens are split over "tensor" too, instead of the heads.
 
     Where the tokens are not split and heads are composed with heads of another device, the compiler splits "reference",
-    which exchanges the least. If an implementation is named, each device of the "tensor" axis computes all heads
-    instead. On a mesh with axes of other names, the compiler splits the examples as their inputs are.
+    which exchanges the least. If an implementation is named, or rows are long and the devices are GPUs, each device of
+    the "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the examples as their inputs are.
     """
     mesh = active_mesh()
     if mesh is None or dropout is not None:
@@ -93,7 +93,8 @@ def place(inputs: Inputs, options: Options, *, implementation: str | None, dropo
     tokens = context_attention.token_axes(inputs, options, mesh, with_tensor=not is_independent)
     if implementation == "reference" and not tokens:
         return Placement(implementation)
-    if tensor > 1 and implementation is None and not is_independent and not tokens:
+    holds_scores = device.platform() != "gpu" or not plan.is_long(inputs)  # no automatic choice does for long rows
+    if tensor > 1 and implementation is None and not is_independent and not tokens and holds_scores:
         return Placement("reference")
     # Heads with masks of their own are examples of one head (`dcvit.models.dcmha.heads_as_examples`).
     spread = (*BATCH, "tensor") if heads == 1 and is_independent else BATCH

@@ -21,8 +21,8 @@ from dcvit.reproduction.seeded import Run
 from dcvit.reproduction.tables import Chart, Row, Table
 
 Fields: TypeAlias = Mapping[str, object]  # of a model
-COMPOSE = {"plain": {"compose": None}, "composed": {"compose": "both"}}
-DTYPES = {dtype: {"dtype_mm": dtype} for dtype in ("float32", "bfloat16")}
+COMPOSE: dict[str, Fields] = {"plain": {"compose": None}, "composed": {"compose": "both"}}
+DTYPES: dict[str, Fields] = {dtype: {"dtype_mm": dtype} for dtype in ("float32", "bfloat16")}
 MIN_GAIN = 1.0  # percentage points
 SOLAR_CELLS = "runs/solar_cells"  # the folder that scripts/solar_cells.py makes
 

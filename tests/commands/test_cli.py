@@ -158,7 +158,7 @@ def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
         logging.getLogger("dcvit.anything").info("a line of %s", "dcvit")
         logging.getLogger("input_pipeline.anything").warning("a line of input_pipeline")
         logging.getLogger("dcvit.anything").debug("not printed")
-        logging.getLogger("dcvit.dcmha.dispatch").info("not printed")
+        logging.getLogger("dcvit.dcmha.plan").info("not printed")
         logging.getLogger("another").error("not printed by this handler")
         return 0
 

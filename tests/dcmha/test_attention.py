@@ -287,7 +287,7 @@ NAN = [  # implementation, and a local layer: tokens, window. Several blocks of 
 def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(place, implementation, tokens, window):
     branches = None if "plain" in place else "qkpg"
     at, place = tokens // 2, place.removeprefix("plain ")
-    attend = dispatch.IMPLEMENTATIONS[implementation]
+    attend = plan.BACKENDS[implementation].load().attention
     found = queries_with_nan(attend, place, tokens, at, window, branches=branches, rank=1)
     assert found == ([at] if place[0] == "q" else list(range(at, at + window)))
 

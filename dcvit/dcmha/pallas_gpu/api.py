@@ -11,7 +11,7 @@ kernels process all heads tile by tile (`dcvit.dcmha.pallas_gpu.tile`) and write
 W = C_post(softmax(C_pre(scale·q·k))), in the backward pass also dS, in the inputs' dtype; tiles without an attended key
 are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and dSᵀ·q. W and dS are written once and read once or
 twice. Scores and uncomposed weights stay on the chip. The 2R hidden planes of a compose are passed from one kernel to
-the next in global memory. All arrays that the kernels write for a rectangle have at most `WORKSPACE_BYTES`: a layer
+the next in global memory. What the kernels write for a rectangle has at most `WORKSPACE_BYTES` at a time: a layer
 with more is computed in parts of its examples, with fewer queries in a rectangle, and in parts of its groups
 (`dcvit.dcmha.pallas_gpu.tiling.partition`).
 
@@ -20,8 +20,8 @@ bfloat16 values, which takes three products instead of one and has an error of a
 the kernels are interpreted, slowly.
 
 docs/performance.md has times on an H200, and docs/performance_notes.md the instructions, registers and waits of the
-kernels. The keys of a tile and the number of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those
-tried there.
+kernels. The keys of a tile and the number of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` were the fastest of those
+tried with an earlier ring, which had a warpgroup that only copied.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Ring:
         return rows, cols
 
     def fill(self, step: Array) -> None:
-        """Start the copies of one step; two warpgroups share them."""
+        """Start the copies of one step, which the warpgroups share."""
         c = self.config
         slot = lax.rem(step, jnp.int32(c.stages))
 
@@ -132,8 +132,8 @@ class Ring:
     ) -> Carry:
         """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
 
-        The tensor cores compute the products of the first `pairs` pairs of a head during `body` of the head before,
-        because reading an accumulator waits for all matrix products.
+        With more than two slots, the products of the first `pairs` pairs of the next head are started before `body` and
+        read after it, because a read waits for all matrix products.
 
         Args:
           pairs: number of pairs whose products `body` uses.
