@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 # The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
 MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
-# Scores of all heads and examples, 4 GiB in float32; with as many, no candidate on a GPU holds them, unless for dropout.
+# Scores of all heads and examples, 4 GiB in float32. With as many, only dropout holds them on GPUs.
 MAX_GPU_SCORES = 2**30
 
 Implementation: TypeAlias = Callable[[Inputs, Options], Array]  # a function that computes attention

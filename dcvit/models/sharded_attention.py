@@ -80,9 +80,10 @@ def place(inputs: Inputs, options: Options, *, implementation: str | None, dropo
     Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
     heads of another device, tokens are split over "tensor" too, instead of the heads.
 
-    Where the tokens are not split and heads are composed with heads of another device, the compiler splits "reference",
-    which exchanges the least. If an implementation is named, or rows are long and the devices are GPUs, each device of
-    the "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the examples as their inputs are.
+    Where the tokens are not split and heads are composed with heads of another device, the compiler splits
+    "reference", which exchanges the least. If an implementation is named, or rows are long and the devices are
+    GPUs, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the
+    compiler splits the examples as their inputs are.
     """
     mesh = active_mesh()
     if mesh is None or dropout is not None:

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import AxisType
 from pallas_checks import weights_like
 
 from dcvit.dcmha import ComposeWeights, device, plan, selection
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_gpu import api, launch
 from dcvit.dcmha.segments import Segments
+from dcvit.models import sharded_attention
 
 TOKENS, HEADS, WIDTH = 32_768, 16, 64
 LIMIT = HEADS * TOKENS * TOKENS // 64 * 4  # bytes: H×T×T/64 numbers of float32
@@ -135,6 +137,16 @@ def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(
         assert chosen in ("blockwise", "cudnn")
     elif "static" in name or "rank 8" in name or "float16" in name or "part" in name:
         assert chosen == "blockwise"
+
+
+@pytest.mark.parametrize(("queries", "implementation"), [(TOKENS - 1, None), (63, "reference")])
+def test_long_rows_are_not_given_to_the_reference_on_a_mesh_of_gpus(queries, implementation):
+    """Heads compose with those of another device, and the tokens cannot be split: each device computes all heads."""
+    inputs, options = make_call("qk", BFLOAT16, {"queries": queries, "causal": False})
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), mock.patch.object(device, "platform", return_value="gpu"):
+        placement = sharded_attention.place(inputs, options, implementation=None, dropout=None)
+    assert (placement.implementation, placement.heads) == (implementation, None)
 
 
 if __name__ == "__main__":
