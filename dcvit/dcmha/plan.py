@@ -305,10 +305,10 @@ def _kind(inputs: Inputs, options: Options) -> str:
     return PLAIN if is_plain else COMPOSED
 
 
-def is_long(inputs: Inputs) -> bool:
-    """Return True if a call has so many scores that no automatic choice on a GPU holds them."""
+def is_long(inputs: Inputs, examples: int | None = None) -> bool:
+    """Return True if some examples, by default all, have too many scores for an automatic choice on a GPU to hold."""
     batch, queries, heads, _ = inputs.q.shape
-    return batch * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
+    return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
 
 def _settings() -> dict[str, object]:
@@ -325,9 +325,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 
 def reference_of(inputs: Inputs) -> Implementation:
     """Return what the results of kernels are compared with; for long rows, it holds the scores of a block of them."""
-    _, queries, heads, _ = inputs.q.shape
-    is_long_example = heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
-    return BACKENDS["blockwise"].load().attention if is_long_example else _by_example
+    return BACKENDS["blockwise"].load().attention if is_long(inputs, examples=1) else _by_example
 
 
 def _by_example(inputs: Inputs, options: Options) -> Array:

@@ -75,14 +75,9 @@ def scaled(name: str) -> Trained:
     )  # fmt: skip
 
 
-def on_images(experiment: images.Experiment) -> Trained:
-    """Return the computation of a comparison of ViTs."""
+def compared(experiment: images.Experiment | equal_time.Stage) -> Trained:
+    """Return the computation of a comparison of ViTs, or of forms of composition at equal time."""
     return Trained(experiment.plan, experiment.table, experiment.steps, experiment.name)
-
-
-def at_equal_time(stage: equal_time.Stage) -> Trained:
-    """Return the computation of a stage of the search for a composition that gains at equal time."""
-    return Trained(stage.plan, stage.table, stage.steps, stage.name)
 
 
 COMMANDS = "commands, slices and hours of the runs"
@@ -156,32 +151,32 @@ ENTRIES = {
     "forms": Entry(
         "forms of composition at equal time, not in the paper",
         f"{len(equal_time.FORMS)} small language models, trained for the same time",
-        compute=at_equal_time(equal_time.SCREENED),
+        compute=compared(equal_time.SCREENED),
     ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",
-        compute=on_images(images.DIGITS),
+        compute=compared(images.DIGITS),
     ),
     "image_scenes": Entry(
         "composition in ViTs that count digits in scenes, not in the paper",
         "a ViT and a DCViT, each scene seen once",
-        compute=on_images(images.SCENES),
+        compute=compared(images.SCENES),
     ),
     "photographs": Entry(
         "composition in ViTs on photographs of solar cells, not in the paper",
         f"a ViT and a DCViT on the images that scripts/solar_cells.py writes to {images.SOLAR_CELLS}",
-        compute=on_images(images.PHOTOGRAPHS),
+        compute=compared(images.PHOTOGRAPHS),
     ),
     "bfloat16_digits": Entry(
         "accuracy with activations in bfloat16 on digits, not in the paper",
         "a ViT and a DCViT in float32 and in bfloat16",
-        compute=on_images(images.BFLOAT16_DIGITS),
+        compute=compared(images.BFLOAT16_DIGITS),
     ),
     "bfloat16_photographs": Entry(
         "accuracy with activations in bfloat16 on photographs, not in the paper",
         f"a ViT and a DCViT in float32 and in bfloat16 on the images in {images.SOLAR_CELLS}",
-        compute=on_images(images.BFLOAT16_PHOTOGRAPHS),
+        compute=compared(images.BFLOAT16_PHOTOGRAPHS),
     ),
 }  # fmt: skip
 
