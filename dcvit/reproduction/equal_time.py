@@ -140,4 +140,4 @@ def verdict(difference: Mean) -> str:
     return "gain" if mean < 0 else "loss"
 
 
-SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 150, seed=100)
+SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 400, seed=100)
