@@ -24,13 +24,14 @@ from input_pipeline.errors import (
 )
 
 __all__ = [
-    "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex", "check_values",
-    "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
-    "unknown_key",
+    "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex",
+    "check_values", "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest",
+    "type_name", "unknown_key",
 ]  # fmt: skip
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"  # what a model computes
 REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from dcvit.errors import CheckpointError, ConfigError
-from dcvit.inference.model import NOT_FINITE
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
 from dcvit.inference.sampling import Sampling, sample
 from dcvit.models.lm import LM, head_kernel, init_cache, unembed
 

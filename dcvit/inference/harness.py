@@ -19,9 +19,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from dcvit.errors import CheckpointError, ConfigError
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
 from dcvit.inference.generation import Options, Params, cast_params, generate
-from dcvit.inference.model import NOT_FINITE
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.inference.texts import end_of_text

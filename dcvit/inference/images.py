@@ -21,8 +21,8 @@ from jaxtyping import Float32
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
-from dcvit.errors import CheckpointError, ConfigError, InputError, checked, escaped, type_name
-from dcvit.inference.model import BATCH, NOT_FINITE, Images, LoadedModel, Tokens, apply
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
+from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess

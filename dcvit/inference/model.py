@@ -22,7 +22,7 @@ from jaxtyping import Array
 from PIL import Image
 
 from dcvit.dcmha.reference import AttentionMatrices
-from dcvit.errors import CheckpointError, ConfigError, InputError, checked, nearest
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, nearest
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
@@ -36,7 +36,6 @@ ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 Images: TypeAlias = ImageInput | Iterable[ImageInput]
 Tokens: TypeAlias = str | Sequence[int | np.integer] | np.ndarray | Array  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
-NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"
 Result = TypeVar("Result")
 
 

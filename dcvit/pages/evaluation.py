@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 import dcvit
-from dcvit.errors import CheckpointError, ConfigError
-from dcvit.inference.model import NOT_FINITE
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render

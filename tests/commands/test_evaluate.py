@@ -14,8 +14,7 @@ from trained_workdirs import DIGITS, load_params
 
 import dcvit
 from dcvit import cli, evaluate, predict
-from dcvit.errors import CheckpointError, InputError
-from dcvit.inference.model import NOT_FINITE
+from dcvit.errors import NOT_FINITE, CheckpointError, InputError
 from dcvit.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
