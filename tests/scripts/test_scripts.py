@@ -163,7 +163,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypat
 
 BENCHMARKS = """
 import sys
-for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy"):
+for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
 import bench_dcmha, bench_train, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
 """
