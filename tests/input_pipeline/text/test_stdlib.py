@@ -48,3 +48,24 @@ def test_rows_equal_those_of_the_same_files_read_as_text(tmp_path):
 def test_invalid_options_are_named(options, message):
     with pytest.raises(ip.InputError, match=message):
         ip.open_source("stdlib", **options)
+
+
+def test_an_installed_package_is_in_one_split_as_a_whole(tmp_path, monkeypatch):
+    paths = {"stdlib": tmp_path / "library", "purelib": tmp_path / "packages"}
+    names = [f"package{i}" for i in range(100)]
+    for name in names:
+        for file in ("a.py", "inside/b.py"):
+            corpora.write(paths["purelib"] / name / file, f"{name}/{file}".encode())
+        corpora.write(paths["stdlib"] / f"{name}.py", name.encode())
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(paths[name]))
+    sources = {split: ip.open_source("stdlib", split=split, packages=True) for split in ("train", "validation")}
+    held = {split: {file.split("/")[1] for file in source.files if "/" in file} for split, source in sources.items()}
+    assert held["train"] | held["validation"] == {*names}
+    assert held["validation"]
+    assert not held["train"] & held["validation"]
+    for split, source in sources.items():
+        alone = ip.open_source("stdlib", split=split)
+        assert source.files[: len(alone.files)] == alone.files
+        assert len(source.files) == len(alone.files) + 2 * len(held[split])
+        text = bytes(source.tokens[source.tokens < 256].tolist()).decode()
+        assert all(f"{name}/inside/b.py" in text for name in held[split])
