@@ -1,6 +1,7 @@
 """Measurements on a GPU in the order of their worth, in a limited time, with a file of results after each part.
 
     python scripts/gpu_evidence.py --minutes 9 --out gpu           on a machine with a GPU
+    python scripts/gpu_evidence.py --minutes 9 --out gpu --parts equal_time    its last part, which takes as long
     python scripts/gpu_evidence.py --tiny --out rehearsal          the same commands with small shapes, on a CPU
 
 The programs of all parts are first compiled side by side, into a compilation cache. Then each part runs alone under its
@@ -55,6 +56,7 @@ class Part(NamedTuple):
 def parts(tiny: bool) -> list[Part]:
     """Return the parts in the order of their worth."""
     train, layers = ROOT / "scripts" / "bench_train.py", ROOT / "scripts" / "bench_dcmha.py"
+    equal = (str(ROOT / "scripts" / "gpu_equal_time.py"), "--json", "{out}/equal_time.json", *["--tiny"] * tiny)
     only = ("--rounds", "0")
 
     def steps(name: str, words: str, *rows: str) -> Part:
@@ -84,6 +86,7 @@ def parts(tiny: bool) -> list[Part]:
         training("vit_digits", *["--config.total_epochs=1"] * tiny),
         training("lm_stdlib", *["--config.total_steps=2", "--config.evals.validation.data.limit=8"] * tiny),
         Part("profile", (str(layers), "--shapes", *shapes[-1:], "--rounds", "1"), 90, needs="ncu", before=PROFILER),
+        Part("equal_time", equal, 540),
     ]
 
 

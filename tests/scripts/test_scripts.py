@@ -165,7 +165,7 @@ BENCHMARKS = """
 import sys
 for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
-import bench_dcmha, bench_train, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
+import bench_dcmha, bench_train, gpu_equal_time, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
 """
 
 
