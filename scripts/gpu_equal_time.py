@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import input_pipeline
 from dcvit.dcmha.selection import set_default
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
@@ -36,9 +35,10 @@ from dcvit.parallel import runtime
 from dcvit.reproduction.rounds import device, interleaved
 from dcvit.training.optim import schedule
 from dcvit.training.seeds import summarize
+from input_pipeline.text import stdlib
 
-SHARED: dict[str, object] = {"num_key_heads": 2, "groups": 2}
-ARMS: dict[str, dict[str, object]] = {
+SHARED: dict[str, Any] = {"num_key_heads": 2, "groups": 2}
+ARMS: dict[str, dict[str, Any]] = {
     "grouped": {"compose": None, **SHARED},
     "folded": {**SETTINGS["folded"], **SHARED},
     "folded, post": {**SETTINGS["folded"], "compose": "post", "rank": 1, "gate": False, **SHARED},
@@ -78,12 +78,12 @@ class Arm(NamedTuple):
 
 def text(split: str, size: Size) -> jax.Array:
     """Return the rows of a split, of `context` + 1 tokens each."""
-    tokens = input_pipeline.open_source("stdlib", split=split, context=size.context, packages=True).tokens
+    tokens = stdlib.Source(split, size.context, packages=True).tokens
     rows = len(tokens) // (size.context + 1)
     return jnp.asarray(tokens[: rows * (size.context + 1)].reshape(rows, -1))
 
 
-def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax.Array) -> Arm:
+def build(fields: dict[str, Any], size: Size, train: jax.Array, held_out: jax.Array) -> Arm:
     """Return the programs of a model with these fields."""
     net = lm.Model(
         257, width=size.width, depth=size.depth, num_heads=size.num_heads, mlp_dim=size.mlp_dim, context=size.context,
