@@ -214,7 +214,7 @@ def _verdict(
     seconds, is_kernel = limits.left(), name in case.kernels
     verdict = functools.partial(Verdict, seconds=seconds)
     try:
-        programs = _in_thread(lambda: _compile(case, name, inputs), seconds)
+        programs = _in_threads(_compilers(case.candidates[name], inputs), seconds)
     except TimeoutError:
         return verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
     except Exception as e:
@@ -240,11 +240,12 @@ def _verdict(
     )  # fmt: skip
 
 
-def _compile(case: Case, name: str, inputs: tuple[Tree, np.ndarray]) -> list[Callable[..., list[Array]]]:
-    """Return the compiled programs of the output and the gradients, and of the output alone."""
-    candidate = case.candidates[name]
+def _compilers(
+    candidate: Callable[[Tree], Array], inputs: tuple[Tree, np.ndarray]
+) -> list[Callable[[], Callable[..., list[Array]]]]:
+    """Return functions that compile the program of output and gradients, and that of the output alone."""
     functions = (_with_gradients(candidate), lambda arrays, cotangent: [candidate(arrays)])
-    return [jax.jit(function).lower(*inputs).compile() for function in functions]
+    return [lambda f=function: jax.jit(f).lower(*inputs).compile() for function in functions]  # type: ignore[misc]
 
 
 def _run(
@@ -375,31 +376,43 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of a function that runs in a new thread, on one device, with the settings of this thread.
+    """Return the result of a function; see `_in_threads`."""
+    return _in_threads([function], seconds)[0]
+
+
+def _in_threads(functions: Sequence[Callable[[], Result]], seconds: float) -> list[Result]:
+    """Return the results of functions that run in new threads, on one device, with the settings of this thread.
 
     Raises:
-      TimeoutError: it did not return in time; the thread keeps running.
+      TimeoutError: one did not return in time; its thread keeps running.
     """
-    result: list[Result] = []
+    results: dict[int, Result] = {}
     errors: list[BaseException] = []
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-    settings = [getattr(jax, name)(getattr(jax.config, f"jax_{name}")) for name in SETTINGS]
+    values = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}  # of this thread
 
-    def run() -> None:
+    def run(number: int) -> None:
         try:
             with contextlib.ExitStack() as stack:
-                for setting in (jax.set_mesh(mesh), *settings):
-                    stack.enter_context(setting)
-                result.append(function())
+                stack.enter_context(jax.set_mesh(mesh))
+                for name, value in values.items():
+                    stack.enter_context(getattr(jax, name)(value))
+                results[number] = functions[number]()
         except BaseException as e:  # raised again in the thread that waits
             errors.append(e)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
-    _threads.append(thread)
-    thread.start()
-    thread.join(seconds)
+    end = time.perf_counter() + seconds
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(run, number), daemon=True)
+        for number in range(len(functions))
+    ]
+    _threads.extend(threads)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.perf_counter()))
     if errors:
         raise errors[0]
-    if not result:
+    if len(results) < len(functions):
         raise TimeoutError
-    return result[0]
+    return [results[number] for number in range(len(functions))]
