@@ -10,6 +10,7 @@ with size=small, whose heads are as wide as those of larger models.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -57,6 +58,7 @@ class Stage:
       title: of the table.
       forms: the fields of the model of each form; those in `PLAIN` do not compose, and the first is `mha`.
       steps: those of the first form.
+      limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
       rates: learning rates, each of which trains all forms.
       optimizers: names in `OPTIMIZERS`.
       seed: the seed of the training if the workdirs' seeds, from 0, are kept for a later stage.
@@ -66,6 +68,7 @@ class Stage:
     title: str
     forms: Mapping[str, Fields]
     steps: int
+    limit: float = math.inf
     rates: Sequence[float] = (3e-3,)
     optimizers: Sequence[str] = ("AdamW",)
     seed: int | None = None
@@ -96,8 +99,7 @@ class Stage:
                     "verdict": "–" if form in PLAIN else verdict(differences[form]),
                 } for form in sorted(runs, key=lambda form: found.means[form].mean)
             ]  # fmt: skip
-        machine = self._group(folder, self.optimizers[0]).times().machine
-        return Table(self.name, self.title, rows, (self._note(seeds, steps, machine),),
+        return Table(self.name, self.title, rows, (self._note(seeds, steps, folder), *self._not_trained(folder)),
                      Chart("form", "bits per byte", "± 95 %"))  # fmt: skip
 
     def _runs(self, folder: Path, steps: int) -> dict[tuple[str, float], dict[str, Run]]:
@@ -105,6 +107,8 @@ class Stage:
         found = {}
         for optimizer in self.optimizers:
             timed = self._group(folder, optimizer).at_equal_time(steps)
+            for form in self._costly(folder, optimizer):
+                del timed[form]
             for lr in self.rates:
                 found[optimizer, lr] = {
                     form: run._replace(folder=run.folder / f"lr{lr:g}", overrides={**run.overrides, "lr": lr})
@@ -121,7 +125,20 @@ class Stage:
 
         return Group(folder / optimizer, [*self.forms], run, timed=1)
 
-    def _note(self, seeds: Sequence[int], steps: int, machine: str) -> str:
+    def _costly(self, folder: Path, optimizer: str) -> dict[str, float]:
+        """Return the forms that are not trained, each with the time of its step relative to that of the first form."""
+        ms = self._group(folder, optimizer).times().ms
+        return {form: time / ms["mha"] for form, time in ms.items() if time > self.limit * ms["mha"]}
+
+    def _not_trained(self, folder: Path) -> Iterator[str]:
+        """Yield a note for each optimizer with which some forms are not trained."""
+        for optimizer in self.optimizers:
+            if costly := self._costly(folder, optimizer):
+                costs = "; ".join(f"{form}: {ratio:.2f}" for form, ratio in costly.items())
+                yield f"Not trained with {optimizer}, because a step takes more than {self.limit:g} times mha's: {costs}."
+
+    def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
+        machine = self._group(folder, self.optimizers[0]).times().machine
         used = seeds if self.seed is None else [self.seed]
         return (
             f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds "
@@ -140,4 +157,4 @@ def verdict(difference: Mean) -> str:
     return "gain" if mean < 0 else "loss"
 
 
-SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 400, seed=100)
+SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 400, limit=1.1, seed=100)

@@ -1,11 +1,13 @@
 """Forms of composition at equal time: they differ in the model alone, and are compared with the best plain form."""
 
+import dataclasses
+
 import pytest
 from fake_training import FakeTraining, set_times
 
 from dcvit.config.load import load
 from dcvit.reproduction import equal_time
-from dcvit.reproduction.arms import Mean
+from dcvit.reproduction.arms import METRIC, Mean
 from dcvit.reproduction.equal_time import FORMS, PLAIN, Stage
 from dcvit.reproduction.seeded import train_all
 from dcvit.training.model import make_model
@@ -60,6 +62,17 @@ def test_a_gain_is_to_the_best_plain_form_and_not_to_the_first(stage, tmp_path):
     assert (talking["difference"], talking["verdict"]) == (pytest.approx(0.05), "loss")
     assert (talking["step ÷ mha"], talking["steps"]) == (2, 20)
     assert rows[f"{FOLDED}, AdamW 0.001"]["bits per byte"] == pytest.approx(1.8 + 0.005 + 0.01)
+
+
+def test_forms_that_cost_too_much_are_timed_and_not_trained(stage, tmp_path):
+    cheap = dataclasses.replace(stage, limit=1.5)
+    assert not any("talking" in str(run.folder) for run in cheap.plan(tmp_path, 40))
+    assert (
+        train_all(cheap.plan(tmp_path, 40), [0, 1], FakeTraining(lambda arm, config: {METRIC: 1.0 + config.seed})) == 0
+    )
+    table = cheap.table(tmp_path, [0, 1], 40)
+    assert not any(row["form"].startswith("talking") for row in table.rows)
+    assert len([note for note in table.notes if "talking: 2.00" in note]) == 2
 
 
 @pytest.mark.parametrize(
