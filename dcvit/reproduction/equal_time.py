@@ -135,7 +135,7 @@ class Stage:
         for optimizer in self.optimizers:
             if costly := self._costly(folder, optimizer):
                 costs = "; ".join(f"{form}: {ratio:.2f}" for form, ratio in costly.items())
-                yield f"Not trained with {optimizer}, because a step takes more than {self.limit:g} times mha's: {costs}."
+                yield f"Not trained with {optimizer}, because a step takes over {self.limit:g} times mha's: {costs}."
 
     def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
         machine = self._group(folder, self.optimizers[0]).times().machine
