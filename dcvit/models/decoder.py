@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +15,7 @@ from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention, CacheUpdate
 from dcvit.models.head_variants import LOSSES
-from dcvit.models.layers import MlpBlock, in_float32
+from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 
 LayerCaches: TypeAlias = dict[str, Any]  # a Cache for each unrolled layer, and a stacked list of them for a scan
@@ -71,7 +72,7 @@ class DecoderBlock(nn.Module):
       attention, mlp, norm: constructors of the submodules.
       parallel: attention and MLP read the same input (GPT-NeoX).
       window: number of tokens that a token attends to, itself included; None means all.
-      index: number of the layer, from 0; in a scan 0.
+      index: number of the layer, from 0; in a scan, that in the group.
     """
 
     attention: Callable[..., Attention]
@@ -103,71 +104,48 @@ class DecoderBlock(nn.Module):
         return x, (out, cache)
 
 
-class LayerGroup(nn.Module):
-    """The layers of one window pattern, one after the other: the body of a scan.
-
-    Fields:
-      layer: constructor of a layer.
-      windows: the window of each layer.
-    """
-
-    layer: Callable[..., DecoderBlock]
-    windows: Sequence[int | None]
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], context: TokenContext, caches: list[Cache] | None
-    ) -> tuple[Float[Array, "B T M"], tuple[list[dict[str, Array]], list[Cache] | None]]:
-        """Return the output, and the intermediates and extended caches by layer."""
-        outs: list[dict[str, Array]] = []
-        extended: list[Cache] = []
-        for i, window in enumerate(self.windows):
-            block = self.layer(window=window, name=f"layer_{i}")
-            x, (out, cache) = block(x, context, caches[i] if caches else None)
-            outs.append(out)
-            if cache is not None:
-                extended.append(cache)
-        return x, (outs, extended if caches else None)
-
-
 class Decoder(nn.Module):
-    """`depth` layers whose windows repeat a pattern: unrolled, or a scan over whole patterns and an unrolled rest.
+    """`depth` layers whose windows repeat a pattern: unrolled, or a scan over groups of layers and an unrolled rest.
 
     Fields:
       depth: L.
       windows: the window of each layer of the pattern.
       layer: constructor of an unrolled layer.
       norm: constructor of the last norm.
-      scanned: constructor of a layer inside the scan; None means no scan.
+      scanned: constructor of a layer inside the scan.
+      layout: see `TransformerFields.scan_layout`.
     """
 
     depth: int
     windows: Sequence[int | None]
     layer: Callable[..., DecoderBlock]
     norm: Callable[..., nn.Module]
-    scanned: Callable[..., DecoderBlock] | None
+    scanned: Callable[..., DecoderBlock]
+    layout: tuple[int, int]
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T M"], context: TokenContext, caches: LayerCaches | None
     ) -> tuple[Float[Array, "B T M"], Outputs, LayerCaches | None]:
         """Return the normalized output, the intermediates by layer, and the extended caches."""
-        period = len(self.windows)
+        period, repeats = self.layout
+        windows = [self.windows[layer % len(self.windows)] for layer in range(self.depth)]
         out: Outputs = {}
-        repeats = self.depth // period if self.scanned else 0
         extended: LayerCaches = {}
-        if self.scanned and repeats:
+        if repeats:
+            layers = [functools.partial(self.scanned, window=windows[i], index=i) for i in range(period)]
             group = nn.scan(
                 LayerGroup, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True}, length=repeats,
                 in_axes=(nn.broadcast, 0),
-            )(self.scanned, self.windows, name="group")  # fmt: skip
-            x, (stacked, extended["group"]) = group(x, context, caches["group"] if caches else None)
+            )(layers, name="group")  # fmt: skip
+            x, stacked = group(x, (context,), caches["group"] if caches else None)
+            extended["group"] = [cache for _, cache in stacked]
             for layer in range(repeats * period):
                 repeat, place = divmod(layer, period)
-                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
+                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place][0])
         for layer in range(repeats * period, self.depth):
             name = f"decoderblock_{layer}"
-            block = self.layer(window=self.windows[layer % period], index=layer, name=name)
+            block = self.layer(window=windows[layer], index=layer, name=name)
             x, (out[f"block{layer:02d}"], extended[name]) = block(x, context, caches[name] if caches else None)
         out["pre_ln"] = x
         return in_float32(self.norm(name="decoder_norm"), x), out, extended if caches else None

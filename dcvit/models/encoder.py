@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,7 @@ from dcvit.models import Outputs
 from dcvit.models.attention import Attention
 from dcvit.models.fields import REMAT_POLICIES
 from dcvit.models.head_variants import LOSSES
-from dcvit.models.layers import MlpBlock, in_float32
+from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 
 
@@ -29,7 +29,7 @@ class Encoder1DBlock(nn.Module):
         2021); None omits it.
       dropout: dropout rate of both residual branches.
       deterministic: disable dropout and stochastic depth.
-      index: number of the block, from 0; in a scan 0.
+      index: number of the block, from 0; in a scan, that in the group.
     """
 
     attention: Callable[..., Attention]
@@ -78,12 +78,15 @@ class Encoder1DBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`depth` blocks, unrolled or as one scanned block with parameters stacked over layers, then a LayerNorm.
+    """`depth` blocks, unrolled, or a scan over groups of blocks and an unrolled rest; then a LayerNorm.
+
+    In the parameter tree, a group of one block is "encoderblock", as in big_vision. A longer group is "encodergroup".
 
     Fields:
       depth: L.
       attention, mlp, norm, layer_scale, dropout: see `Encoder1DBlock`.
-      stochastic_depth, scan, remat: see `ViT` and `TransformerFields`.
+      stochastic_depth, remat: see `ViT` and `TransformerFields`.
+      layout: see `TransformerFields.scan_layout`.
       last_norm: apply the LayerNorm.
     """
 
@@ -94,7 +97,7 @@ class Encoder(nn.Module):
     layer_scale: float | None = None
     dropout: float = 0.0
     stochastic_depth: float = 0.0
-    scan: bool = False
+    layout: tuple[int, int] = (1, 0)
     remat: str = "none"
     last_norm: bool = True
 
@@ -102,29 +105,46 @@ class Encoder(nn.Module):
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
         """Return the output, and the intermediates by block."""
         out: Outputs = {}
-        block = Encoder1DBlock
-        if self.remat in REMAT_POLICIES:
-            # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
-            block = nn.remat(block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.scan)
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "attention": self.attention, "mlp": self.mlp, "norm": self.norm, "layer_scale": self.layer_scale,
             "dropout": self.dropout, "deterministic": deterministic,
         }  # fmt: skip
+        period, repeats = self.layout
         rates = np.linspace(0, self.stochastic_depth, self.depth, dtype=np.float32)
-        if self.scan:
-            scanned = nn.scan(
-                block, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
-                length=self.depth,
-            )  # fmt: skip
-            x, stacked = scanned(**fields, name="encoderblock")(x, jnp.asarray(rates) if rates.any() else None)
-            for layer in range(self.depth):
-                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=layer: o[i], stacked)
-        else:
-            for layer in range(self.depth):
-                rate = jnp.asarray(rates[layer]) if rates[layer] else None
-                x, out[f"block{layer:02d}"] = block(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
+        if repeats:
+            x, stacked = self._scan(x, fields, rates[: repeats * period].reshape(repeats, period))
+            for layer in range(repeats * period):
+                repeat, place = divmod(layer, period)
+                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
+        block = self._block(scanned=False)
+        for layer in range(repeats * period, self.depth):
+            rate = jnp.asarray(rates[layer]) if rates[layer] else None
+            x, out[f"block{layer:02d}"] = block(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
         out["pre_ln"] = x
         return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
+
+    def _block(self, scanned: bool) -> Callable[..., Encoder1DBlock]:
+        """Return the class of the blocks, which `remat` rematerializes."""
+        if self.remat not in REMAT_POLICIES:
+            return Encoder1DBlock
+        # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
+        return nn.remat(Encoder1DBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
+
+    def _scan(self, x: Array, fields: dict[str, object], rates: np.ndarray) -> tuple[Array, list[dict[str, Array]]]:
+        """Apply the scanned blocks. Return the output, and the intermediates, stacked, of each block of a group."""
+        repeats, period = rates.shape
+        block = self._block(scanned=True)
+        drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]
+        scan = functools.partial(
+            nn.scan, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
+            length=repeats,
+        )  # fmt: skip
+        if period == 1:
+            x, out = scan(block)(**fields, name="encoderblock")(x, drop_rates[0])
+            return x, [out]
+        blocks = [functools.partial(block, **fields, index=i) for i in range(period)]
+        group = scan(LayerGroup, in_axes=(nn.broadcast, 0))(blocks, name="encodergroup")
+        return group(x, (), drop_rates)
 
 
 class MAPHead(nn.Module):

@@ -102,7 +102,8 @@ class TransformerFields(AttentionFields, kw_only=True):
         settings by the fields that they stand for; in a model it is one of `VARIANTS`, or None.
       compose_layers: numbers of the layers that compose, from 0; negative ones count from the end. The attention of the
         others is plain. None means all layers.
-      scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
+      scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result. See
+        `scan_layout`.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
         matrix products), "full" (whole layers), "full_but_attention" (whole layers except the fused attention, of which
         the output and the rows' statistics are kept), or what a policy of `jax.checkpoint_policies` does not keep.
@@ -127,6 +128,27 @@ class TransformerFields(AttentionFields, kw_only=True):
         if chosen is None or layer in {number % self.depth for number in chosen}:
             return composition
         return dataclasses.replace(composition, compose=None)
+
+    @nn.nowrap
+    def scan_layout(self, pattern: int = 1) -> tuple[int, int]:
+        """Return the number of layers in the body of the scan, and the number of its repetitions; 0 without `scan`.
+
+        The scan covers the first layers, and those after it are unrolled. A body consists of whole window patterns. Its
+        repetitions compose in the same places, and as few layers as possible are compiled, in the body and after it.
+
+        Args:
+          pattern: number of layers of the window pattern.
+        """
+        composes = [self.composition_of(layer).compose for layer in range(self.depth)]
+
+        def repeats(period: int) -> int:
+            different = (i for i, compose in enumerate(composes) if compose != composes[i % period])
+            return next(different, self.depth) // period
+
+        longest = pattern if self.compose_layers is None else self.depth // 2  # a longer group does not repeat
+        periods = range(pattern, longest + 1, pattern)
+        period = min(periods, key=lambda period: self.depth - period * (repeats(period) - 1), default=pattern)
+        return period, repeats(period) if self.scan else 0
 
     @nn.nowrap
     def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
@@ -233,8 +255,6 @@ def check_compose_layers(module: TransformerFields) -> None:
     shown = f"compose_layers={tuple(chosen)}"
     if module.compose is None:
         raise ValueError(f"{shown} has no effect without a composition: set compose, or heads to the name of one")
-    if module.scan:
-        raise ValueError(f"{shown} makes the layers differ: set scan=False")
     wrong = [number for number in chosen if not -depth <= number < depth]
     if wrong or not chosen or len({number % depth for number in chosen}) < len(chosen):
         raise ValueError(f"{shown}: expected different numbers of the {depth} layers")

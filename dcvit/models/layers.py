@@ -1,9 +1,10 @@
-"""Layers that both models use: normalization in float32 and the MLP block."""
+"""Layers that both models use: normalization in float32, the MLP block, and groups of layers for a scan."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -73,3 +74,30 @@ class MlpBlock(nn.Module):
         hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, "context", "tensor"), deterministic)
         out: Array = dense(width, kernel_init=self.out_init or self.kernel_init, name=last)(hidden)
         return out
+
+
+class LayerGroup(nn.Module):
+    """Layers, one after the other: the body of a scan.
+
+    Fields:
+      layers: constructor of each layer.
+    """
+
+    layers: Sequence[Callable[..., nn.Module]]
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], shared: tuple[object, ...], own: Sequence[object] | None
+    ) -> tuple[Float[Array, "B T M"], list[Any]]:
+        """Return the output, and the other results by layer.
+
+        Args:
+          x: the input.
+          shared: further inputs of all layers.
+          own: after these, the input of each layer; None means that it is None.
+        """
+        results = []
+        for i, layer in enumerate(self.layers):
+            x, result = layer(name=f"layer_{i}")(x, *shared, own[i] if own else None)
+            results.append(result)
+        return x, results

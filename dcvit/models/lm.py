@@ -34,7 +34,7 @@ from dcvit.models.fields import (
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
 from dcvit.models.presets import decode_preset
-from dcvit.models.trees import pop_blocks, stack, unstack
+from dcvit.models.trees import pop_group, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 POSITIONS = ("rotary", "learned")
@@ -172,8 +172,9 @@ class LM(TransformerFields):
                 block = nn.remat(DecoderBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
             return functools.partial(block, self.in_layers(attention), mlp, norm, self.parallel)
 
-        scanned = layer(True) if self.scan else None
-        return Decoder(self.depth, layer_windows(self), layer(False), norm, scanned, name="Transformer")
+        windows = layer_windows(self)
+        layout = self.scan_layout(len(windows))
+        return Decoder(self.depth, windows, layer(False), norm, layer(True), layout, name="Transformer")
 
 
 def check_fields(net: LM, length: int) -> None:
@@ -248,14 +249,11 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     if net.position == "learned" and length > net.context:
         raise ValueError(f"a cache of {length} tokens is longer than the {net.context} learned positions")
     slots = [min(window or length, length) for window in layer_windows(net)]
-    period = len(slots)
-    repeats = net.depth // period if net.scan else 0
-    layers: dict[str, Any] = {
-        f"decoderblock_{i}": _layer_cache(net, i, batch, slots[i % period]) for i in range(repeats * period, net.depth)
-    }
+    period, repeats = net.scan_layout(len(slots))
+    caches = [_layer_cache(net, i, batch, slots[i % len(slots)]) for i in range(net.depth)]
+    layers: dict[str, Any] = {f"decoderblock_{i}": caches[i] for i in range(repeats * period, net.depth)}
     if repeats:
-        caches = [_layer_cache(net, i, batch, n) for i, n in enumerate(slots)]
-        layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), caches)
+        layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), caches[:period])
     zeros = jnp.zeros(batch, jnp.int32)
     return {"length": zeros, "first": zeros, "layers": layers}
 
@@ -287,23 +285,19 @@ def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  
 def stack_blocks(params: Params, period: int) -> Params:
     """Convert the parameters of an unrolled decoder to those of a scanned one with groups of `period` layers.
 
-    Parameters of a scanned decoder are returned as they are.
+    Parameters of a scanned decoder are returned as they are. The period is that of `TransformerFields.scan_layout`.
     """
     transformer = dict(params["Transformer"])
-    blocks = [] if "group" in transformer else pop_blocks(transformer, "decoderblock_", multiple_of=period)
-    if blocks:
-        transformer["group"] = {f"layer_{i}": stack(blocks[i::period]) for i in range(period)}
+    if group := pop_group(transformer, "decoderblock_", period):
+        transformer["group"] = group
     return {**params, "Transformer": transformer}
 
 
 def unstack_blocks(params: Params) -> Params:
     """Convert the parameters of a scanned decoder to those of an unrolled one, which are returned as they are."""
     transformer = dict(params["Transformer"])
-    group = transformer.pop("group", {})
-    for i in range(len(group)):
-        for repeat, layer in enumerate(unstack(group[f"layer_{i}"])):
-            transformer[f"decoderblock_{repeat * len(group) + i}"] = layer
-    return {**params, "Transformer": transformer}
+    blocks = unstack(transformer.pop("group", {}), "decoderblock_")
+    return {**params, "Transformer": {**transformer, **blocks}}
 
 
 def load(

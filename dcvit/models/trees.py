@@ -98,23 +98,27 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     return shapes
 
 
-def stack(layers: Sequence[Params]) -> Params:
-    """Return the parameters of several layers as one tree, stacked along a new first axis."""
-    stacked: Params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    return stacked
+def pop_group(transformer: dict[str, Any], prefix: str, period: int) -> Params:
+    """Remove whole groups of `period` blocks from a tree and return their stacked layers, "layer_0", "layer_1", ….
 
-
-def unstack(stacked: Params) -> list[Params]:
-    """Return the parameters of each layer of a stacked tree."""
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
-
-
-def pop_blocks(transformer: dict[str, Any], prefix: str, multiple_of: int = 1) -> list[Params]:
-    """Remove the blocks `prefix`0, `prefix`1, … from a tree and return them.
-
-    Blocks beyond the largest multiple of `multiple_of` stay in the tree.
+    The blocks `prefix`0, `prefix`1, … have the names of parameters of the first group. Others, and those after them,
+    stay in the tree. Without a whole group, the result is empty.
     """
-    count = 0
-    while f"{prefix}{count}" in transformer:
-        count += 1
-    return [transformer.pop(f"{prefix}{i}") for i in range(count // multiple_of * multiple_of)]
+    names: list[object] = []
+    while f"{prefix}{len(names)}" in transformer:
+        names.append(jax.tree.structure(transformer[f"{prefix}{len(names)}"]))
+    same = next((i for i, found in enumerate(names) if found != names[i % period]), len(names))
+    blocks = [transformer.pop(f"{prefix}{i}") for i in range(same - same % period)]
+    if not blocks:
+        return {}
+    return {f"layer_{i}": jax.tree.map(lambda *x: jnp.stack(x), *blocks[i::period]) for i in range(period)}
+
+
+def unstack(group: Params, prefix: str) -> Params:
+    """Return the blocks `prefix`0, `prefix`1, … of stacked layers, "layer_0", "layer_1", …."""
+    layers = [group[f"layer_{i}"] for i in range(len(group))]
+    return {
+        f"{prefix}{repeat * len(layers) + i}": jax.tree.map(lambda x, at=repeat: x[at], layer)
+        for i, layer in enumerate(layers)
+        for repeat in range(len(jax.tree.leaves(layer)[0]))
+    }

@@ -34,7 +34,7 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
-from dcvit.models.trees import Tensors, pop_blocks, stack, unstack
+from dcvit.models.trees import Tensors, pop_group, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
@@ -141,7 +141,7 @@ class ViT(TransformerFields):
         x = in_float32(norm(name="pre_norm"), x) if self.pre_norm else x
         x, out["encoder"] = Encoder(
             self.depth, self.in_layers(attention), functools.partial(mlp, dropout=self.dropout), norm,
-            self.layer_scale, self.dropout, self.stochastic_depth, self.scan, self.remat,
+            self.layer_scale, self.dropout, self.stochastic_depth, self.scan_layout(), self.remat,
             not self.pool_norm, name="Transformer",
         )(x, deterministic=not train)  # fmt: skip
         out["encoded"] = x
@@ -331,12 +331,14 @@ def _grid_sizes(*tokens: int) -> list[int]:
     return sizes
 
 
-def stack_blocks(params: Params) -> Params:
-    """Convert the parameters of an unrolled encoder to those of a scanned one, which are returned as they are."""
+def stack_blocks(params: Params, period: int = 1) -> Params:
+    """Convert the parameters of an unrolled encoder to those of a scanned one with groups of `period` blocks.
+
+    Parameters of a scanned encoder are returned as they are. The period is that of `TransformerFields.scan_layout`.
+    """
     transformer = dict(params["Transformer"])
-    blocks = pop_blocks(transformer, "encoderblock_")
-    if blocks:
-        transformer["encoderblock"] = stack(blocks)
+    if group := pop_group(transformer, "encoderblock_", period):
+        transformer |= {"encoderblock": group["layer_0"]} if period == 1 else {"encodergroup": group}
     return {**params, "Transformer": transformer}
 
 
@@ -344,9 +346,8 @@ def unstack_blocks(params: Params) -> Params:
     """Convert the parameters of a scanned encoder to those of an unrolled one, which are returned as they are."""
     transformer = dict(params["Transformer"])
     stacked = transformer.pop("encoderblock", None)
-    if stacked is not None:
-        transformer |= {f"encoderblock_{i}": layer for i, layer in enumerate(unstack(stacked))}
-    return {**params, "Transformer": transformer}
+    group = transformer.pop("encodergroup", {}) if stacked is None else {"layer_0": stacked}
+    return {**params, "Transformer": {**transformer, **unstack(group, "encoderblock_")}}
 
 
 def load(

@@ -48,7 +48,7 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embedding/embedding", (None, "tensor")),
     (r"head/kernel", ("tensor", None)),
 )
-STACKED = r"(.*/)?Transformer/(group|encoderblock)/.*"  # parameters of a scan: the first dimension is the layer
+STACKED = r"(.*/)?Transformer/(group|encodergroup|encoderblock)/.*"  # of a scan: the first dimension is the layer
 
 
 @runtime_checkable

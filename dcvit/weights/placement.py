@@ -22,9 +22,8 @@ from jaxtyping import PyTree
 from dcvit.errors import CheckpointError, matches
 from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree, shapes_of
 
-STACKED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
+STACKED = re.compile(r"Transformer/(?:encoderblock|(?P<group>(?:encoder)?group)/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")
-GROUP = "Transformer/group/"
 Leaf: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 MAX_LAYERS = 1 << 12  # of a stack; a damaged file may announce any number
 
@@ -49,7 +48,7 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
         if not match or not shape or shape[0] > MAX_LAYERS:
             names = {path: Part(path)}
         else:
-            block, first = ("encoderblock", 0) if match["place"] is None else ("decoderblock", int(match["place"]))
+            block, first = "decoderblock" if match["group"] == "group" else "encoderblock", int(match["place"] or 0)
             names = {
                 f"Transformer/{block}_{first + i * period}/{match['rest']}": Part(path, i) for i in range(shape[0])
             }
@@ -61,7 +60,8 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
 
 def _period(paths: Shapes) -> int:
     """Return the number of layers in a group of a scan over groups; 1 for other paths."""
-    return len({path.split("/")[2] for path in paths if path.startswith(GROUP)}) or 1
+    matches = filter(None, map(STACKED.fullmatch, paths))
+    return 1 + max((int(match["place"] or 0) for match in matches), default=0)
 
 
 def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
@@ -101,7 +101,10 @@ def _place(name: str, period: int) -> Part:
     if not match or not period:
         return Part(name)
     repeat, place = divmod(int(match["number"]), period)
-    group = "encoderblock" if match["kind"] == "encoder" else f"group/layer_{place}"
+    if match["kind"] == "encoder":
+        group = "encoderblock" if period == 1 else f"encodergroup/layer_{place}"
+    else:
+        group = f"group/layer_{place}"
     return Part(f"Transformer/{group}/{match['rest']}", repeat)
 
 

@@ -138,6 +138,7 @@ VARIANTS = [
     {"heads": "gated_elementwise", **HEADS},
     {"heads": "paired", **HEADS},
     {"compose": "both", "depth": 3, "compose_layers": (0, -1), "heads": "lightweight"},
+    {"compose": "both", "depth": 3, "compose_layers": (-1,), "scan": True},
     {"heads": "talking"},
     {"heads": "mta", "groups": 2},
     {"heads": "gated", "implementation": "folded"},

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import jit, make_tokens, random_params
+from small_models import (
+    assert_trees_close,
+    assert_trees_equal,
+    jit,
+    make_tokens,
+    param_shapes,
+    random_params,
+    save_npz,
+)
 
 from dcvit.models import head_settings, head_variants, lm, vit
 from dcvit.models.attention import Attention
@@ -109,14 +117,17 @@ def test_gradients_equal_differences_of_the_formula_in_float64(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layers"),
-    [("xsa", None), ("knocking", None), ("gated_elementwise", None), ("lightweight", (-1,)), ("dcmha", (0,)),
-     ("paired", None)],
+    ("name", "layers", "depth"),
+    [("xsa", None, 2), ("knocking", None, 2), ("gated_elementwise", None, 2), ("lightweight", (-1,), 2),
+     ("dcmha", (0,), 2), ("paired", None, 2), ("dcmha", (1, 3), 5), exhaustive("dcmha", (-1,), 5)],
 )  # fmt: skip
-def test_decoding_token_by_token_equals_the_whole_row(name, layers):
-    """The caches of layers that do not compose have no weights of keys. A window's cache has a slot for each token."""
-    more = {"window_pattern": "1:1", "window": 3} if name == "paired" else {}
-    net, params = make_net(name, num_key_heads=2, depth=2, compose_layers=layers, **more)
+def test_decoding_token_by_token_equals_the_whole_row(name, layers, depth):
+    """The caches of layers that do not compose have no weights of keys. A window's cache has a slot for each token.
+
+    With five layers, four of them are scanned.
+    """
+    more = {"window_pattern": "1:1", "window": 3} if name == "paired" or depth > 2 else {}
+    net, params = make_net(name, num_key_heads=2, depth=depth, compose_layers=layers, scan=depth > 2, **more)
     tokens = make_tokens(2, 6)
     whole = jit(net.apply)({"params": params}, tokens)[0]
     cache = lm.init_cache(net, 2, 8)
@@ -154,6 +165,47 @@ def test_layers_outside_the_subset_have_plain_attention(model, layers):
     np.testing.assert_allclose(found, jit(every.apply)({"params": params}, inputs)[0], atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "heads", "layers", "depth", "layout"),
+    [
+        exhaustive("lm", "lightweight", (-1,), 3, (1, 2)),
+        ("windows", "dcmha", (1, 3), 5, (2, 2)),
+        exhaustive("windows", "folded", (4, 5), 6, (2, 2)),
+        exhaustive("lm", "dcmha", (0, 3), 7, (3, 2)),
+        ("vit", "lightweight", (-1,), 3, (1, 2)),
+        ("vit", "folded", (1, 3), 5, (2, 2)),
+        exhaustive("vit", "dcmha", (2, 3), 4, (1, 2)),
+    ],
+)
+def test_a_scan_over_some_layers_that_compose_equals_unrolled_ones(model, heads, layers, depth, layout, tmp_path):
+    """In outputs, losses and gradients, with rematerialized layers; and checkpoints of both open in both."""
+    module = vit if model == "vit" else lm
+    build, fields, shape = SUBSETS["vit" if model == "vit" else "lm"]
+    windows = {"window_pattern": "1:1", "window": 3} if model == "windows" else {}
+    net = build(17, heads=heads, compose_layers=layers, **{**fields, **windows, "depth": depth})
+    scanned = net.clone(scan=True, remat="full")
+    inputs = make_tokens(*shape) if module is lm else jnp.asarray(np.random.default_rng(0).normal(size=shape), "f4")
+    params, wanted = (random_params(param_shapes(n, inputs)) for n in (net, scanned))
+    assert scanned.scan_layout(1 + len(windows) // 2) == layout
+    stacked = module.stack_blocks(params, layout[0])
+    assert jax.tree.map(np.shape, stacked) == jax.tree.map(np.shape, wanted)
+    assert_trees_equal(module.unstack_blocks(stacked), params)
+
+    def run(net, params):
+        def loss(params):
+            logits, out = net.apply({"params": params}, inputs)
+            return jnp.mean(jnp.sin(logits)), (logits, out["encoder" if module is vit else "decoder"])
+
+        (value, kept), gradients = jit(jax.value_and_grad(loss, has_aux=True))(params)
+        return value, kept, module.unstack_blocks(gradients)
+
+    assert_trees_close(run(scanned, stacked), run(net, params), rtol=1e-5, atol=1e-5)
+    for saved, like in ((params, stacked), (stacked, params)):
+        file = save_npz(tmp_path / "model.npz", saved)
+        assert_trees_equal(module.load(jax.tree.map(np.zeros_like, like), file, {}), like)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -164,7 +216,6 @@ def test_layers_outside_the_subset_have_plain_attention(model, layers):
         ({"heads": "lightweight", "compose_layers": ()}, r"compose_layers=\(\): expected different numbers"),
         ({"heads": "lightweight", "compose_layers": (1, -1)}, "expected different numbers of the 2 layers"),
         ({"heads": "xsa", "compose_layers": (1,)}, "has no effect without a composition"),
-        ({"compose": "both", "compose_layers": (1,), "scan": True}, "set scan=False"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,23 @@ class TestLoad:
         for wanted in (fewer, lm.stack_blocks(fewer, 2)):
             with pytest.raises(CheckpointError, match=r"only in the checkpoint|checkpoint \(3, .*model \(1, "):
                 lm.load(wanted, file, {})
+
+
+@pytest.mark.parametrize("pattern", [1, 2, 4])
+def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(pattern):
+    """Among all groups whose repetitions have the same windows and composition; of equal numbers, the shortest."""
+    for depth in range(1, 9):
+        for layers in (*itertools.chain(*(itertools.combinations(range(depth), n + 1) for n in range(depth))), None):
+            kinds = [(i % pattern, layers is None or i in layers) for i in range(depth)]
+            found = []
+            for period, repeats in itertools.product(range(1, depth + 1), repeat=2):
+                scanned = period * repeats
+                if scanned <= depth and kinds[:scanned] == kinds[:period] * repeats and period % pattern == 0:
+                    found.append((period + depth - scanned, period, repeats))
+            layout = min(found)[1:] if found else (pattern, 0)
+            net = lm.LM(VOCAB, depth=depth, compose="pre", compose_layers=layers)
+            assert net.clone(scan=True).scan_layout(pattern) == layout
+            assert net.scan_layout(pattern)[1] == 0
 
 
 @pytest.mark.slow

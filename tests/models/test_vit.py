@@ -278,6 +278,21 @@ def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_ne
     assert all(np.abs(leaf).max() > 0 for leaf in new.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [(1, 3), (-1,)])
+def test_scanned_groups_of_blocks_have_the_drop_rates_of_their_numbers(layers, monkeypatch):
+    """They are those of unrolled blocks. A branch is multiplied by 1 + rate instead of dropped at random."""
+    residual = lambda self, y, rate: y if rate is None else y * (1 + rate)  # noqa: E731
+    monkeypatch.setattr(encoder.Encoder1DBlock, "_residual", residual)
+    net = vit.Model(7, **{**SMALL, "depth": 5}, compose="both", compose_layers=layers, stochastic_depth=0.8)
+    params, scanned = random_params(param_shapes(net, IMAGES), std=0.3), net.clone(scan=True)
+    logits = evaluate(net, params, IMAGES)[0]
+    stacked = vit.stack_blocks(params, scanned.scan_layout()[0])
+    np.testing.assert_allclose(evaluate(scanned, stacked, IMAGES)[0], logits, rtol=1e-5, atol=1e-5)
+    other = evaluate(net.clone(stochastic_depth=0.4), params, IMAGES)[0]
+    assert np.abs(other - logits).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [({"mlp": "relu"}, "mlp='relu'; known"), ({"registers": -1}, "registers=-1 should not"),

@@ -203,7 +203,13 @@ def test_custom_rules_give_strategies_or_mesh_axes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [vit.Model(10, variant="mu/4", scan=True), lm.Model(32, width=32, depth=2, num_heads=4)]
+    "model",
+    [
+        vit.Model(10, variant="mu/4", scan=True),
+        lm.Model(32, width=32, depth=2, num_heads=4),
+        vit.Model(10, variant="mu/4", scan=True, depth=5, compose_layers=(1, 3)),
+        lm.Model(32, width=32, scan=True, depth=4, window_pattern="1:1", compose_layers=(-1,)),
+    ],
 )
 def test_every_matrix_of_both_models_is_split(model):
     """Both axes of fsdp+tensor split every matrix, except matrices that the tensor axis replicates."""

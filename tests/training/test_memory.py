@@ -42,9 +42,16 @@ def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_dis
 
 
 @pytest.mark.slow
-def test_models_of_which_some_layers_compose_are_estimated_too(monkeypatch):
+@pytest.mark.parametrize("scan", [False, True])
+def test_models_of_which_some_layers_compose_are_estimated_too(scan, monkeypatch):
+    """As plain ones, before they are traced."""
     monkeypatch.setattr(memory, "MANY_LAYERS", 2)
-    small_setup(**{"model.depth": 4, "model.compose": "both", "model.compose_layers": (0, 3)})
+    size = sum(x.size for x in jax.tree.leaves(small_setup(**{"model.depth": 4, "model.compose": None}).model.shapes))
+    fields = {"model.depth": 4, "model.compose": "both", "model.compose_layers": (1, 3), "model.scan": scan}
+    small_setup(**fields)
+    monkeypatch.setattr(memory.memory, "available", lambda: 1000)
+    with pytest.raises(ConfigError, match=f"^about {size:,} parameters with gradients need"):
+        small_setup(**fields)
 
 
 def test_temporary_arrays_of_the_compiled_step_are_compared_too(monkeypatch):

@@ -26,7 +26,7 @@ from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader, make_model
 from dcvit.weights import families as weights_module
 from dcvit.weights.families import open_weights
-from dcvit.weights.placement import place_params
+from dcvit.weights.placement import place_params, unrolled
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 
@@ -188,6 +188,15 @@ def test_two_tensors_of_the_same_parameter_are_refused(small):
     stack = tensors["Transformer/decoderblock_1/mlp_norm/scale"]._replace(shape=(2, 32))
     with pytest.raises(CheckpointError, match="hold the same parameter Transformer/decoderblock_0/mlp_norm/scale"):
         place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
+
+
+@pytest.mark.parametrize(("group", "block"), [("group", "decoderblock"), ("encodergroup", "encoderblock")])
+def test_layers_of_a_group_are_numbered_also_if_the_first_of_the_group_are_not_there(group, block):
+    """As in the adapters of some layers."""
+    parts = unrolled({f"Transformer/{group}/layer_1/x": (2, 3), "Transformer/decoder_norm/scale": (3,)})
+    found = {name: (path, layer) for name, (path, layer) in parts.items() if "norm" not in name}
+    stacked = f"Transformer/{group}/layer_1/x"
+    assert found == {f"Transformer/{block}_1/x": (stacked, 0), f"Transformer/{block}_3/x": (stacked, 1)}
 
 
 @pytest.mark.parametrize("missing", [0, 1])
