@@ -17,6 +17,7 @@ from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex, first_line
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
+from dcvit.models.trees import shapes_of
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
@@ -24,6 +25,7 @@ from dcvit.weights import pretrained
 from dcvit.weights.families import Weights
 from dcvit.weights.loading import open_described
 from dcvit.weights.modules import build, errors_name_file
+from dcvit.weights.placement import period_of
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
@@ -134,9 +136,15 @@ def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | No
         raise ConfigError("config.lora adapts the parameters of config.model_init: set it, without model_load.upcycle")
     found = Adaptation(**options, whole=whole)
     try:
-        return found, jax.eval_shape(lambda params: found.trained(params, jax.random.key(0)), shapes)
+        trained = jax.eval_shape(lambda params: found.trained(params, jax.random.key(0)), shapes)
     except ValueError as e:
         raise ConfigError(f"config.lora: {first_line(e)}") from None
+    if period_of(shapes_of(trained)) not in (0, period := period_of(shapes_of(shapes))):
+        raise ConfigError(
+            f"config.lora.targets={found.targets!r} matches none of the last of the {period} layers that a scan "
+            "repeats, from which a checkpoint's layers are numbered: match one, or set config.model.scan=False"
+        )
+    return found, trained
 
 
 def upcycles(config: ConfigDict) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import flax.traverse_util
@@ -41,7 +41,7 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
     Raises:
       CheckpointError: two arrays hold the same parameter.
     """
-    period = _period(shapes)
+    period = period_of(shapes)
     parts: dict[str, Part] = {}
     for path, shape in shapes.items():
         match = STACKED.fullmatch(path)
@@ -58,10 +58,10 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
     return parts
 
 
-def _period(paths: Shapes) -> int:
-    """Return the number of layers in a group of a scan over groups; 1 for other paths."""
+def period_of(paths: Iterable[str]) -> int:
+    """Return the number of layers that a scan repeats, of which the paths have one of the last; 0 without a scan."""
     matches = filter(None, map(STACKED.fullmatch, paths))
-    return 1 + max((int(match["place"] or 0) for match in matches), default=0)
+    return max((1 + int(match["place"] or 0) for match in matches), default=0)
 
 
 def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
@@ -89,10 +89,9 @@ def _stacked_shape(layers: Sequence[tuple[int | None, tuple[int, ...]]], model: 
 
 def _pairs(tensors: Tensors, model: Shapes) -> Iterator[tuple[Part, Part]]:
     """Yield each tensor, or layer of a stacked one, with its place in the layout of a model."""
-    wanted, period = unrolled(model), _period(model)
-    is_scanned = any(STACKED.fullmatch(path) for path in model)
+    wanted, period = unrolled(model), period_of(model)
     for name, source in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
-        yield source, wanted.get(name) or _place(name, period if is_scanned else 0)
+        yield source, wanted.get(name) or _place(name, period)
 
 
 def _place(name: str, period: int) -> Part:

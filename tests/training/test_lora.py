@@ -193,6 +193,16 @@ BAD = {
     "missing option": ({"lora": {"rank": 2}}, "targets"),
     "whole": ({"lora.whole": ["head/.*"]}, "config.lora has no option 'whole'"),
     "alpha": ({"lora.alpha": -1.0}, "config.lora.alpha=-1.0 should be finite and not negative"),
+    "first of a group": (
+        {
+            "model.depth": 4,
+            "model.scan": True,
+            "model.compose": "both",
+            "model.compose_layers": (1, 3),
+            "lora.targets": ".*/layer_0/.*/(query|value)/kernel",
+        },
+        "matches none of the last of the 2 layers that a scan repeats",
+    ),
     "decay of kernels": ({"wd": 0.1}, "wd_mults: '.*/kernel' matches no parameter"),
 }
 
