@@ -30,11 +30,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The address of the built site: over http, because search reads pages, which a browser forbids for files."""
-    folder = tmp_path_factory.mktemp("site")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", str(folder)]
-    subprocess.run(command, cwd=ROOT, env=env, check=True)
+    """The address of the site, built here or in DCVIT_SITE: over http, as search reads pages, forbidden for files."""
+    if not (folder := os.environ.get("DCVIT_SITE")):
+        folder = tmp_path_factory.mktemp("site")
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", str(folder)]
+        subprocess.run(command, cwd=ROOT, env=env, check=True)
     with http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Handler, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://localhost:{server.server_port}"
