@@ -60,17 +60,24 @@ def chosen(workdir):
     return {*steps.about(workdir / "checkpoints" / "3")["kernels"]["chosen"].values()}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The workdir of a run without kernels."""
+    folder = tmp_path_factory.mktemp("plain")
+    status, text = train("correct", folder / "run", folder / "cache", "--config.kernels=off")
+    assert status == 0, text
+    return folder / "run"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["wrong", "raises", "blocks"])
-def test_a_run_completes_without_a_kernel_that_misbehaves(kernel, tmp_path):
+def test_a_run_completes_without_a_kernel_that_misbehaves(kernel, plain, tmp_path):
     words = ["--config.kernels=verify"]
     status, text = train(kernel, tmp_path / "run", tmp_path / "cache", *words)
     assert status == 0, text
     assert "pallas_tpu is not used for float32[64, 16, 4, 16]" in text
     assert "pallas_tpu" not in chosen(tmp_path / "run")
-    status, text = train("correct", tmp_path / "plain", tmp_path / "other", "--config.kernels=off")
-    assert status == 0, text
-    both = [jax.tree.leaves(load_params(tmp_path / name)) for name in ("run", "plain")]
+    both = [jax.tree.leaves(load_params(workdir)) for workdir in (tmp_path / "run", plain)]
     for x, y in zip(*both, strict=True):
         assert abs(x - y).max() < 1e-3
 
