@@ -24,9 +24,10 @@ def ignore(head: Array) -> None:
 class Ring:
     """Ring of at least two slots. Step s of all sweeps processes head s % heads in slot s % stages.
 
-    At the start of step s, the slot of step s - 1 is filled again, and with more than two slots, the products of step
-    s + 1 are started. The warpgroups that compute also copy: a block with one more would have fewer registers for each
-    thread, because `setmaxnreg` has no effect in the code that XLA links.
+    At the start of step s, with more than two slots, the products of step s + 1 are started. Behind them, the slot of
+    step s - 1 is filled again, so that products do not wait for the other warpgroup. The warpgroups that compute also
+    copy: a block with one more would have fewer registers for each thread, because `setmaxnreg` has no effect in the
+    code that XLA links.
 
     A phase of `full` ends with the last copy into its slot; one of `empty`, with the last warpgroup that has finished
     reading a slot which will be filled again. Each warpgroup waits once for each phase: for `full` before it reads the
@@ -153,12 +154,17 @@ class Ring:
             products, carry = state
             now = first + head
             slot, following = lax.rem(now, jnp.int32(c.stages)), lax.rem(now + 1, jnp.int32(c.stages))
-            self.refill(now)
+
+            def work() -> Carry:
+                self.refill(now)
+                return body(head, slot, products, carry)
+
             if look_ahead:
                 # The last step has no next one: it computes products of any slot, which nothing uses.
                 pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
-                products, carry = self.products_during(following, pairs, lambda: body(head, slot, products, carry))
+                products, carry = self.products_during(following, pairs, work)
             else:
+                self.refill(now)
                 plgpu.barrier_wait(self.scratch.full.at[slot])
                 carry = body(head, slot, [self.product(slot, pair) for pair in range(pairs)], carry)
             then(head)
