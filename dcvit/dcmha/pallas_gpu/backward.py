@@ -26,7 +26,7 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     count = block.config.post.planes
     pre = block.zeros(block.config.pre.planes)
     if pre:
-        pre = ring.sweep(1, lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), pre)
+        pre = ring.sweep(lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), pre)
     both = block.zeros(2 * count)
     if both:
 
@@ -35,7 +35,7 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
             post = tile.down(slot, "post", both[:count], p)
             return post + tile.down(slot, "post", both[count:], products[1], transposed=True)
 
-        both = ring.sweep(2, hidden, both)
+        both = ring.sweep(hidden, both)
     post, back = both[:count], both[count:]
     block.save_planes(pre + back)
 
@@ -69,7 +69,7 @@ def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
             return tile.down(slot, "pre", planes, logit_gradient(slot, products), transposed=True)
 
-        back = ring.sweep(2, hidden, back)
+        back = ring.sweep(hidden, back)
 
     def body(head: Array, slot: Array, products: list[Array]) -> None:
         dl = logit_gradient(slot, products)

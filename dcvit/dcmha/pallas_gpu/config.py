@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -99,6 +100,14 @@ class KernelConfig:
         with the log-sum-exp and delta.
         """
         return 0 if which == "pre" else self.pre.channels(side)
+
+    def channels(self, side: Side, composes: Sequence[Which], count: int) -> range:
+        """Return those of the `count` channels that a part of a kernel with the weights of these composes uses."""
+        used = [which for which in composes if side == "q" or self.ranks(which).key_wise]
+        if not used:
+            return range(0)
+        stop = count if used[-1] == "post" else self.pre.channels(side)
+        return range(self.channel(side, used[0]), stop)
 
     @property
     def lse_channel(self) -> int:

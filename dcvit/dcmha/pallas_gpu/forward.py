@@ -23,7 +23,7 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     """Compute the maximum and the sum of 2^L of each row of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
-        planes = ring.sweep(1, lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), planes)
+        planes = ring.sweep(lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), planes)
         block.save_planes(planes)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
@@ -35,7 +35,7 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         staging.commit(head, row_sums=True)
         return carry
 
-    ring.sweep(1, body, ())
+    ring.sweep(body, ())
 
 
 def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
@@ -47,7 +47,7 @@ def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
             return tile.down(slot, "post", planes, tile.probabilities(slot, pre, products[0]))
 
-        post = ring.sweep(1, hidden, post)
+        post = ring.sweep(hidden, post)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
         w = tile.up(slot, "post", post, tile.probabilities(slot, pre, products[0]))
@@ -56,4 +56,4 @@ def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
         staging.commit(head, tile=True)
         return carry
 
-    ring.sweep(1, body, ())
+    ring.sweep(body, ())

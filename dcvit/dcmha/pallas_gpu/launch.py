@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dcvit.dcmha.pallas_gpu import backward, forward
 from dcvit.dcmha.pallas_gpu.block import Block, Operands, Outputs, Scratch
 from dcvit.dcmha.pallas_gpu.config import DEPTH, MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
-from dcvit.dcmha.pallas_gpu.ring import Ring
+from dcvit.dcmha.pallas_gpu.ring import Reads, Ring
 from dcvit.dcmha.pallas_gpu.staging import Staging
 from dcvit.dcmha.pallas_gpu.tile import Tile
 from dcvit.dcmha.shapes import Array, Ref, not_none
@@ -40,10 +40,16 @@ class Results(NamedTuple):
     tile: Array | None = None  # (B H T S), W or dS
 
 
-def sweeps(config: KernelConfig, kind: Kind) -> int:
-    """Return the number of sweeps over the heads."""
+def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
+    """Return the values that each sweep over the heads uses."""
     pre, post = bool(config.pre.planes), bool(config.post.planes)
-    return 1 + {"statistics": pre, "weights": post, "post_grad": pre + post, "pre_grad": pre}[kind]
+    scores = Reads(1, ("pre",))
+    return {
+        "statistics": [scores] * (1 + pre),
+        "weights": [Reads(1)] * (1 + post),
+        "post_grad": [scores] * pre + [Reads(2)] * (1 + post),
+        "pre_grad": [Reads(2)] * (1 + pre),
+    }[kind]
 
 
 def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:

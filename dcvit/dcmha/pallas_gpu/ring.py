@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,13 +12,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.block import Block
+from dcvit.dcmha.pallas_gpu.config import Side, Which
 from dcvit.dcmha.shapes import Array, Ref
 
 Carry = TypeVar("Carry")
+Copy = tuple[Ref, Ref] | None  # source and target; None for one that this sweep does not need
 
 
 def ignore(head: Array) -> None:
     """Do nothing."""
+
+
+class Reads(NamedTuple):
+    """Values of each head that a sweep uses, which alone are copied.
+
+    Fields:
+      pairs: number of pairs, from the first on, whose products it uses.
+      composes: those whose weights it uses; the log-sum-exp and delta come with those of the post-compose.
+    """
+
+    pairs: int
+    composes: Sequence[Which] = ("pre", "post")
 
 
 class Ring:
@@ -35,53 +49,74 @@ class Ring:
     wait: this warpgroup's release of the slot, or its next one.
     """
 
-    def __init__(self, block: Block, sweeps: int) -> None:
+    def __init__(self, block: Block, reads: Sequence[Reads]) -> None:
         if block.config.stages < 2:
             raise ValueError(f"a ring needs two slots, found {block.config.stages}")
         self.block, self.config, self.scratch = block, block.config, block.scratch
-        self.sweeps, self.steps = sweeps, sweeps * block.config.group_heads
+        self.reads, self.steps = reads, len(reads) * block.config.group_heads
         self.number = 0  # of the next sweep
         self.ahead: list[Array] = []  # products of its first step
 
-    def copies(self, head: Array, slot: Array) -> tuple[list[tuple[Ref, Ref]], list[tuple[Ref, Ref]]]:
-        """Return the source and the target of each copy of one step: those of query-wise and key-wise values."""
+    def copies(self, head: Array, slot: Array, reads: Reads) -> tuple[list[Copy], list[Copy]]:
+        """Return the copies of one step: those of query-wise and key-wise values."""
         b, c, scratch = self.block, self.config, self.scratch
         h = b.head(head)
         key_head = lax.div(h, jnp.int32(c.heads_per_key_head))
         keys = pl.ds(b.j * c.block_keys, c.block_keys)
-        rows = [(b.operands.rows.at[b.example, h, :, b.query_span], scratch.rows.at[slot])]
-        cols = [(b.operands.cols.at[b.example, h, :, keys], scratch.cols.at[slot])]
-        for (left, right), (lefts, rights) in zip(b.operands.pairs, scratch.scores, strict=True):
+
+        def channels(side: Side, source: Ref, target: Ref, span: object) -> Copy:
+            used = c.channels(side, reads.composes, target.shape[1])
+            where = pl.ds(used.start, len(used))
+            return (source.at[b.example, h, where, span], target.at[slot, where]) if used else None
+
+        rows = [channels("q", b.operands.rows, scratch.rows, b.query_span)]
+        cols = [channels("k", b.operands.cols, scratch.cols, keys)]
+        for pair, ((left, right), (lefts, rights)) in enumerate(zip(b.operands.pairs, scratch.scores, strict=True)):
             for part in range(c.parts):
-                rows.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]))
-                cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]))
+                used = pair < reads.pairs
+                rows.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]) if used else None)
+                cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]) if used else None)
         return rows, cols
 
-    def fill(self, step: Array) -> None:
-        """Start the copies of one step, which the warpgroups share."""
+    def fill(self, step: Array, sweep: int) -> None:
+        """Start the copies of one step, of this or a later sweep, which the warpgroups share."""
+        starts = [n for n in range(sweep, len(self.reads)) if n == sweep or self.reads[n] != self.reads[n - 1]]
+        for n, stop in zip(starts, [*starts[1:], len(self.reads)], strict=True):
+            fill = functools.partial(self.fill_as, step, self.reads[n])
+            if len(starts) == 1:
+                fill()
+            else:
+                heads = self.config.group_heads
+                pl.when(jnp.logical_and(step >= n * heads, step < stop * heads))(fill)
+
+    def fill_as(self, step: Array, reads: Reads) -> None:
+        """Start the copies of one step that a sweep reads. An arrival takes the place of a copy that it does not."""
         c = self.config
         slot = lax.rem(step, jnp.int32(c.stages))
 
-        def start(copies: list[tuple[Ref, Ref]]) -> None:
-            for source, target in copies:
-                plgpu.copy_gmem_to_smem(source, target, self.scratch.full.at[slot])  # type: ignore[arg-type]
+        def start(copies: list[Copy]) -> None:
+            for copy in copies:
+                if copy is None:
+                    plgpu.barrier_arrive(self.scratch.full.at[slot])
+                else:
+                    plgpu.copy_gmem_to_smem(*copy, self.scratch.full.at[slot])  # type: ignore[arg-type]
 
-        for number, copies in enumerate(self.copies(lax.rem(step, jnp.int32(c.group_heads)), slot)):
+        for number, copies in enumerate(self.copies(lax.rem(step, jnp.int32(c.group_heads)), slot, reads)):
             pl.when(self.block.warpgroup == number % c.warpgroups)(functools.partial(start, copies))
 
     def start(self) -> None:
         """Start to fill all slots."""
         count = jnp.int32(min(self.config.stages, self.steps))
-        lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step), None)
+        lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step, 0), None)
 
-    def refill(self, step: Array) -> None:
+    def refill(self, step: Array, sweep: int) -> None:
         """Start to fill the slot of the step before again, when all warpgroups have finished reading it."""
         following = step - 1 + self.config.stages
 
         @pl.when(jnp.logical_and(step > 0, following < self.steps))
         def _() -> None:
             plgpu.barrier_wait(self.scratch.empty.at[lax.rem(following, jnp.int32(self.config.stages))])
-            self.fill(following)
+            self.fill(following, sweep)
 
     def release(self, step: Array) -> None:
         """Allow the slot of a step to be filled again, if there is a step for it."""
@@ -128,21 +163,18 @@ class Ring:
         out: tuple[list[Array], Carry] = pl.run_scoped(both, *[plgpu.ACC(self.config.tile, jnp.float32)] * pairs)
         return out
 
-    def sweep(
-        self, pairs: int, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore
-    ) -> Carry:
+    def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
         """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
 
-        With more than two slots, the products of the first `pairs` pairs of the next head are started before `body` and
-        read after it, because a read waits for all matrix products.
+        With more than two slots, the products of the next head are started before `body` and read after it, because a
+        read waits for all matrix products.
 
         Args:
-          pairs: number of pairs whose products `body` uses.
           body: called with the number of the head, its slot and its products.
           carry: initial value.
           then: called after `body` and after the products of the next head, without a wait for its own products.
         """
-        c, number = self.config, self.number
+        c, number, pairs = self.config, self.number, self.reads[self.number].pairs
         self.number += 1
         first, look_ahead = number * c.group_heads, c.stages > 2  # two slots leave no time for copies of the next head
         if look_ahead and number == 0:
@@ -156,7 +188,7 @@ class Ring:
             slot, following = lax.rem(now, jnp.int32(c.stages)), lax.rem(now + 1, jnp.int32(c.stages))
 
             def work() -> Carry:
-                self.refill(now)
+                self.refill(now, number)
                 return body(head, slot, products, carry)
 
             if look_ahead:
@@ -164,11 +196,11 @@ class Ring:
                 pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
                 products, carry = self.products_during(following, pairs, work)
             else:
-                self.refill(now)
+                self.refill(now, number)
                 plgpu.barrier_wait(self.scratch.full.at[slot])
                 carry = body(head, slot, [self.product(slot, pair) for pair in range(pairs)], carry)
             then(head)
-            if number < self.sweeps - 1:  # the last sweep does so when it commits its outputs
+            if number < len(self.reads) - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
             self.release(now)
             return products, carry

@@ -87,12 +87,12 @@ class Staging:
             return carry
 
         if self.out.col_sums is None:
-            ring.sweep(2, step, ())
+            ring.sweep(step, ())
             return
         shape = (QUERIES, self.out.col_sums.shape[-1] // self.config.key_tiles)
 
         def accumulate(accumulator: Ref) -> Array:
-            ring.sweep(2, step, (), then=lambda head: self.add_products(accumulator, head))
+            ring.sweep(step, (), then=lambda head: self.add_products(accumulator, head))
             return accumulator[...]
 
         sums = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
