@@ -105,7 +105,8 @@ def sweeps(code: str) -> Iterator[list[Instruction]]:
     spans = sorted((labels[target[1]], n) for n, target in jumps if target)
     last = 0
     for stop, start in sorted((n + 1, target) for target, n in spans if target <= n):  # inner loops first
-        if start < last or not any(x.name == "HGMMA" for x in found[start:stop]):
+        names = {x.name for x in found[start:stop]}
+        if start < last or not ("HGMMA" in names or {"UTMALDG", "LDS"} <= names):
             continue
         last = stop
         copies = [range(n + 1, target) for target, n in spans if start < n < target < stop]  # conditional regions

@@ -32,6 +32,7 @@ CASES = {
         "queries": 20, "heads": 6, "rank": 1, "causal": True, "branches": None, "post": "kpg", "dtype": jnp.bfloat16,
     },
     "two slots": {"queries": 12, "heads": 4, "rank": 1, "branches": None, "post": "kpg", "dtype": jnp.bfloat16},
+    "nothing kept": {"queries": 20, "heads": 6, "rank": 1, "causal": True, "dtype": jnp.bfloat16},
     "local blocks": {
         "queries": 130, "window": 40, "branches": "qg", "post": None, "rank": 1, "dtype": jnp.bfloat16, "segments": 3,
     },
@@ -49,7 +50,9 @@ CASES = {
 )
 def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     if name == "two slots":
-        monkeypatch.setattr(tiling, "MAX_STAGES", 2)
+        monkeypatch.setattr(tiling, "max_stages", lambda config, pairs: 2)
+    elif name == "nothing kept":
+        monkeypatch.setattr(tiling, "max_stages", lambda config, pairs: 2 if config.kept else 4)
     elif name != "float32, grouped queries, padding":
         monkeypatch.setattr(tiling, "WARPGROUPS", 1)
     monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)

@@ -30,8 +30,9 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     both = block.zeros(2 * count)
     if both:
 
-        def hidden(_: Array, slot: Array, products: list[Array], both: Planes) -> Planes:
+        def hidden(head: Array, slot: Array, products: list[Array], both: Planes) -> Planes:
             p = tile.probabilities(slot, pre, products[0])
+            tile.keep(head, p)
             post = tile.down(slot, "post", both[:count], p)
             return post + tile.down(slot, "post", both[count:], products[1], transposed=True)
 
@@ -40,7 +41,7 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     block.save_planes(pre + back)
 
     def body(head: Array, slot: Array, products: list[Array]) -> None:
-        p, dw = tile.probabilities(slot, pre, products[0]), products[1]
+        p, dw = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0])), products[-1]
         staging.reuse()
         staging.stage_tile(tile.up(slot, "post", post, p))
         rows, cols = tile.gradient_products("post", p, dw, post, back)
@@ -66,13 +67,15 @@ def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     back = block.zeros(pre_planes)
     if back:
 
-        def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
-            return tile.down(slot, "pre", planes, logit_gradient(slot, products), transposed=True)
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            dl = logit_gradient(slot, products)
+            tile.keep(head, dl)
+            return tile.down(slot, "pre", planes, dl, transposed=True)
 
         back = ring.sweep(hidden, back)
 
     def body(head: Array, slot: Array, products: list[Array]) -> None:
-        dl = logit_gradient(slot, products)
+        dl = tile.kept(head, lambda: logit_gradient(slot, products))
         staging.reuse()
         staging.stage_tile(tile.up(slot, "pre", back, dl, transposed=True))
         rows, cols = tile.gradient_products("pre", products[0], dl, pre, back)

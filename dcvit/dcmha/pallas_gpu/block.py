@@ -53,6 +53,7 @@ class Scratch(NamedTuple):
 
     cols: Ref  # ring slots of key-wise weights
     empty: Ref  # barrier of each slot: its readers have finished
+    kept: Ref | None  # a tile of each head that the last sweep uses again
     full: Ref  # barrier of each slot: its copies have arrived
     onehot: Ref | None  # matrix that selects the row of a head; None on a GPU, which has it in registers
     products: Ref | None  # products to be summed over queries

@@ -59,6 +59,7 @@ class KernelConfig:
     tile_keys: int  # keys of one warpgroup's tile
     warpgroups: int
     stages: int  # slots of the ring in shared memory
+    kept: bool  # whether the last sweep reads what the one before has computed of all heads from shared memory
     dtype: DTypeLike  # of W and dS
     interpret: bool
 

@@ -23,11 +23,16 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     """Compute the maximum and the sum of 2^L of each row of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
-        planes = ring.sweep(lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), planes)
+
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            tile.keep(head, products[0])
+            return tile.down(slot, "pre", planes, products[0])
+
+        planes = ring.sweep(hidden, planes)
         block.save_planes(planes)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
-        logits = tile.logits(slot, planes, products[0])
+        logits = tile.logits(slot, planes, tile.kept(head, lambda: products[0]))
         largest = jnp.maximum(jnp.max(logits, axis=1), MIN_ROW_MAX)
         total = jnp.sum(jnp.exp2(logits - block.broadcast(largest, 0)), axis=1)
         staging.reuse()
@@ -44,13 +49,16 @@ def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     post = block.zeros(block.config.post.planes)
     if post:
 
-        def hidden(_: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
-            return tile.down(slot, "post", planes, tile.probabilities(slot, pre, products[0]))
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            p = tile.probabilities(slot, pre, products[0])
+            tile.keep(head, p)
+            return tile.down(slot, "post", planes, p)
 
         post = ring.sweep(hidden, post)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
-        w = tile.up(slot, "post", post, tile.probabilities(slot, pre, products[0]))
+        p = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0]))
+        w = tile.up(slot, "post", post, p)
         staging.reuse()
         staging.stage_tile(w)
         staging.commit(head, tile=True)

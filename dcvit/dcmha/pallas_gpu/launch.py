@@ -43,13 +43,20 @@ class Results(NamedTuple):
 def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
     """Return the values that each sweep over the heads uses."""
     pre, post = bool(config.pre.planes), bool(config.post.planes)
-    scores = Reads(1, ("pre",))
-    return {
-        "statistics": [scores] * (1 + pre),
-        "weights": [Reads(1)] * (1 + post),
-        "post_grad": [scores] * pre + [Reads(2)] * (1 + post),
-        "pre_grad": [Reads(2)] * (1 + pre),
+    scores, both = Reads((0,), ("pre",)), Reads((0, 1))
+    hidden, last, again = {
+        "statistics": ([scores] * pre, scores, Reads((), ("pre",))),
+        "weights": ([Reads((0,))] * post, Reads((0,)), Reads((), ("post",))),
+        "post_grad": ([scores] * pre + [both] * post, both, Reads((1,), ("post",))),
+        "pre_grad": ([both] * pre, both, Reads((0,), ("pre",))),
     }[kind]
+    return [*hidden, again if keeps(config, kind) else last]
+
+
+def keeps(config: KernelConfig, kind: Kind) -> bool:
+    """Return whether the last sweep reads from shared memory what the one before it has computed."""
+    ranks = config.pre if kind in ("statistics", "pre_grad") else config.post
+    return config.kept and ranks.planes > 0
 
 
 def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
@@ -76,11 +83,9 @@ def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeS
     return found
 
 
-def scratch_shapes(
-    config: KernelConfig, out: dict[str, jax.ShapeDtypeStruct], pairs: int, rows: int, cols: int
-) -> dict[str, object]:
+def scratch_shapes(config: KernelConfig, kind: Kind, pairs: int, rows: int, cols: int) -> dict[str, object]:
     """Return the shared memory and barriers of a block by their name in `Scratch`."""
-    c, transforms = config, swizzled(config.head_dim, jnp.bfloat16)
+    c, out, transforms = config, output_shapes(config, kind), swizzled(config.head_dim, jnp.bfloat16)
     left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
     right = plgpu.SMEM((c.stages, c.parts, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
     copies = 2 + 2 * pairs * c.parts
@@ -93,8 +98,12 @@ def scratch_shapes(
         "row_sums": None,
         "tile": None,
         "products": None,
+        "kept": None,
         "onehot": None,
     }
+    if keeps(c, kind):
+        shape = (c.group_heads, c.warpgroups, *c.tile)
+        found["kept"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(c.tile_keys, jnp.float32))
     if "row_sums" in out:
         found["row_sums"] = plgpu.SMEM((c.warpgroups, out["row_sums"].shape[3], QUERIES), jnp.float32)
     if "tile" in out:
@@ -134,11 +143,12 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
     """Run one block of a kernel."""
     c = config
     block = Block(c, operands, out, scratch)
-    staging = Staging(block)
+    reads = sweeps(c, kind)
+    staging = Staging(block, len(reads[-1].pairs) * len(c.terms))
     attended = block.is_attended()
 
     def work() -> None:
-        ring = Ring(block, sweeps(c, kind))
+        ring = Ring(block, reads)
         ring.start()
         KERNELS[kind](block, ring, Tile(block), staging)
 
@@ -167,7 +177,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
         run_block(c, kind, read, outputs, Scratch(**scratch))  # type: ignore[arg-type]
 
     def entry(*refs: Ref) -> None:
-        scratch = scratch_shapes(c, shapes, len(pairs), rows.shape[2], cols.shape[2])
+        scratch = scratch_shapes(c, kind, len(pairs), rows.shape[2], cols.shape[2])
         pl.run_scoped(lambda s: body(*refs, scratch=s), scratch, collective_axes="w")
 
     kernel = plgpu.kernel(

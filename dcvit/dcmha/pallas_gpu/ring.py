@@ -27,11 +27,11 @@ class Reads(NamedTuple):
     """Values of each head that a sweep uses, which alone are copied.
 
     Fields:
-      pairs: number of pairs, from the first on, whose products it uses.
+      pairs: numbers of the pairs whose products it uses.
       composes: those whose weights it uses; the log-sum-exp and delta come with those of the post-compose.
     """
 
-    pairs: int
+    pairs: Sequence[int]
     composes: Sequence[Which] = ("pre", "post")
 
 
@@ -55,7 +55,7 @@ class Ring:
         self.block, self.config, self.scratch = block, block.config, block.scratch
         self.reads, self.steps = reads, len(reads) * block.config.group_heads
         self.number = 0  # of the next sweep
-        self.ahead: list[Array] = []  # products of its first step
+        self.ahead: dict[int, Array] = {}  # products of its first step by pair
 
     def copies(self, head: Array, slot: Array, reads: Reads) -> tuple[list[Copy], list[Copy]]:
         """Return the copies of one step: those of query-wise and key-wise values."""
@@ -73,7 +73,7 @@ class Ring:
         cols = [channels("k", b.operands.cols, scratch.cols, keys)]
         for pair, ((left, right), (lefts, rights)) in enumerate(zip(b.operands.pairs, scratch.scores, strict=True)):
             for part in range(c.parts):
-                used = pair < reads.pairs
+                used = pair in reads.pairs
                 rows.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]) if used else None)
                 cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]) if used else None)
         return rows, cols
@@ -149,18 +149,20 @@ class Ring:
             keys = right.at[b, self.block.own_keys].transpose((1, 0))
             plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
 
-    def products_during(self, slot: Array, pairs: int, work: Callable[[], Carry]) -> tuple[list[Array], Carry]:
-        """Return the products of the first `pairs` pairs of one head, and work(), which runs at the same time."""
+    def products_during(
+        self, slot: Array, pairs: Sequence[int], work: Callable[[], Carry]
+    ) -> tuple[list[Array], Carry]:
+        """Return the products of some pairs of one head, and work(), which runs at the same time."""
         if self.config.without_layouts:
-            return [self.product(slot, pair) for pair in range(pairs)], work()
+            return [self.product(slot, pair) for pair in pairs], work()
 
         def both(*accumulators: Ref) -> tuple[list[Array], Carry]:
-            for pair, accumulator in enumerate(accumulators):
+            for pair, accumulator in zip(pairs, accumulators, strict=True):
                 self.start_product(accumulator, slot, pair)
             out = work()
             return [accumulator[...] for accumulator in accumulators], out
 
-        out: tuple[list[Array], Carry] = pl.run_scoped(both, *[plgpu.ACC(self.config.tile, jnp.float32)] * pairs)
+        out: tuple[list[Array], Carry] = pl.run_scoped(both, *[plgpu.ACC(self.config.tile, jnp.float32)] * len(pairs))
         return out
 
     def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
@@ -179,8 +181,10 @@ class Ring:
         first, look_ahead = number * c.group_heads, c.stages > 2  # two slots leave no time for copies of the next head
         if look_ahead and number == 0:
             plgpu.barrier_wait(self.scratch.full.at[0])
-        for pair in range(len(self.ahead), pairs if look_ahead else 0):
-            self.ahead.append(self.product(jnp.int32(first % c.stages), pair))
+        ahead = []
+        for pair in pairs if look_ahead else ():
+            held = self.ahead.get(pair)
+            ahead.append(self.product(jnp.int32(first % c.stages), pair) if held is None else held)
 
         def step(head: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
             products, carry = state
@@ -198,12 +202,13 @@ class Ring:
             else:
                 self.refill(now, number)
                 plgpu.barrier_wait(self.scratch.full.at[slot])
-                carry = body(head, slot, [self.product(slot, pair) for pair in range(pairs)], carry)
+                carry = body(head, slot, [self.product(slot, pair) for pair in pairs], carry)
             then(head)
             if number < len(self.reads) - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
             self.release(now)
             return products, carry
 
-        self.ahead, carry = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, (self.ahead[:pairs], carry))
+        ahead, carry = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, (ahead, carry))
+        self.ahead = dict(zip(pairs, ahead, strict=True)) if look_ahead else {}
         return carry

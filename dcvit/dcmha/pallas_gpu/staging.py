@@ -27,7 +27,9 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 class Staging:
     """Staging buffers of one warpgroup."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, in_flight: int) -> None:
+        """`in_flight` is the number of matrix products that the last sweep starts for a head."""
+        self.in_flight = in_flight
         self.block, self.config, self.scratch, self.out = block, block.config, block.scratch, block.out
 
     def reuse(self) -> None:
@@ -36,7 +38,7 @@ class Staging:
         Only the matrix products of the next head, which `Ring.sweep` starts later, may be in flight.
         """
         if self.scratch.products is not None:
-            plgpu.wgmma_wait(len(self.scratch.scores) * len(self.config.terms))
+            plgpu.wgmma_wait(self.in_flight)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # also a barrier: all warps have waited for their products
 
     def stage_rows(self, vectors: Sequence[Array]) -> None:

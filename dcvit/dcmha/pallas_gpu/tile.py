@@ -3,7 +3,8 @@
 A block of a kernel handles one example, one group of heads, 64 queries and `warpgroups`·`tile_keys` keys. Each
 warpgroup computes a tile of all 64 queries and `tile_keys` keys. Heads stream through a ring of slots in shared memory
 several times. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
-the scores of a head again, because the tensor cores have time left and registers are scarce. Blocks exchange no values:
+the scores of a head again, because the tensor cores have time left and registers are scarce; but with few heads, the
+last sweep reads scores, probabilities or gradients that the sweep before it has kept in shared memory. Blocks exchange no values:
 a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a fixed order,
 so that the results are deterministic.
 
@@ -12,6 +13,8 @@ padding: one instruction selects the score or MASKED_SCORE. An addition would ta
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +77,17 @@ class Tile:
         """Return the composed and masked scores of one head."""
         bits = lax.bitcast_convert_type(self.up(slot, "pre", planes, scores), jnp.int32)
         return lax.bitcast_convert_type((bits & self.mask) | (~self.mask & MASKED_BITS), jnp.float32)
+
+    def keep(self, head: Array, x: Array) -> None:
+        """Keep a tile of one head for the last sweep, if shared memory has room for all heads."""
+        if self.scratch.kept is not None:
+            self.scratch.kept[head, self.block.warpgroup] = x
+
+    def kept(self, head: Array, compute: Callable[[], Array]) -> Array:
+        """Return a tile that `keep` has kept, or compute it again. Each thread reads what it has written itself."""
+        if self.scratch.kept is None:
+            return compute()
+        return self.block.as_tile(self.scratch.kept[head, self.block.warpgroup])
 
     def probabilities(self, slot: Array, planes: Planes, scores: Array) -> Array:
         """Return P = 2^(L - log-sum-exp) of one head; it is exactly 0 for masked keys."""

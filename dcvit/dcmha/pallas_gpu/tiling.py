@@ -182,9 +182,12 @@ def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool)
         heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=queries, keys=0,
         head_dim=round_up(q.shape[3], 16), parts=1 if q.dtype == jnp.bfloat16 else 2, pre=ranks_pre, post=ranks_post,
         tile_keys=tile_keys, warpgroups=interpretable_warpgroups() if static.interpret else WARPGROUPS, stages=2,
-        dtype=q.dtype, interpret=static.interpret,
+        kept=True, dtype=q.dtype, interpret=static.interpret,
     )  # fmt: skip
     stages = max_stages(config, pairs)
+    if stages < 3:  # which products of the next head need
+        config = dataclasses.replace(config, kept=False)
+        stages = max_stages(config, pairs)
     if stages < 2:  # float32 heads with many dimensions
         config = dataclasses.replace(config, warpgroups=1)
         stages = max_stages(config, pairs)
@@ -210,4 +213,5 @@ def max_stages(config: KernelConfig, pairs: int) -> int:
     if pairs > 1:
         channels = max(c.pre.channels("k"), c.post.channels("k"))
         staging += c.warpgroups * QUERIES * c.parts * channels * c.tile_keys * 2
-    return (SHARED_MEMORY_BYTES - staging) // slot
+    kept = 4 * c.group_heads * QUERIES * wide if c.kept and max(c.pre.planes, c.post.planes) else 0
+    return (SHARED_MEMORY_BYTES - staging - kept) // slot
