@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.block import Block
 from dcvit.dcmha.pallas_gpu.config import Side, Which
+from dcvit.dcmha.pallas_gpu.products import product, products_during
 from dcvit.dcmha.shapes import Array, Ref
 
 Carry = TypeVar("Carry")
@@ -125,46 +126,6 @@ class Ring:
         def _() -> None:
             plgpu.barrier_arrive(self.scratch.empty.at[lax.rem(step, jnp.int32(self.config.stages))])
 
-    def product(self, slot: Array, pair: int) -> Array:
-        """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
-        if self.config.without_layouts:
-            left, right = (side.at[slot] for side in self.scratch.scores[pair])
-            own = [
-                (left[a].astype(jnp.float32), right[b, self.block.own_keys].astype(jnp.float32))
-                for a, b in self.config.terms
-            ]
-            return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
-
-        def multiply(accumulator: Ref) -> Array:
-            self.start_product(accumulator, slot, pair)
-            return accumulator[...]
-
-        out: Array = pl.run_scoped(multiply, plgpu.ACC(self.config.tile, jnp.float32))
-        return out
-
-    def start_product(self, accumulator: Ref, slot: Array, pair: int) -> None:
-        """Start the computation of `product`."""
-        left, right = (side.at[slot] for side in self.scratch.scores[pair])
-        for a, b in self.config.terms:
-            keys = right.at[b, self.block.own_keys].transpose((1, 0))
-            plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
-
-    def products_during(
-        self, slot: Array, pairs: Sequence[int], work: Callable[[], Carry]
-    ) -> tuple[list[Array], Carry]:
-        """Return the products of some pairs of one head, and work(), which runs at the same time."""
-        if self.config.without_layouts:
-            return [self.product(slot, pair) for pair in pairs], work()
-
-        def both(*accumulators: Ref) -> tuple[list[Array], Carry]:
-            for pair, accumulator in zip(pairs, accumulators, strict=True):
-                self.start_product(accumulator, slot, pair)
-            out = work()
-            return [accumulator[...] for accumulator in accumulators], out
-
-        out: tuple[list[Array], Carry] = pl.run_scoped(both, *[plgpu.ACC(self.config.tile, jnp.float32)] * len(pairs))
-        return out
-
     def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
         """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
 
@@ -184,7 +145,7 @@ class Ring:
         ahead = []
         for pair in pairs if look_ahead else ():
             held = self.ahead.get(pair)
-            ahead.append(self.product(jnp.int32(first % c.stages), pair) if held is None else held)
+            ahead.append(product(self.block, jnp.int32(first % c.stages), pair) if held is None else held)
 
         def step(head: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
             products, carry = state
@@ -198,11 +159,11 @@ class Ring:
             if look_ahead:
                 # The last step has no next one: it computes products of any slot, which nothing uses.
                 pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
-                products, carry = self.products_during(following, pairs, work)
+                products, carry = products_during(self.block, following, pairs, work)
             else:
                 self.refill(now, number)
                 plgpu.barrier_wait(self.scratch.full.at[slot])
-                carry = body(head, slot, [self.product(slot, pair) for pair in pairs], carry)
+                carry = body(head, slot, [product(self.block, slot, pair) for pair in pairs], carry)
             then(head)
             if number < len(self.reads) - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again

@@ -4,9 +4,9 @@ A block of a kernel handles one example, one group of heads, 64 queries and `war
 warpgroup computes a tile of all 64 queries and `tile_keys` keys. Heads stream through a ring of slots in shared memory
 several times. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
 the scores of a head again, because the tensor cores have time left and registers are scarce; but with few heads, the
-last sweep reads scores, probabilities or gradients that the sweep before it has kept in shared memory. Blocks exchange no values:
-a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a fixed order,
-so that the results are deterministic.
+last sweep reads scores, probabilities or gradients that the sweep before it has kept in shared memory. Blocks exchange
+no values: a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a
+fixed order, so that the results are deterministic.
 
 Scores are in units of log 2, so that 2^L is a single instruction. A `mask` of bits represents all masks and the
 padding: one instruction selects the score or MASKED_SCORE. An addition would take as many, but keep a masked NaN.
