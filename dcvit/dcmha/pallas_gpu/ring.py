@@ -79,21 +79,20 @@ class Ring:
                 cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]) if used else None)
         return rows, cols
 
-    def fill(self, step: Array, sweep: int) -> None:
+    def fill(self, step: Array, slot: Array, sweep: int) -> None:
         """Start the copies of one step, of this or a later sweep, which the warpgroups share."""
         starts = [n for n in range(sweep, len(self.reads)) if n == sweep or self.reads[n] != self.reads[n - 1]]
         for n, stop in zip(starts, [*starts[1:], len(self.reads)], strict=True):
-            fill = functools.partial(self.fill_as, step, self.reads[n])
+            fill = functools.partial(self.fill_as, step, slot, self.reads[n])
             if len(starts) == 1:
                 fill()
             else:
                 heads = self.config.group_heads
                 pl.when(jnp.logical_and(step >= n * heads, step < stop * heads))(fill)
 
-    def fill_as(self, step: Array, reads: Reads) -> None:
+    def fill_as(self, step: Array, slot: Array, reads: Reads) -> None:
         """Start the copies of one step that a sweep reads. An arrival takes the place of a copy that it does not."""
         c = self.config
-        slot = lax.rem(step, jnp.int32(c.stages))
 
         def start(copies: list[Copy]) -> None:
             for copy in copies:
@@ -108,23 +107,24 @@ class Ring:
     def start(self) -> None:
         """Start to fill all slots."""
         count = jnp.int32(min(self.config.stages, self.steps))
-        lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step, 0), None)
+        lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step, step, 0), None)
 
-    def refill(self, step: Array, sweep: int) -> None:
+    def refill(self, step: Array, slot: Array, sweep: int) -> None:
         """Start to fill the slot of the step before again, when all warpgroups have finished reading it."""
         following = step - 1 + self.config.stages
+        slot = jnp.where(slot == 0, self.config.stages, slot) - 1
 
         @pl.when(jnp.logical_and(step > 0, following < self.steps))
         def _() -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[lax.rem(following, jnp.int32(self.config.stages))])
-            self.fill(following, sweep)
+            plgpu.barrier_wait(self.scratch.empty.at[slot])
+            self.fill(following, slot, sweep)
 
-    def release(self, step: Array) -> None:
+    def release(self, step: Array, slot: Array) -> None:
         """Allow the slot of a step to be filled again, if there is a step for it."""
 
         @pl.when(step + self.config.stages < self.steps)
         def _() -> None:
-            plgpu.barrier_arrive(self.scratch.empty.at[lax.rem(step, jnp.int32(self.config.stages))])
+            plgpu.barrier_arrive(self.scratch.empty.at[slot])
 
     def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
         """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
@@ -147,13 +147,13 @@ class Ring:
             held = self.ahead.get(pair)
             ahead.append(product(self.block, jnp.int32(first % c.stages), pair) if held is None else held)
 
-        def step(head: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
-            products, carry = state
+        def step(head: Array, state: tuple[list[Array], Carry, Array]) -> tuple[list[Array], Carry, Array]:
+            products, carry, slot = state  # a remainder for the slot would take more instructions
             now = first + head
-            slot, following = lax.rem(now, jnp.int32(c.stages)), lax.rem(now + 1, jnp.int32(c.stages))
+            following = jnp.where(slot == c.stages - 1, 0, slot + 1)
 
             def work() -> Carry:
-                self.refill(now, number)
+                self.refill(now, slot, number)
                 return body(head, slot, products, carry)
 
             if look_ahead:
@@ -161,15 +161,16 @@ class Ring:
                 pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
                 products, carry = products_during(self.block, following, pairs, work)
             else:
-                self.refill(now, number)
+                self.refill(now, slot, number)
                 plgpu.barrier_wait(self.scratch.full.at[slot])
                 carry = body(head, slot, [product(self.block, slot, pair) for pair in pairs], carry)
             then(head)
             if number < len(self.reads) - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
-            self.release(now)
-            return products, carry
+            self.release(now, slot)
+            return products, carry, following
 
-        ahead, carry = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, (ahead, carry))
+        state = ahead, carry, jnp.int32(first % c.stages)
+        ahead, carry, _ = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, state)
         self.ahead = dict(zip(pairs, ahead, strict=True)) if look_ahead else {}
         return carry
