@@ -44,7 +44,7 @@ def products_during(
     block: Block, slot: Array, pairs: Sequence[int], work: Callable[[], Result]
 ) -> tuple[list[Array], Result]:
     """Return the products of some pairs of one head, and work(), which runs at the same time."""
-    if block.config.without_layouts:
+    if block.config.without_layouts or not pairs:
         return [product(block, slot, pair) for pair in pairs], work()
 
     def both(*accumulators: Ref) -> tuple[list[Array], Result]:
