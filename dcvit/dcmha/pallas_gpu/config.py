@@ -107,6 +107,8 @@ class KernelConfig:
         used = [which for which in composes if side == "q" or self.ranks(which).key_wise]
         if not used:
             return range(0)
+        if side == "k" and self.block_keys % 32:  # copies have a multiple of 128 bytes; there are 2·n channels in all
+            return range(count)
         stop = count if used[-1] == "post" else self.pre.channels(side)
         return range(self.channel(side, used[0]), stop)
 
