@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ from dcvit.training.optim import schedule
 from dcvit.training.seeds import summarize
 from input_pipeline.text import stdlib
 
-SHARED: dict[str, Any] = {"num_key_heads": 2, "groups": 2}
-ARMS: dict[str, dict[str, Any]] = {
+SHARED: dict[str, object] = {"num_key_heads": 2, "groups": 2}
+ARMS: dict[str, dict[str, object]] = {
     "grouped": {"compose": None, **SHARED},
     "folded": {**SETTINGS["folded"], **SHARED},
     "folded, post": {**SETTINGS["folded"], "compose": "post", "rank": 1, "gate": False, **SHARED},
@@ -65,7 +65,7 @@ class Size:
 
 
 TINY = Size(64, 1, 4, 128, 64, 4, 2, 16, 1)
-Carry = Any  # the parameters, and the state of the optimizer
+Carry: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
 class Arm(NamedTuple):
@@ -83,12 +83,12 @@ def text(split: str, size: Size) -> jax.Array:
     return jnp.asarray(tokens[: rows * (size.context + 1)].reshape(rows, -1))
 
 
-def build(fields: dict[str, Any], size: Size, train: jax.Array, held_out: jax.Array) -> Arm:
+def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax.Array) -> Arm:
     """Return the programs of a model with these fields."""
     net = lm.Model(
         257, width=size.width, depth=size.depth, num_heads=size.num_heads, mlp_dim=size.mlp_dim, context=size.context,
         qk_norm="rmsnorm", init_std=0.02, dtype_mm="float32" if jax.default_backend() == "cpu" else "bfloat16",
-        **fields,
+        preset=None, **fields,
     )  # fmt: skip
     kernels = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
     tx = optax.chain(
