@@ -250,10 +250,14 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
         raise ValueError(f"a cache of {length} tokens is longer than the {net.context} learned positions")
     slots = [min(window or length, length) for window in layer_windows(net)]
     period, repeats = net.scan_layout(len(slots))
-    caches = [_layer_cache(net, i, batch, slots[i % len(slots)]) for i in range(net.depth)]
-    layers: dict[str, Any] = {f"decoderblock_{i}": caches[i] for i in range(repeats * period, net.depth)}
+
+    def cache(layer: int) -> Cache:
+        return _layer_cache(net, layer, batch, slots[layer % len(slots)])
+
+    layers: dict[str, Any] = {f"decoderblock_{i}": cache(i) for i in range(repeats * period, net.depth)}
     if repeats:
-        layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), caches[:period])
+        group = [cache(i) for i in range(period)]
+        layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), group)
     zeros = jnp.zeros(batch, jnp.int32)
     return {"length": zeros, "first": zeros, "layers": layers}
 
