@@ -1,6 +1,6 @@
 """Search for the cheapest composition that improves plain attention at equal time.
 
-`forms`: plain attention, and forms of composition in all layers, with one seed.
+`forms`: plain attention, and forms of composition in all layers.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
 own number of steps and a complete schedule of the learning rate over them. The models are those of configs/lm_stdlib.py
@@ -61,7 +61,7 @@ class Stage:
       limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
       rates: learning rates, each of which trains all forms.
       optimizers: names in `OPTIMIZERS`.
-      seed: the seed of the training if the workdirs' seeds, from 0, are kept for a later stage.
+      first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Stage:
     limit: float = math.inf
     rates: Sequence[float] = (3e-3,)
     optimizers: Sequence[str] = ("AdamW",)
-    seed: int | None = None
+    first_seed: int = 0
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
         """Return all runs, after the times of their steps are measured."""
@@ -119,9 +119,8 @@ class Stage:
     def _group(self, folder: Path, optimizer: str) -> Group:
         def run(form: str, folder: Path, steps: int) -> Run:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
-            seed = {} if self.seed is None else {"seed": self.seed}
-            overrides = {**fields, **OPTIMIZERS[optimizer], **seed, "total_steps": steps}
-            return Run(folder, "lm_stdlib:size=small", overrides, arms.METRIC)
+            overrides = {**fields, **OPTIMIZERS[optimizer], "total_steps": steps}
+            return Run(folder, "lm_stdlib:size=small", overrides, arms.METRIC, self.first_seed)
 
         return Group(folder / optimizer, [*self.forms], run, timed=1)
 
@@ -139,12 +138,12 @@ class Stage:
 
     def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
         machine = self._group(folder, self.optimizers[0]).times().machine
-        used = seeds if self.seed is None else [self.seed]
+        used = ", ".join(str(self.first_seed + seed) for seed in seeds)
         return (
-            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds "
-            f"{', '.join(map(str, used))}. Differences are to the plain form with the lowest mean and the same "
-            "optimizer, learning rate and seed; intervals of Student's t distribution. Gain: the interval is below 0; "
-            f"loss: it is above 0. Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "
+            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds {used}. "
+            "Differences are to the plain form with the lowest mean and the same optimizer, learning rate and seed; "
+            "intervals of Student's t distribution. Gain: the interval is below 0; loss: it is above 0. "
+            f"Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "
             f"compilation, data and evaluations, on {machine}; other processes on the machine change them."
         )
 
@@ -157,4 +156,6 @@ def verdict(difference: Mean) -> str:
     return "gain" if mean < 0 else "loss"
 
 
-SCREENED = Stage("forms", "Forms of composition at equal time, one seed", FORMS, 400, limit=1.1, seed=100)
+SCREENED = Stage(
+    "forms", "Forms of composition at equal time", FORMS, 500, limit=1.1, optimizers=("Muon",), first_seed=100
+)

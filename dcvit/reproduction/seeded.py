@@ -39,20 +39,21 @@ class Run(NamedTuple):
       spec: the config with its arguments.
       overrides: values of the config by key.
       metric: "EVALUATOR/METRIC", which is compared after the last step.
+      first_seed: added to the seed of a workdir, to train with seeds that another comparison does not use.
     """
 
     folder: Path
     spec: str
     overrides: Mapping[str, object]
     metric: str
+    first_seed: int = 0
 
     def words(self, seed: int) -> list[str]:
-        """Return the overrides of the run with a seed; its evaluator runs before the first step and at the end.
-
-        `overrides` may give the config another seed than that of the workdir.
-        """
-        last = {"seed": seed, "tensorboard": False, f"evals.{self.metric.partition('/')[0]}.log_percent": 100}
-        return [f"{key}={value}" for key, value in {**self.overrides, **last, **self.overrides}.items()]
+        """Return the overrides of the run in the workdir of a seed; its evaluator runs before the first step and at
+        the end."""
+        last = {"tensorboard": False, f"evals.{self.metric.partition('/')[0]}.log_percent": 100}
+        settings = {**self.overrides, "seed": self.first_seed + seed, **last, **self.overrides}
+        return [f"{key}={value}" for key, value in settings.items()]
 
     def parameters(self, seed: int) -> int:
         """Return the number of parameters of the run with a seed."""
