@@ -26,10 +26,10 @@ def stage(monkeypatch):
 
 
 def test_forms_are_models_that_fold_or_say_that_they_do_not():
-    assert len(FORMS) == 31
+    assert len(FORMS) == 21
     for name, fields in FORMS.items():
         model = make_model(load("lm_stdlib:size=small", [f"model.{key}={value}" for key, value in fields.items()]))
-        assert (model.num_heads, model.width // model.num_heads) == (4, 32)
+        assert (model.num_heads, model.width // model.num_heads) == (6, 32)
         composition = model.composition()
         assert (composition.compose is None) == (name in PLAIN)
         if name.startswith("folded"):
@@ -44,6 +44,7 @@ def test_runs_take_the_time_of_the_first_form_and_differ_in_the_model_alone(stag
     assert {config.pop("lr") for config in configs} == {1e-3, 2e-3}
     assert {config.pop("optax_name") for config in configs} == {"scale_by_adam", "muon"}
     assert {config.pop("seed") for config in configs} == {3}
+    assert [config.pop("lr_mults", None) is not None for config in configs] == [False, False, True, True] * 4
     for config in configs:
         del config["model"], config["optax"]
         assert config == configs[0]
