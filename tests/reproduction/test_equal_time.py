@@ -44,7 +44,7 @@ def test_runs_take_the_time_of_the_first_form_and_differ_in_the_model_alone(stag
     assert {config.pop("lr") for config in configs} == {1e-3, 2e-3}
     assert {config.pop("optax_name") for config in configs} == {"scale_by_adam", "muon"}
     assert {config.pop("seed") for config in configs} == {3}
-    assert [config.pop("lr_mults", None) is not None for config in configs] == [False, False, True, True] * 4
+    assert [bool(config.pop("lr_mults")) for config in configs] == [False, False, True, True] * 4
     for config in configs:
         del config["model"], config["optax"]
         assert config == configs[0]
