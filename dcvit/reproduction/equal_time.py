@@ -28,7 +28,7 @@ PLAIN: dict[str, Fields] = {
     "grouped, K=3": {"compose": None, "num_key_heads": 3},
     "grouped, K=2": {"compose": None, "num_key_heads": 2},
 }
-# Updates by Adam of these small matrices at the full rate raised the loss of a form by 0.08 to 0.09 bits, two seeds.
+# With Muon, the full rate has a higher loss than this or twice this one: docs/optimizers.md.
 OF_COMPOSITIONS = {"lr_mults": (("(.*/)?(pre|post)/.*", 0.1),)}
 
 
@@ -39,7 +39,8 @@ def folded(key_heads: int, rank: int, compose: str, *, gate: bool = True) -> tup
     return name if gate else f"{name}, no gate", {**head_settings.SETTINGS["folded"], **own}
 
 
-COMPOSED: dict[str, Fields] = {
+FORMS: dict[str, Fields] = {
+    **PLAIN,
     **dict(
         folded(2, rank, compose, gate=gate)
         for rank in (2, 1) for gate in (True, False) for compose in ("both", "pre", "post")
@@ -48,7 +49,6 @@ COMPOSED: dict[str, Fields] = {
     **{name: {"heads": name} for name in ("talking", "gated", "lightweight")},
     "dcmha, R=1": {"heads": "dcmha", "rank": 1},
 }  # fmt: skip
-FORMS = {**PLAIN, **COMPOSED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +142,10 @@ class Stage:
     def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
         machine = self._group(folder, self.optimizers[0]).times().machine
         used = ", ".join(str(self.first_seed + seed) for seed in seeds)
+        rates = ", ".join(f"{lr:g}" for lr in self.rates)
         return (
-            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds {used}. "
+            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds {used}, "
+            f"{', '.join(self.optimizers)} with the rate {rates}, a tenth of it for compositions. "
             "Differences are to the plain form with the lowest mean and the same optimizer, learning rate and seed; "
             "intervals of Student's t distribution. Gain: the interval is below 0; loss: it is above 0. "
             f"Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "

@@ -49,11 +49,10 @@ class Run(NamedTuple):
     first_seed: int = 0
 
     def words(self, seed: int) -> list[str]:
-        """Return the overrides of the run in the workdir of a seed; its evaluator runs before the first step and at
-        the end."""
-        last = {"tensorboard": False, f"evals.{self.metric.partition('/')[0]}.log_percent": 100}
-        settings = {**self.overrides, "seed": self.first_seed + seed, **last, **self.overrides}
-        return [f"{key}={value}" for key, value in settings.items()]
+        """Return the overrides for a seed's workdir; the evaluator runs before the first step and at the end."""
+        evaluator = self.metric.partition("/")[0]
+        last = {"seed": self.first_seed + seed, "tensorboard": False, f"evals.{evaluator}.log_percent": 100}
+        return [f"{key}={value}" for key, value in {**self.overrides, **last}.items()]
 
     def parameters(self, seed: int) -> int:
         """Return the number of parameters of the run with a seed."""
