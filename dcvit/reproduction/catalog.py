@@ -153,6 +153,11 @@ ENTRIES = {
         f"{len(equal_time.FORMS)} small language models, trained for the same time",
         compute=compared(equal_time.SCREENED),
     ),
+    "layers": Entry(
+        "forms and layers of composition at equal time, not in the paper",
+        f"{len(equal_time.IN_LAYERS)} small language models, trained for the same time",
+        compute=compared(equal_time.LAYERED),
+    ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",

@@ -1,6 +1,7 @@
 """Search for the cheapest composition that improves plain attention at equal time.
 
 `forms`: plain attention, and forms of composition in all layers.
+`layers`: plain attention and the best of these forms, in all layers and in some.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
 own number of steps and a complete schedule of the learning rate over them. The models are those of configs/lm_stdlib.py
@@ -48,6 +49,24 @@ FORMS: dict[str, Fields] = {
     **dict(folded(3, rank, "both") for rank in (2, 1)),
     **{name: {"heads": name} for name in ("talking", "gated", "lightweight")},
     "dcmha, R=1": {"heads": "dcmha", "rank": 1},
+}  # fmt: skip
+LAYERS = {"last layer": (3,), "last two": (2, 3), "every second": (1, 3)}  # that compose, of four
+IN_LAYERS: dict[str, Fields] = {
+    **{name: FORMS[name] for name in ("mha", "grouped, K=2")},
+    **dict(
+        folded(2, rank, compose, gate=gate)
+        for rank, compose, gate in (
+            (2, "post", True), (2, "pre", False), (2, "both", True), (1, "both", True), (1, "pre", False),
+        )
+    ),
+    **{
+        f"{form}, {layers}": {**FORMS[form], "compose_layers": LAYERS[layers]}
+        for form in ("folded, K=2, R=2, post", "folded, K=2, R=2, both") for layers in LAYERS
+    },
+    **{
+        f"{form}, last layer": {**FORMS[form], "compose_layers": LAYERS["last layer"]}
+        for form in ("talking", "lightweight", "dcmha, R=1")
+    },
 }  # fmt: skip
 
 
@@ -163,4 +182,7 @@ def verdict(difference: Mean) -> str:
 
 SCREENED = Stage(
     "forms", "Forms of composition at equal time", FORMS, 250, limit=1.1, optimizers=("Muon",), first_seed=100
+)
+LAYERED = Stage(
+    "layers", "Forms and layers of composition at equal time", IN_LAYERS, 500, optimizers=("Muon",), first_seed=101
 )
