@@ -33,7 +33,7 @@ from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
 from dcvit.parallel import runtime
 from dcvit.reproduction.rounds import device, interleaved
-from dcvit.training.optim import schedule
+from dcvit.training import optim
 from dcvit.training.seeds import summarize
 from input_pipeline.text import stdlib
 
@@ -46,7 +46,12 @@ ARMS: dict[str, dict[str, object]] = {
 }
 SEEDS = {"grouped": 3, "folded": 3, "folded, post": 3, "mha": 1}
 SECONDS = 40.0
-RATE, DECAY = 2e-3, 0.1  # the same for all arms; not tuned
+# Those of configs/lm_stdlib.py, with Muon; the same for all arms, and not tuned at this size.
+OPTIMIZER = optim.Options(
+    optax_name="muon", lr=3e-3, schedule={"decay_type": "constant"}, wd=0.1, wd_times_lr=True, grad_clip_norm=1.0,
+    wd_mults=(("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
+)  # fmt: skip
+OF_COMPOSITIONS = (("(.*/)?(pre|post)/.*", 0.1),)  # docs/optimizers.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +95,14 @@ def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax
         qk_norm="rmsnorm", init_std=0.02, dtype_mm="float32" if jax.default_backend() == "cpu" else "bfloat16",
         preset=None, **fields,
     )  # fmt: skip
-    kernels = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(DECAY, kernels)
-    )
+
+    def parameters(seed: jax.Array | int) -> optax.Params:
+        params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
+        return params
+
+    composes = fields.get("compose", "both") is not None
+    options = dataclasses.replace(OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
+    tx, _ = optim.make(jax.eval_shape(parameters, 0), 1, options)
 
     def nats(params: optax.Params, rows: jax.Array) -> jax.Array:
         tokens = rows.astype(jnp.int32)
@@ -103,18 +112,18 @@ def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax
 
     @jax.jit
     def initial(seed: jax.Array) -> Carry:
-        params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
+        params = parameters(seed)
         return params, tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def steps(carry: Carry, order: jax.Array, rates: jax.Array) -> Carry:
+    def steps(carry: Carry, order: jax.Array, factors: jax.Array) -> Carry:
         def step(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
-            (params, state), (rows, rate) = carry, now
+            (params, state), (rows, factor) = carry, now
             gradient = jax.grad(lambda p: nats(p, train[rows]).mean())(params)
             change, state = tx.update(gradient, state, params)
-            return (optax.apply_updates(params, jax.tree.map(lambda x: -rate * x, change)), state), None
+            return (optax.apply_updates(params, jax.tree.map(lambda x: factor * x, change)), state), None
 
-        return jax.lax.scan(step, carry, (order, rates))[0]
+        return jax.lax.scan(step, carry, (order, factors))[0]
 
     parts = held_out[: size.evaluated].reshape(-1, size.rows, size.context + 1)
     count = int((parts[..., 1:] < 256).sum())  # of bytes, without the ends of files
@@ -124,11 +133,11 @@ def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax
 
 def step_times(arms: dict[str, Arm], size: Size) -> dict[str, float]:
     """Return the median time of a step of each arm, in seconds."""
-    order, rates = jnp.zeros((size.chunk, size.rows), jnp.int32), jnp.zeros(size.chunk)
+    order, factors = jnp.zeros((size.chunk, size.rows), jnp.int32), jnp.zeros(size.chunk)
     carries = {name: arm.initial(0) for name, arm in arms.items()}
 
     def chunk(name: str) -> None:
-        carries[name] = jax.block_until_ready(arms[name].train(carries[name], order, rates))
+        carries[name] = jax.block_until_ready(arms[name].train(carries[name], order, factors))
 
     seconds = interleaved({name: functools.partial(chunk, name) for name in arms}, size.rounds)
     return {name: statistics.median(times) / size.chunk for name, times in seconds.items()}
@@ -141,11 +150,10 @@ def train(arm: Arm, seed: int, steps: int, size: Size, rows: int) -> float:
     rng = np.random.default_rng(seed)
     epochs = [rng.permutation(rows) for _ in range(-(-total * size.rows // rows))]  # one if the text suffices
     order = np.concatenate(epochs)[: total * size.rows].reshape(chunks, size.chunk, size.rows)
-    factor = schedule(total, warmup_steps=total // 20, end=0.1)
-    rates = RATE * factor(jnp.arange(total)).reshape(chunks, size.chunk)
+    factors = optim.schedule(total, warmup_steps=total // 20, end=0.1)(jnp.arange(total)).reshape(chunks, size.chunk)
     carry = arm.initial(seed)
     for number in range(chunks):
-        carry = arm.train(carry, jnp.asarray(order[number]), rates[number])
+        carry = arm.train(carry, jnp.asarray(order[number]), factors[number])
     return arm.evaluate(carry)
 
 
@@ -183,7 +191,7 @@ def main() -> None:
     counts = {name: 10 if args.tiny else max(1, round(args.seconds / time)) for name, time in seconds.items()}
     bits: dict[str, dict[int, float]] = {name: {} for name in ARMS}
     result = {
-        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "learning rate": RATE,
+        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "learning rate": OPTIMIZER.lr,
         "seconds per step": seconds, "steps": counts, "bits per byte": bits,
     }  # fmt: skip
     for seed in range(max(SEEDS.values())):
