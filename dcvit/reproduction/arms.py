@@ -175,6 +175,20 @@ def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
     return f"{'holds' if (mean < 0) == lower else 'does not hold'} ({mean:+.{decimals}f} ± {interval:.{decimals}f})"
 
 
+def verdict(difference: Mean, *, lower: bool, least: float = 0) -> str:
+    """Return "gain", "loss" or "not shown" for a difference; one seed shows nothing.
+
+    Args:
+      difference: the mean difference, with its interval.
+      lower: a gain is a difference below 0, not above.
+      least: of the absolute value of a gain or loss.
+    """
+    mean, interval = difference
+    if interval is None or abs(mean) <= interval or abs(mean) < least:
+        return "not shown"
+    return "gain" if (mean < 0) == lower else "loss"
+
+
 # Small language models of bytes, trained on the text of Python's standard library.
 METRIC = "validation/bits_per_byte"
 CONTEXT, STEPS, VOCABULARY = 64, 600, 257

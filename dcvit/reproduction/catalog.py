@@ -158,6 +158,11 @@ ENTRIES = {
         f"{len(equal_time.IN_LAYERS)} small language models, trained for the same time",
         compute=compared(equal_time.LAYERED),
     ),
+    "tasks": Entry(
+        "composition on in-context tasks at equal time, not in the paper",
+        f"{len(equal_time.ON_TASKS)} small language models, trained for the same time",
+        compute=compared(equal_time.TASKS),
+    ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",

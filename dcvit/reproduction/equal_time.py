@@ -2,10 +2,11 @@
 
 `forms`: plain attention, and forms of composition in all layers.
 `layers`: plain attention and the best of these forms, in all layers and in some.
+`tasks`: plain and composed attention on generated in-context tasks.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
-own number of steps and a complete schedule of the learning rate over them. The models are those of configs/lm_stdlib.py
-with size=small, whose heads are as wide as those of larger models.
+own number of steps and a complete schedule of the learning rate over them. The models of text are those of
+configs/lm_stdlib.py with size=small, whose heads are as wide as those of larger models.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dcvit.models import head_settings
 from dcvit.reproduction import arms, speeds
-from dcvit.reproduction.arms import Group, Mean
+from dcvit.reproduction.arms import Group
 from dcvit.reproduction.optimizers import OPTIMIZERS
 from dcvit.reproduction.seeded import Run
 from dcvit.reproduction.tables import Chart, Row, Table
@@ -29,8 +30,7 @@ PLAIN: dict[str, Fields] = {
     "grouped, K=3": {"compose": None, "num_key_heads": 3},
     "grouped, K=2": {"compose": None, "num_key_heads": 2},
 }
-# With Muon, the full rate has a higher loss than this or twice this one: docs/optimizers.md.
-OF_COMPOSITIONS = {"lr_mults": (("(.*/)?(pre|post)/.*", 0.1),)}
+COMPOSITIONS = "(.*/)?(pre|post)/.*"  # names of their parameters
 
 
 def folded(key_heads: int, rank: int, compose: str, *, gate: bool = True) -> tuple[str, Fields]:
@@ -68,6 +68,33 @@ IN_LAYERS: dict[str, Fields] = {
         for form in ("talking", "lightweight", "dcmha, R=1")
     },
 }  # fmt: skip
+ON_TASKS: dict[str, Fields] = {
+    **{name: FORMS[name] for name in ("mha", "grouped, K=2")},
+    **dict(folded(2, rank, compose) for rank in (2, 1) for compose in ("both", "post")),
+    "lightweight": FORMS["lightweight"],
+    "dcmha, post": {"compose": "post"},
+    "dcmha": {"heads": "dcmha"},
+}
+
+
+class Measure(NamedTuple):
+    """What a stage compares.
+
+    Fields:
+      metric: "EVALUATOR/METRIC" of a run.
+      column: its name in the table.
+      scale: a factor of its values.
+      lower: lower values are better.
+    """
+
+    metric: str
+    column: str
+    scale: int = 1
+    lower: bool = True
+
+
+BITS = Measure(arms.METRIC, "bits per byte")
+ANSWERS = Measure("validation/accuracy", "accuracy %", 100, lower=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +110,9 @@ class Stage:
       rates: learning rates, each of which trains all forms.
       optimizers: names in `OPTIMIZERS`.
       first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
+      spec: the config of all forms.
+      measure: what is compared.
+      of_compositions: multiplier of the learning rate of the parameters of compositions.
     """
 
     name: str
@@ -93,21 +123,25 @@ class Stage:
     rates: Sequence[float] = (3e-3,)
     optimizers: Sequence[str] = ("AdamW",)
     first_seed: int = 0
+    spec: str = "lm_stdlib:size=small"
+    measure: Measure = BITS
+    of_compositions: float = 0.1
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
         """Return all runs, after the times of their steps are measured."""
         return [run for each in self._runs(folder, steps).values() for run in each.values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-        """Return the bits per byte of complete runs, with differences to the best plain form and the same seed.
+        """Return the measure of complete runs, with differences to the best plain form and the same seed.
 
         Raises:
           ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
         """
         rows: list[Row] = []
         for (optimizer, lr), runs in self._runs(folder, steps).items():
-            found = arms.measure(runs, seeds)
-            best = min(PLAIN.keys() & runs, key=lambda form: found.means[form].mean)
+            found = arms.measure(runs, seeds, self.measure.scale)
+            ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not self.measure.lower)
+            best = next(form for form in ranked if form in PLAIN)
             differences = arms.over_seeds(arms.differences(found.values, best))
             ms = self._group(folder, optimizer).times().ms
             setting = f", {optimizer} {lr:g}" if len(self.rates) * len(self.optimizers) > 1 else ""
@@ -115,13 +149,13 @@ class Stage:
                 {
                     "form": form + setting, "parameters": runs[form].parameters(seeds[0]),
                     "step ÷ mha": ms[form] / ms["mha"], "steps": int(str(runs[form].overrides["total_steps"])),
-                    "bits per byte": found.means[form].mean, "± 95 %": found.means[form].interval,
+                    self.measure.column: found.means[form].mean, "± 95 %": found.means[form].interval,
                     "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
-                    "verdict": "–" if form in PLAIN else verdict(differences[form]),
-                } for form in sorted(runs, key=lambda form: found.means[form].mean)
+                    "verdict": "–" if form in PLAIN else arms.verdict(differences[form], lower=self.measure.lower),
+                } for form in ranked
             ]  # fmt: skip
         return Table(self.name, self.title, rows, (self._note(seeds, steps, folder), *self._not_trained(folder)),
-                     Chart("form", "bits per byte", "± 95 %"))  # fmt: skip
+                     Chart("form", self.measure.column, "± 95 %"))  # fmt: skip
 
     def _runs(self, folder: Path, steps: int) -> dict[tuple[str, float], dict[str, Run]]:
         """Return the runs by form, for each optimizer and learning rate."""
@@ -140,9 +174,13 @@ class Stage:
     def _group(self, folder: Path, optimizer: str) -> Group:
         def run(form: str, folder: Path, steps: int) -> Run:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
-            rates = {} if form in PLAIN else OF_COMPOSITIONS
+            rates = (
+                {}
+                if form in PLAIN or self.of_compositions == 1
+                else {"lr_mults": ((COMPOSITIONS, self.of_compositions),)}
+            )
             overrides = {**fields, **OPTIMIZERS[optimizer], **rates, "total_steps": steps}
-            return Run(folder, "lm_stdlib:size=small", overrides, arms.METRIC, self.first_seed)
+            return Run(folder, self.spec, overrides, self.measure.metric, self.first_seed)
 
         return Group(folder / optimizer, [*self.forms], run, timed=1)
 
@@ -162,22 +200,17 @@ class Stage:
         machine = self._group(folder, self.optimizers[0]).times().machine
         used = ", ".join(str(self.first_seed + seed) for seed in seeds)
         rates = ", ".join(f"{lr:g}" for lr in self.rates)
+        lower = self.measure.lower
+        gain, loss = ("below", "above") if lower else ("above", "below")
         return (
-            f"Models of configs/lm_stdlib.py with size=small after the time of {steps} steps of mha; seeds {used}, "
-            f"{', '.join(self.optimizers)} with the rate {rates}, a tenth of it for compositions. "
-            "Differences are to the plain form with the lowest mean and the same optimizer, learning rate and seed; "
-            "intervals of Student's t distribution. Gain: the interval is below 0; loss: it is above 0. "
+            f"Models of {self.spec} after the time of {steps} steps of mha; seeds {used}, "
+            f"{', '.join(self.optimizers)} with the rate {rates}, times {self.of_compositions:g} for compositions. "
+            f"Differences are to the plain form with the {'lowest' if lower else 'highest'} mean and the same "
+            "optimizer, learning rate and seed; intervals of Student's t distribution. "
+            f"Gain: the interval is {gain} 0; loss: it is {loss} 0. "
             f"Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "
             f"compilation, data and evaluations, on {machine}; other processes on the machine change them."
         )
-
-
-def verdict(difference: Mean) -> str:
-    """Return "gain", "loss" or "not shown" for a difference in loss; one seed shows nothing."""
-    mean, interval = difference
-    if interval is None or abs(mean) <= interval:
-        return "not shown"
-    return "gain" if mean < 0 else "loss"
 
 
 SCREENED = Stage(
@@ -186,3 +219,7 @@ SCREENED = Stage(
 LAYERED = Stage(
     "layers", "Forms and layers of composition at equal time", IN_LAYERS, 500, optimizers=("Muon",), first_seed=101
 )
+TASKS = Stage(
+    "tasks", "Composition on in-context tasks at equal time", ON_TASKS, 2000, first_seed=200, spec="lm_synthetic",
+    measure=ANSWERS, of_compositions=1,
+)  # fmt: skip

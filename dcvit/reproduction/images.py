@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dcvit.reproduction import arms
-from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import Run
 from dcvit.reproduction.tables import Chart, Row, Table
 
@@ -77,7 +76,8 @@ class Experiment:
                     "model": f"{pair} {arm}", "parameters": run.parameters(seeds[0]), "top-1 %": mean.mean,
                     "± 95 %": mean.interval, "difference": None if arm == first else difference.mean,
                     "difference ± 95 %": None if arm == first else difference.interval,
-                    "verdict": "–" if arm == first else verdict(difference),
+                    "verdict": "–" if arm == first
+                    else arms.verdict(difference, lower=False, least=MIN_GAIN),
                 })  # fmt: skip
         return Table(self.name, self.title, rows, (self._note(seeds, steps), CRITERION),
                      Chart("model", "top-1 %", "± 95 %"))  # fmt: skip
@@ -102,14 +102,6 @@ CRITERION = (
     f"A gain: the 95 % interval of the mean difference excludes 0, and the mean is at least {MIN_GAIN:g} percentage "
     "point. A loss: the same below 0. Everything else is “not shown”."
 )
-
-
-def verdict(difference: Mean) -> str:
-    """Return "gain", "loss" or "not shown" for a difference in percentage points; one seed shows nothing."""
-    mean, interval = difference
-    if interval is None or abs(mean) <= interval or abs(mean) < MIN_GAIN:
-        return "not shown"
-    return "gain" if mean > 0 else "loss"
 
 
 DIGITS = Experiment(

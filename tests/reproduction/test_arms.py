@@ -80,6 +80,22 @@ def test_comparison_pairs_seeds_and_takes_equal_time_from_its_own_runs(tmp_path)
     assert arms.Claim("", "plain", "good").verdict(found).startswith("does not hold")
 
 
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        (Mean(-3.0, 2.0), "gain"),
+        (Mean(3.0, 2.0), "loss"),
+        (Mean(-3.0, 3.0), "not shown"),
+        (Mean(-0.9, 0.1), "not shown"),  # too small to count
+        (Mean(-9.0, None), "not shown"),  # one seed
+    ],
+)
+def test_a_verdict_needs_an_interval_that_excludes_zero_and_a_large_difference(difference, expected):
+    assert arms.verdict(difference, lower=True, least=1) == expected
+    opposite = {"gain": "loss", "loss": "gain"}.get(expected, expected)
+    assert arms.verdict(difference, lower=False, least=1) == opposite
+
+
 @pytest.mark.usefixtures("measured")
 def test_training_skips_complete_runs_and_stops_at_a_failed_one(tmp_path):
     train = fake()

@@ -6,9 +6,8 @@ import pytest
 from fake_training import FakeTraining, set_times
 
 from dcvit.config.load import load
-from dcvit.reproduction import equal_time
-from dcvit.reproduction.arms import METRIC, Mean
-from dcvit.reproduction.equal_time import FORMS, PLAIN, Stage
+from dcvit.reproduction.arms import METRIC
+from dcvit.reproduction.equal_time import ANSWERS, FORMS, ON_TASKS, PLAIN, TASKS, Stage
 from dcvit.reproduction.seeded import train_all
 from dcvit.training.model import make_model
 
@@ -76,14 +75,20 @@ def test_forms_that_cost_too_much_are_timed_and_not_trained(stage, tmp_path):
     assert len([note for note in table.notes if "talking: 2.00" in note]) == 2
 
 
-@pytest.mark.parametrize(
-    ("difference", "expected"),
-    [
-        (Mean(-0.2, 0.1), "gain"),
-        (Mean(0.2, 0.1), "loss"),
-        (Mean(-0.2, 0.2), "not shown"),
-        (Mean(-9, None), "not shown"),
-    ],
-)
-def test_a_verdict_needs_an_interval_that_excludes_zero(difference, expected):
-    assert equal_time.verdict(difference) == expected
+def test_more_answers_are_better_and_compositions_have_the_full_rate(monkeypatch, tmp_path):
+    set_times(monkeypatch, lambda name: 10.0)
+    accuracy = {"mha": 0.5, "grouped_K=2": 0.6, "dcmha": 0.9, "lightweight": 0.3}
+    stage = dataclasses.replace(
+        TASKS, forms={name: ON_TASKS[name] for name in ("mha", GROUPED, "dcmha", "lightweight")}
+    )
+    runs = stage.plan(tmp_path, 40)
+    for run in runs:
+        config = load(run.spec, run.words(1))
+        assert not config.get("lr_mults")
+        assert config.seed == 201
+    metrics = lambda arm, config: {ANSWERS.metric: accuracy[arm.split("/")[0]] + 0.01 * config.seed}  # noqa: E731
+    assert train_all(runs, [0, 1], FakeTraining(metrics)) == 0
+    rows = stage.table(tmp_path, [0, 1], 40).rows
+    assert [row["form"] for row in rows] == ["dcmha", GROUPED, "mha", "lightweight"]
+    assert [row["verdict"] for row in rows] == ["gain", "–", "–", "loss"]
+    assert rows[0]["difference"] == pytest.approx(30)

@@ -7,7 +7,6 @@ from markdown_pages import ROOT
 from dcvit.config.load import load
 from dcvit.errors import ConfigError
 from dcvit.reproduction import images
-from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.images import Experiment
 from dcvit.reproduction.seeded import train_all
 from dcvit.training.model import make_model
@@ -43,20 +42,6 @@ def test_a_table_pairs_seeds_and_needs_all_of_them(tmp_path):
     assert {row["verdict"] for row in others} == {"–", "not shown"}
     with pytest.raises(ConfigError, match="the runs of seed 2 are not complete"):
         images.DIGITS.table(tmp_path, [0, 1, 2], 7)
-
-
-@pytest.mark.parametrize(
-    ("difference", "expected"),
-    [
-        (Mean(3.0, 2.0), "gain"),
-        (Mean(-3.0, 2.0), "loss"),
-        (Mean(3.0, 3.0), "not shown"),
-        (Mean(0.9, 0.1), "not shown"),  # too small to count
-        (Mean(9.0, None), "not shown"),  # one seed
-    ],
-)
-def test_a_gain_is_outside_of_the_interval_and_large_enough(difference, expected):
-    assert images.verdict(difference) == expected
 
 
 def test_the_results_on_the_page_are_those_that_the_commands_wrote():
