@@ -14,6 +14,8 @@ because more steps of fewer rows learn more in the same time; 10,600 steps see e
 
 from ml_collections import ConfigDict
 
+from dcvit.models.head_settings import of_attention
+
 SIZES = {
     "tiny": {"width": 128, "mlp_dim": 344, "num_heads": 8},
     "small": {"width": 192, "mlp_dim": 512, "num_heads": 6},
@@ -23,10 +25,7 @@ ROWS = {"tiny": 16, "small": 4}
 
 
 def get_config(attention: str = "dcmha", steps: int = 600, size: str = "tiny") -> ConfigDict:
-    """`attention` is "dcmha" (both compositions) or "mha", `steps` the length of training, `size` "tiny" or "small"."""
-    composes = {"dcmha": "both", "mha": None}
-    if attention not in composes:
-        raise ValueError(f"attention={attention!r}; known: {', '.join(composes)}")
+    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha", `size` "tiny" or "small"."""
     if size not in SIZES:
         raise ValueError(f"size={size!r}; known: {', '.join(SIZES)}")
     config = ConfigDict()
@@ -40,7 +39,7 @@ def get_config(attention: str = "dcmha", steps: int = 600, size: str = "tiny") -
 
     config.model_name = "lm"
     config.model = {
-        "depth": 4, **SIZES[size], "init_std": 0.02, "qk_norm": "rmsnorm", "compose": composes[attention],
+        "depth": 4, **SIZES[size], "init_std": 0.02, "qk_norm": "rmsnorm", **of_attention(attention),
     }  # fmt: skip
 
     config.optax_name = "scale_by_adam"

@@ -11,16 +11,15 @@ downloaded. `dcvit evaluate` prints the accuracy of each task, and `scripts/benc
 
 from ml_collections import ConfigDict
 
+from dcvit.models.head_settings import of_attention
+
 
 def get_config(attention: str = "dcmha", steps: int = 2000, shots: int = 0, persons: bool = False) -> ConfigDict:
     """Return the config.
 
-    `attention` is "dcmha" (both compositions) or "mha", `steps` the length of training, and `shots` the number of
-    examples before the last one of a row. `persons` adds the tasks with persons, which need many more steps.
+    `attention` is a name of docs/heads.md, such as "dcmha" or "mha", `steps` the length of training, and `shots` the
+    number of examples before the last one of a row. `persons` adds the tasks with persons, which need many more steps.
     """
-    composes = {"dcmha": "both", "mha": None}
-    if attention not in composes:
-        raise ValueError(f"attention={attention!r}; known: {', '.join(composes)}")
     tasks = ("*",) if persons else ("first/*", "last/*", "in/*", "unlike/*", "odd/*")
     config = ConfigDict()
     config.seed = 0
@@ -33,7 +32,7 @@ def get_config(attention: str = "dcmha", steps: int = 2000, shots: int = 0, pers
     config.model_name = "lm"
     config.model = {
         "width": 64, "depth": 2, "num_heads": 4, "mlp_dim": 128, "position": "learned", "norm": "layernorm",
-        "mlp": "gelu", "use_bias": True, "tied": True, "init_std": 0.1, "compose": composes[attention],
+        "mlp": "gelu", "use_bias": True, "tied": True, "init_std": 0.1, **of_attention(attention),
     }  # fmt: skip
 
     config.optax_name = "scale_by_adam"

@@ -19,7 +19,8 @@ that start as the identity are added.
 
 from ml_collections import ConfigDict
 
-COMPOSES = {"dcmha": "both", "mha": None}
+from dcvit.models.head_settings import of_attention
+
 SMALL = {"width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm"}
 
 
@@ -41,8 +42,6 @@ def get_config(
         raise ValueError("give the folder or file of the text: lm_text.py:data_dir=FOLDER")
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}; expected a number from 0 to below 1")
-    if attention not in (*COMPOSES, None):
-        raise ValueError(f"attention={attention!r}; known: {', '.join(COMPOSES)}")
     if init and (tokenizer == "train" or vocab_size):
         raise ValueError("a tokenizer to train, or vocab_size, does not go with init: the model has its vocabulary")
     run = start(init, init_config or {}, tokenizer) if init else {}
@@ -59,11 +58,13 @@ def get_config(
     config.input = {"data": {**data, "part": (0.0, 1 - val_fraction)}, "batch_size": 16}
 
     config.model_name = "lm"
-    config.model = run.get("model", SMALL)
+    model = dict(run.get("model", SMALL))
     if attention or not init:
-        config.model.compose = COMPOSES[attention or "dcmha"]
+        model.pop("heads", None)
+        model |= of_attention(attention or "dcmha")
+    config.model = model
     config.model_init = init or None
-    config.model_load = {"upcycle": attention == "dcmha"} if init else {}
+    config.model_load = {"upcycle": attention not in ("mha", None)} if init else {}
 
     config.optax_name = "scale_by_adam"
     config.optax = {"b1": 0.9, "b2": 0.95}

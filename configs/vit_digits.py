@@ -8,12 +8,11 @@
 
 from ml_collections import ConfigDict
 
+from dcvit.models.head_settings import of_attention
+
 
 def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
-    """`attention` is "dcmha" or "mha"; all other settings are the same for both."""
-    composes = {"dcmha": "both", "mha": None}
-    if attention not in composes:
-        raise ValueError(f"attention={attention!r}; known: dcmha, mha")
+    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha"; all other settings are the same for all."""
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -29,7 +28,7 @@ def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
     config.model_name = "vit"
     config.model = {
         "patch_size": (2, 2), "width": 64, "depth": 2, "mlp_dim": 256, "num_heads": 4,
-        "posemb": "learn", "pool_type": "gap", "compose": composes[attention],
+        "posemb": "learn", "pool_type": "gap", **of_attention(attention),
     }  # fmt: skip
 
     config.loss = "softmax_xent"

@@ -10,12 +10,11 @@ digits. Nothing is downloaded. `scripts/bench_runs.py` compares the two models.
 
 from ml_collections import ConfigDict
 
+from dcvit.models.head_settings import of_attention
+
 
 def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
-    """`attention` is "dcmha" or "mha", `steps` the length of training; all other settings are the same for both."""
-    composes = {"dcmha": "both", "mha": None}
-    if attention not in composes:
-        raise ValueError(f"attention={attention!r}; known: dcmha, mha")
+    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha"; all other settings are the same for all."""
     relations = ("right", "left", "above", "below", "pair", "count")
     pp = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'
     config = ConfigDict()
@@ -32,7 +31,7 @@ def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
     config.model_name = "vit"
     config.model = {
         "patch_size": (9, 9), "width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4,
-        "posemb": "learn", "pool_type": "gap", "compose": composes[attention],
+        "posemb": "learn", "pool_type": "gap", **of_attention(attention),
     }  # fmt: skip
 
     config.loss = "softmax_xent"

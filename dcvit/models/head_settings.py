@@ -57,6 +57,21 @@ SETTINGS: dict[str, dict[str, object]] = {
 NAMES = (*SETTINGS, *VARIANTS)
 
 
+def of_attention(name: str) -> dict[str, str | None]:
+    """Return the fields of a model for the argument `attention` of the shipped configs, a name of this module.
+
+    "dcmha" and "mha" are the field `compose` alone, so that the other fields of the composition can be set.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    if name in ("dcmha", "mha"):
+        return {"compose": {"dcmha": "both", "mha": None}[name]}
+    if name not in NAMES:
+        raise ValueError(f"attention={name!r}; {nearest(name, NAMES)}")
+    return {"heads": name}
+
+
 def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
     """Return the fields of a model, with the name `heads` replaced by the fields that it stands for.
 

@@ -78,7 +78,7 @@ ON_TASKS: dict[str, Fields] = {
 
 
 class Measure(NamedTuple):
-    """What a stage compares.
+    """A measure that a stage compares.
 
     Fields:
       metric: "EVALUATOR/METRIC" of a run.
