@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -107,12 +107,13 @@ class Stage:
       forms: the fields of the model of each form; those in `PLAIN` do not compose, and the first is `mha`.
       steps: those of the first form.
       limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
-      rates: learning rates, each of which trains all forms.
-      optimizers: names in `OPTIMIZERS`.
-      first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
       spec: the config of all forms.
       measure: what is compared.
+      optimizer: a name in `OPTIMIZERS`.
+      lr: the learning rate.
+      own_lr: learning rates of forms for which it is another one.
       of_compositions: multiplier of the learning rate of the parameters of compositions.
+      first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
     """
 
     name: str
@@ -120,16 +121,17 @@ class Stage:
     forms: Mapping[str, Fields]
     steps: int
     limit: float = math.inf
-    rates: Sequence[float] = (3e-3,)
-    optimizers: Sequence[str] = ("AdamW",)
-    first_seed: int = 0
     spec: str = "lm_stdlib:size=small"
     measure: Measure = BITS
+    optimizer: str = "Muon"
+    lr: float = 3e-3
+    own_lr: Mapping[str, float] = dataclasses.field(default_factory=dict)
     of_compositions: float = 0.1
+    first_seed: int = 0
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
         """Return all runs, after the times of their steps are measured."""
-        return [run for each in self._runs(folder, steps).values() for run in each.values()]
+        return [*self._runs(folder, steps).values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
         """Return the measure of complete runs, with differences to the best plain form and the same seed.
@@ -137,89 +139,66 @@ class Stage:
         Raises:
           ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
         """
-        rows: list[Row] = []
-        for (optimizer, lr), runs in self._runs(folder, steps).items():
-            found = arms.measure(runs, seeds, self.measure.scale)
-            ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not self.measure.lower)
-            best = next(form for form in ranked if form in PLAIN)
-            differences = arms.over_seeds(arms.differences(found.values, best))
-            ms = self._group(folder, optimizer).times().ms
-            setting = f", {optimizer} {lr:g}" if len(self.rates) * len(self.optimizers) > 1 else ""
-            rows += [
-                {
-                    "form": form + setting, "parameters": runs[form].parameters(seeds[0]),
-                    "step ÷ mha": ms[form] / ms["mha"], "steps": int(str(runs[form].overrides["total_steps"])),
-                    self.measure.column: found.means[form].mean, "± 95 %": found.means[form].interval,
-                    "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
-                    "verdict": "–" if form in PLAIN else arms.verdict(differences[form], lower=self.measure.lower),
-                } for form in ranked
-            ]  # fmt: skip
-        return Table(self.name, self.title, rows, (self._note(seeds, steps, folder), *self._not_trained(folder)),
-                     Chart("form", self.measure.column, "± 95 %"))  # fmt: skip
+        measure, runs, ms = self.measure, self._runs(folder, steps), self._group(folder).times().ms
+        found = arms.measure(runs, seeds, measure.scale)
+        ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not measure.lower)
+        best = next(form for form in ranked if form in PLAIN)
+        differences = arms.over_seeds(arms.differences(found.values, best))
+        rows: list[Row] = [
+            {
+                "form": form, "parameters": runs[form].parameters(seeds[0]), "step ÷ mha": ms[form] / ms["mha"],
+                "steps": int(str(runs[form].overrides["total_steps"])),
+                measure.column: found.means[form].mean, "± 95 %": found.means[form].interval,
+                "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
+                "verdict": "–" if form in PLAIN else arms.verdict(differences[form], lower=measure.lower),
+            } for form in ranked
+        ]  # fmt: skip
+        notes = [self._note(seeds, steps, folder)]
+        if costly := self._costly(folder):
+            costs = "; ".join(f"{form}: {ratio:.2f}" for form, ratio in costly.items())
+            notes.append(f"Not trained, because a step takes over {self.limit:g} times mha's: {costs}.")
+        return Table(self.name, self.title, rows, notes, Chart("form", measure.column, "± 95 %"))
 
-    def _runs(self, folder: Path, steps: int) -> dict[tuple[str, float], dict[str, Run]]:
-        """Return the runs by form, for each optimizer and learning rate."""
-        found = {}
-        for optimizer in self.optimizers:
-            timed = self._group(folder, optimizer).at_equal_time(steps)
-            for form in self._costly(folder, optimizer):
-                del timed[form]
-            for lr in self.rates:
-                found[optimizer, lr] = {
-                    form: run._replace(folder=run.folder / f"lr{lr:g}", overrides={**run.overrides, "lr": lr})
-                    for form, run in timed.items()
-                }
-        return found
+    def _runs(self, folder: Path, steps: int) -> dict[str, Run]:
+        """Return the runs of the forms that are trained."""
+        costly = self._costly(folder)
+        timed = self._group(folder).at_equal_time(steps)
+        return {form: run for form, run in timed.items() if form not in costly}
 
-    def _group(self, folder: Path, optimizer: str) -> Group:
+    def _group(self, folder: Path) -> Group:
         def run(form: str, folder: Path, steps: int) -> Run:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
-            rates = (
-                {}
-                if form in PLAIN or self.of_compositions == 1
-                else {"lr_mults": ((COMPOSITIONS, self.of_compositions),)}
-            )
-            overrides = {**fields, **OPTIMIZERS[optimizer], **rates, "total_steps": steps}
+            slow = form not in PLAIN and self.of_compositions != 1
+            mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
+            rate = {"lr": self.own_lr.get(form, self.lr), "total_steps": steps}
+            overrides = {**fields, **OPTIMIZERS[self.optimizer], **mults, **rate}
             return Run(folder, self.spec, overrides, self.measure.metric, self.first_seed)
 
-        return Group(folder / optimizer, [*self.forms], run, timed=1)
+        return Group(folder, [*self.forms], run, timed=1)
 
-    def _costly(self, folder: Path, optimizer: str) -> dict[str, float]:
+    def _costly(self, folder: Path) -> dict[str, float]:
         """Return the forms that are not trained, each with the time of its step relative to that of the first form."""
-        ms = self._group(folder, optimizer).times().ms
+        ms = self._group(folder).times().ms
         return {form: time / ms["mha"] for form, time in ms.items() if time > self.limit * ms["mha"]}
 
-    def _not_trained(self, folder: Path) -> Iterator[str]:
-        """Yield a note for each optimizer with which some forms are not trained."""
-        for optimizer in self.optimizers:
-            if costly := self._costly(folder, optimizer):
-                costs = "; ".join(f"{form}: {ratio:.2f}" for form, ratio in costly.items())
-                yield f"Not trained with {optimizer}, because a step takes over {self.limit:g} times mha's: {costs}."
-
     def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
-        machine = self._group(folder, self.optimizers[0]).times().machine
+        machine = self._group(folder).times().machine
         used = ", ".join(str(self.first_seed + seed) for seed in seeds)
-        rates = ", ".join(f"{lr:g}" for lr in self.rates)
-        lower = self.measure.lower
-        gain, loss = ("below", "above") if lower else ("above", "below")
+        own = "".join(f", {lr:g} of {form}" for form, lr in self.own_lr.items())
+        gain, loss = ("below", "above") if self.measure.lower else ("above", "below")
         return (
-            f"Models of {self.spec} after the time of {steps} steps of mha; seeds {used}, "
-            f"{', '.join(self.optimizers)} with the rate {rates}, times {self.of_compositions:g} for compositions. "
-            f"Differences are to the plain form with the {'lowest' if lower else 'highest'} mean and the same "
-            "optimizer, learning rate and seed; intervals of Student's t distribution. "
-            f"Gain: the interval is {gain} 0; loss: it is {loss} 0. "
-            f"Times of a step are medians of {speeds.ROUNDS} interleaved rounds, without "
-            f"compilation, data and evaluations, on {machine}; other processes on the machine change them."
+            f"Models of {self.spec} after the time of {steps} steps of mha; seeds {used}. {self.optimizer} with the "
+            f"rate {self.lr:g}{own}; for compositions, times {self.of_compositions:g}. Differences are to the plain "
+            f"form with the {'lowest' if self.measure.lower else 'highest'} mean and the same seed; intervals of "
+            f"Student's t distribution. Gain: the interval is {gain} 0; loss: it is {loss} 0. Times of a step are "
+            f"medians of {speeds.ROUNDS} interleaved rounds, without compilation, data and evaluations, on {machine}; "
+            "other processes on the machine change them."
         )
 
 
-SCREENED = Stage(
-    "forms", "Forms of composition at equal time", FORMS, 250, limit=1.1, optimizers=("Muon",), first_seed=100
-)
-LAYERED = Stage(
-    "layers", "Forms and layers of composition at equal time", IN_LAYERS, 500, optimizers=("Muon",), first_seed=101
-)
+SCREENED = Stage("forms", "Forms of composition at equal time", FORMS, 250, limit=1.1, first_seed=100)
+LAYERED = Stage("layers", "Forms and layers of composition at equal time", IN_LAYERS, 500, first_seed=101)
 TASKS = Stage(
-    "tasks", "Composition on in-context tasks at equal time", ON_TASKS, 2000, first_seed=200, spec="lm_synthetic",
-    measure=ANSWERS, of_compositions=1,
+    "tasks", "Composition on in-context tasks at equal time", ON_TASKS, 2000, spec="lm_synthetic", measure=ANSWERS,
+    optimizer="AdamW", of_compositions=1, first_seed=200,
 )  # fmt: skip
