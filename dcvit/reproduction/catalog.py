@@ -163,6 +163,11 @@ ENTRIES = {
         f"{len(equal_time.ON_TASKS)} small language models, trained for the same time",
         compute=compared(equal_time.TASKS),
     ),
+    "tasks_confirmed": Entry(
+        "compositions that gained in tasks, with new seeds, not in the paper",
+        f"{len(equal_time.CONFIRMED)} small language models, trained for the same time",
+        compute=compared(equal_time.TASKS_CONFIRMED),
+    ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",

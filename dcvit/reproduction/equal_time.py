@@ -3,6 +3,7 @@
 `forms`: plain attention, and forms of composition in all layers.
 `layers`: plain attention and the best of these forms, in all layers and in some.
 `tasks`: plain and composed attention on generated in-context tasks.
+`tasks_confirmed`: the forms that gained there, with new seeds, and a plain form with as many parameters.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
 own number of steps and a complete schedule of the learning rate over them. The models of text are those of
@@ -75,6 +76,12 @@ ON_TASKS: dict[str, Fields] = {
     "dcmha, post": {"compose": "post"},
     "dcmha": {"heads": "dcmha"},
 }
+WIDER = "mha, wider"
+CONFIRMED: dict[str, Fields] = {
+    "mha": FORMS["mha"],
+    WIDER: {**FORMS["mha"], "mlp_dim": 133},  # more parameters than lightweight
+    **{name: ON_TASKS[name] for name in ("grouped, K=2", "folded, K=2, R=2, post", "lightweight", "dcmha, post")},
+}
 
 
 class Measure(NamedTuple):
@@ -104,7 +111,7 @@ class Stage:
     Fields:
       name: of the entry, its files and the folder of its runs.
       title: of the table.
-      forms: the fields of the model of each form; those in `PLAIN` do not compose, and the first is `mha`.
+      forms: the fields of the model of each form; the first is `mha`, and forms with `compose=None` are plain.
       steps: those of the first form.
       limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
       spec: the config of all forms.
@@ -142,7 +149,7 @@ class Stage:
         measure, runs, ms = self.measure, self._runs(folder, steps), self._group(folder).times().ms
         found = arms.measure(runs, seeds, measure.scale)
         ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not measure.lower)
-        best = next(form for form in ranked if form in PLAIN)
+        best = next(form for form in ranked if self._plain(form))
         differences = arms.over_seeds(arms.differences(found.values, best))
         rows: list[Row] = [
             {
@@ -150,7 +157,7 @@ class Stage:
                 "steps": int(str(runs[form].overrides["total_steps"])),
                 measure.column: found.means[form].mean, "± 95 %": found.means[form].interval,
                 "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
-                "verdict": "–" if form in PLAIN else arms.verdict(differences[form], lower=measure.lower),
+                "verdict": "–" if self._plain(form) else arms.verdict(differences[form], lower=measure.lower),
             } for form in ranked
         ]  # fmt: skip
         notes = [self._note(seeds, steps, folder)]
@@ -158,6 +165,9 @@ class Stage:
             costs = "; ".join(f"{form}: {ratio:.2f}" for form, ratio in costly.items())
             notes.append(f"Not trained, because a step takes over {self.limit:g} times mha's: {costs}.")
         return Table(self.name, self.title, rows, notes, Chart("form", measure.column, "± 95 %"))
+
+    def _plain(self, form: str) -> bool:
+        return self.forms[form].get("compose", "") is None
 
     def _runs(self, folder: Path, steps: int) -> dict[str, Run]:
         """Return the runs of the forms that are trained."""
@@ -168,7 +178,7 @@ class Stage:
     def _group(self, folder: Path) -> Group:
         def run(form: str, folder: Path, steps: int) -> Run:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
-            slow = form not in PLAIN and self.of_compositions != 1
+            slow = not self._plain(form) and self.of_compositions != 1
             mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
             rate = {"lr": self.own_lr.get(form, self.lr), "total_steps": steps}
             overrides = {**fields, **OPTIMIZERS[self.optimizer], **mults, **rate}
@@ -201,4 +211,8 @@ LAYERED = Stage("layers", "Forms and layers of composition at equal time", IN_LA
 TASKS = Stage(
     "tasks", "Composition on in-context tasks at equal time", ON_TASKS, 2000, spec="lm_synthetic", measure=ANSWERS,
     optimizer="AdamW", of_compositions=1, first_seed=200,
+)  # fmt: skip
+TASKS_CONFIRMED = dataclasses.replace(
+    TASKS, name="tasks_confirmed", title="Composition on in-context tasks at equal time, with new seeds",
+    forms=CONFIRMED, first_seed=300,
 )  # fmt: skip
