@@ -14,12 +14,13 @@ megabytes of text. The text of .jsonl and .parquet files has the key "text", or 
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, or weights of transformers. The model and the
 tokenizer are those of `init`, and the learning rate is 0.0001. `attention=dcmha` upcycles a plain model: compositions
-that start as the identity are added.
+that start as the identity are added. `attention` is a name of docs/heads.md; `folded` needs weights with key heads that
+several heads share.
 """
 
 from ml_collections import ConfigDict
 
-from dcvit.models.head_settings import of_attention
+from dcvit.models.head_settings import SETTINGS, of_attention
 
 SMALL = {"width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm"}
 
@@ -59,12 +60,12 @@ def get_config(
 
     config.model_name = "lm"
     model = dict(run.get("model", SMALL))
-    if attention or not init:
+    if attention is not None or not init:
         model.pop("heads", None)
-        model |= of_attention(attention or "dcmha")
+        model |= of_attention("dcmha" if attention is None else attention)
     config.model = model
     config.model_init = init or None
-    config.model_load = {"upcycle": attention not in ("mha", None)} if init else {}
+    config.model_load = {"upcycle": attention in SETTINGS and attention != "mha"} if init else {}
 
     config.optax_name = "scale_by_adam"
     config.optax = {"b1": 0.9, "b2": 0.95}

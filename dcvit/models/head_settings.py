@@ -57,19 +57,20 @@ SETTINGS: dict[str, dict[str, object]] = {
 NAMES = (*SETTINGS, *VARIANTS)
 
 
-def of_attention(name: str) -> dict[str, str | None]:
+def of_attention(name: str) -> dict[str, object]:
     """Return the fields of a model for the argument `attention` of the shipped configs, a name of this module.
 
-    "dcmha" and "mha" are the field `compose` alone, so that the other fields of the composition can be set.
+    They are fields of the composition where that is possible, so that overrides of a config change them; the name
+    `heads` would replace `compose`.
 
     Raises:
       ValueError: the name is unknown.
     """
-    if name in ("dcmha", "mha"):
-        return {"compose": {"dcmha": "both", "mha": None}[name]}
     if name not in NAMES:
-        raise ValueError(f"attention={name!r}; {nearest(name, NAMES)}")
-    return {"heads": name}
+        raise ValueError(f"attention={name!r}; known: {', '.join(NAMES)}")
+    if name == "dcmha":
+        return {"compose": "both"}  # the other fields are the defaults of a model, or of its preset
+    return {"heads": name} if name in (*VARIANTS, "folded") else dict(SETTINGS[name])
 
 
 def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:

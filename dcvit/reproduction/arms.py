@@ -181,7 +181,7 @@ def verdict(difference: Mean, *, lower: bool, least: float = 0) -> str:
     Args:
       difference: the mean difference, with its interval.
       lower: a gain is a difference below 0, not above.
-      least: of the absolute value of a gain or loss.
+      least: the smallest absolute difference that counts.
     """
     mean, interval = difference
     if interval is None or abs(mean) <= interval or abs(mean) < least:

@@ -118,7 +118,6 @@ class Stage:
       measure: what is compared.
       optimizer: a name in `OPTIMIZERS`.
       lr: the learning rate.
-      own_lr: learning rates of forms for which it is another one.
       of_compositions: multiplier of the learning rate of the parameters of compositions.
       first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
     """
@@ -132,7 +131,6 @@ class Stage:
     measure: Measure = BITS
     optimizer: str = "Muon"
     lr: float = 3e-3
-    own_lr: Mapping[str, float] = dataclasses.field(default_factory=dict)
     of_compositions: float = 0.1
     first_seed: int = 0
 
@@ -180,8 +178,7 @@ class Stage:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
             slow = not self._plain(form) and self.of_compositions != 1
             mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
-            rate = {"lr": self.own_lr.get(form, self.lr), "total_steps": steps}
-            overrides = {**fields, **OPTIMIZERS[self.optimizer], **mults, **rate}
+            overrides = {**fields, **OPTIMIZERS[self.optimizer], **mults, "lr": self.lr, "total_steps": steps}
             return Run(folder, self.spec, overrides, self.measure.metric, self.first_seed)
 
         return Group(folder, [*self.forms], run, timed=1)
@@ -194,12 +191,12 @@ class Stage:
     def _note(self, seeds: Sequence[int], steps: int, folder: Path) -> str:
         machine = self._group(folder).times().machine
         used = ", ".join(str(self.first_seed + seed) for seed in seeds)
-        own = "".join(f", {lr:g} of {form}" for form, lr in self.own_lr.items())
+        slow = f", times {self.of_compositions:g} for compositions" if self.of_compositions != 1 else ""
         gain, loss = ("below", "above") if self.measure.lower else ("above", "below")
         return (
             f"Models of {self.spec} after the time of {steps} steps of mha; seeds {used}. {self.optimizer} with the "
-            f"rate {self.lr:g}{own}; for compositions, times {self.of_compositions:g}. Differences are to the plain "
-            f"form with the {'lowest' if self.measure.lower else 'highest'} mean and the same seed; intervals of "
+            f"rate {self.lr:g}{slow}. Differences are to the plain form with the "
+            f"{'lowest' if self.measure.lower else 'highest'} mean, paired by seed; intervals of "
             f"Student's t distribution. Gain: the interval is {gain} 0; loss: it is {loss} 0. Times of a step are "
             f"medians of {speeds.ROUNDS} interleaved rounds, without compilation, data and evaluations, on {machine}; "
             "other processes on the machine change them."

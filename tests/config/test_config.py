@@ -10,6 +10,8 @@ from ml_collections import ConfigDict
 from dcvit.config import load as configs
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
+from dcvit.models import head_settings
+from dcvit.training.model import make_model
 
 FILE = """
 from ml_collections import ConfigDict
@@ -61,6 +63,17 @@ def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monk
     assert configs.load("vit_digits").model.compose == "both"
 
 
+@pytest.mark.parametrize("name", ["lightweight", "folded", "talking", "xsa", "dcmha", "mha"])
+def test_attention_names_a_head_variant_whose_fields_can_be_overridden(name):
+    model = make_model(configs.load(f"lm_synthetic:attention={name}"))
+    composition = model.composition()
+    expected = head_settings.resolve({}, {"heads": name, "num_heads": 4}, 4)
+    assert (model.heads, composition.compose) == (expected["heads"], expected["compose"])
+    assert (composition.branches, composition.gate) == (expected.get("branches", "qk"), expected.get("gate", True))
+    if name == "lightweight":
+        assert make_model(configs.load(f"lm_synthetic:attention={name}", ["model.compose=pre"])).compose == "pre"
+
+
 def test_a_path_needs_no_suffix(file):
     assert configs.load(f"{file.with_suffix('')}:width=16").model.width == 16
 
@@ -77,7 +90,7 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     [
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
-        ("vit_digits:attention=mla", [], "attention='mla'; did you mean 'mta'"),
+        ("vit_digits:attention=mla", [], "attention='mla'; known: mha, talking, .*, dcmha, "),
         ("vit_folder:data_dir=/a,b", [], "'b' is not of the form key=value; quote a value with commas: key='a,b'"),
         ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),

@@ -2,15 +2,30 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 from fake_training import FakeTraining, set_times
 
 from dcvit.config.load import load
 from dcvit.reproduction.arms import METRIC
-from dcvit.reproduction.equal_time import ANSWERS, FORMS, ON_TASKS, PLAIN, TASKS, Stage
+from dcvit.reproduction.equal_time import (
+    ANSWERS,
+    COMPOSITIONS,
+    CONFIRMED,
+    FORMS,
+    LAYERED,
+    ON_TASKS,
+    SCREENED,
+    TASKS,
+    TASKS_CONFIRMED,
+    WIDER,
+    Stage,
+)
 from dcvit.reproduction.seeded import train_all
 from dcvit.training.model import make_model
 
+TOKENS = jnp.zeros((1, 2), jnp.int32)
 GROUPED, FOLDED = "grouped, K=2", "folded, K=2, R=1, both"
 MS = {"mha": 10.0, GROUPED: 8.0, FOLDED: 10.0, "talking": 20.0}
 LOSS = {"mha": 2.0, "grouped_K=2": 1.9, "folded_K=2_R=1_both": 1.8, "talking": 1.95}
@@ -19,27 +34,40 @@ LOSS = {"mha": 2.0, "grouped_K=2": 1.9, "folded_K=2_R=1_both": 1.8, "talking": 1
 @pytest.fixture
 def stage(monkeypatch):
     set_times(monkeypatch, MS.get)
-    return Stage("few", "Few forms", {name: FORMS[name] for name in MS}, 40, own_lr={FOLDED: 6e-3})
+    return Stage("few", "Few forms", {name: FORMS[name] for name in MS}, 40)
 
 
-def test_forms_are_models_that_fold_or_say_that_they_do_not():
-    assert len(FORMS) == 21
-    for name, fields in FORMS.items():
-        model = make_model(load("lm_stdlib:size=small", [f"model.{key}={value}" for key, value in fields.items()]))
-        assert (model.num_heads, model.width // model.num_heads) == (6, 32)
+@pytest.mark.parametrize("stage", [SCREENED, LAYERED, TASKS, TASKS_CONFIRMED], ids=lambda stage: stage.name)
+def test_forms_are_models_that_fold_or_say_that_they_do_not(stage):
+    assert next(iter(stage.forms)) == "mha"
+    heads = (4, 16) if stage.spec == "lm_synthetic" else (6, 32)
+    for name, fields in stage.forms.items():
+        model = make_model(load(stage.spec, [f"model.{key}={value}" for key, value in fields.items()]))
+        assert (model.num_heads, model.width // model.num_heads) == heads
         composition = model.composition()
-        assert (composition.compose is None) == (name in PLAIN)
+        assert (composition.compose is None) == name.startswith(("mha", "grouped"))
+        assert ("layer" in name or "every" in name or "two" in name) == (model.compose_layers is not None)
         if name.startswith("folded"):
             assert composition.foldable(model.num_key_heads), name
 
 
-def test_runs_take_the_time_of_the_first_form_and_differ_in_the_model_and_its_rates(stage, tmp_path):
+def test_the_wider_plain_form_has_the_most_parameters():
+    def parameters(fields):
+        model = make_model(load("lm_synthetic", [f"model.{key}={value}" for key, value in fields.items()]))
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), TOKENS)))
+
+    counts = {name: parameters(fields) for name, fields in CONFIRMED.items()}
+    assert max(counts, key=counts.get) == WIDER
+    assert counts["lightweight"] - counts["mha"] == 77_632 - 76_480  # as in docs/reproduction/tasks.md
+
+
+def test_runs_take_the_time_of_the_first_form_and_differ_in_the_model_and_the_rate_of_compositions(stage, tmp_path):
     runs = stage.plan(tmp_path, 40)
     assert len({run.folder for run in runs}) == len(runs) == 4
     configs = [load(run.spec, run.words(3)).to_dict() for run in runs]
     assert [config.pop("total_steps") for config in configs] == [40, 50, 40, 20]
-    assert [config.pop("lr") for config in configs] == [3e-3, 3e-3, 6e-3, 3e-3]
-    assert [bool(config.pop("lr_mults")) for config in configs] == [False, False, True, True]
+    slow = ((COMPOSITIONS, 0.1),)
+    assert [config.pop("lr_mults") for config in configs] == [(), (), slow, slow]
     assert {(config["seed"], config["optax_name"]) for config in configs} == {(3, "muon")}
     for config in configs:
         del config["model"]
@@ -60,7 +88,7 @@ def test_a_gain_is_to_the_best_plain_form_and_not_to_the_first(stage, tmp_path):
     assert (talking["difference"], talking["verdict"]) == (pytest.approx(0.05), "loss")
     assert (talking["step ÷ mha"], talking["steps"]) == (2, 20)
     assert folded["bits per byte"] == pytest.approx(1.805)
-    assert f"0.003, 0.006 of {FOLDED}; for compositions, times 0.1" in table.notes[0]
+    assert "Muon with the rate 0.003, times 0.1 for compositions." in table.notes[0]
 
 
 def test_forms_that_cost_too_much_are_timed_and_not_trained(stage, tmp_path):

@@ -157,7 +157,7 @@ MISSPELT_CONFIGS = {
     ":atention=mha": misspelt(train("vit_digits:atention=mha"), "attention"),
     ":epoch=3": misspelt(train("vit_digits:epoch=3"), "epochs"),
     ":step=3": misspelt(train("lm_stdlib:step=3"), "steps"),
-    ":attention=dcmah": misspelt(train("vit_digits:attention=dcmah"), "dcmha"),
+    ":attention=mah": misspelt(train("vit_digits:attention=mah"), "mha"),
     ":varaint=ViT-S/16": misspelt(train("vit_i1k:varaint=ViT-S/16"), "variant"),
     ":datadir=x": misspelt(train("vit_folder:datadir=x"), "data_dir"),
 }

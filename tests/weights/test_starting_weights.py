@@ -53,7 +53,7 @@ def test_images_start_from_weights_without_further_arguments(kind, compose, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", [None, "dcmha"])
+@pytest.mark.parametrize("attention", [None, "dcmha", "lightweight", "gated"])
 def test_language_model_starts_from_weights_without_further_arguments(attention, tmp_path):
     net, params, model = language_model(compose=None, qk_norm=None, window_pattern="none")
     (folder := write(model, tmp_path / "weights")).joinpath("tokenizer.json").write_text("{}")
