@@ -16,7 +16,8 @@ from dcvit.training.model import make_model
 def test_every_table_and_figure_of_the_paper_is_listed(capsys):
     numbered = {f"table{n}" for n in range(1, 12)} | {f"figure{n}" for n in range(1, 9)}
     images = {"image_digits", "image_scenes", "photographs", "bfloat16_digits", "bfloat16_photographs"}
-    assert set(catalog.ENTRIES) == numbered | images | {"heads", "key_heads", "optimizers", "forms"}
+    others = {"heads", "key_heads", "optimizers", "forms", "layers", "tasks", "tasks_confirmed"}
+    assert set(catalog.ENTRIES) == numbered | images | others
     assert cli.run(reproduce.main, ["--list"]) == 0
     assert "table9" in capsys.readouterr().out
 
