@@ -80,6 +80,12 @@ def compared(experiment: images.Experiment | equal_time.Stage) -> Trained:
     return Trained(experiment.plan, experiment.table, experiment.steps, experiment.name)
 
 
+def at_equal_time(title: str, stage: equal_time.Stage) -> Entry:
+    """Return the entry of a comparison of forms at equal time."""
+    models = f"{len(stage.forms)} small language models, trained for the same time"
+    return Entry(f"{title}, not in the paper", models, compute=compared(stage))
+
+
 COMMANDS = "commands, slices and hours of the runs"
 CASE = "an answer of the models of table5"
 SCALED, GENERATED = "4 small language models", "2 small language models on generated tasks"
@@ -148,26 +154,10 @@ ENTRIES = {
         "4 small language models at 4 learning rates",
         compute=Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
     ),
-    "forms": Entry(
-        "forms of composition at equal time, not in the paper",
-        f"{len(equal_time.FORMS)} small language models, trained for the same time",
-        compute=compared(equal_time.SCREENED),
-    ),
-    "layers": Entry(
-        "forms and layers of composition at equal time, not in the paper",
-        f"{len(equal_time.IN_LAYERS)} small language models, trained for the same time",
-        compute=compared(equal_time.LAYERED),
-    ),
-    "tasks": Entry(
-        "composition on in-context tasks at equal time, not in the paper",
-        f"{len(equal_time.ON_TASKS)} small language models, trained for the same time",
-        compute=compared(equal_time.TASKS),
-    ),
-    "tasks_confirmed": Entry(
-        "compositions that gained in tasks, with new seeds, not in the paper",
-        f"{len(equal_time.CONFIRMED)} small language models, trained for the same time",
-        compute=compared(equal_time.TASKS_CONFIRMED),
-    ),
+    "forms": at_equal_time("forms of composition at equal time", equal_time.SCREENED),
+    "layers": at_equal_time("forms and layers of composition at equal time", equal_time.LAYERED),
+    "tasks": at_equal_time("composition on in-context tasks at equal time", equal_time.TASKS),
+    "tasks_confirmed": at_equal_time("compositions that gained in tasks, with new seeds", equal_time.TASKS_CONFIRMED),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",

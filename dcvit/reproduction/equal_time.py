@@ -26,11 +26,6 @@ from dcvit.reproduction.seeded import Run
 from dcvit.reproduction.tables import Chart, Row, Table
 
 Fields: TypeAlias = Mapping[str, object]  # of a model
-PLAIN: dict[str, Fields] = {
-    "mha": {"compose": None},
-    "grouped, K=3": {"compose": None, "num_key_heads": 3},
-    "grouped, K=2": {"compose": None, "num_key_heads": 2},
-}
 COMPOSITIONS = "(.*/)?(pre|post)/.*"  # names of their parameters
 
 
@@ -42,7 +37,9 @@ def folded(key_heads: int, rank: int, compose: str, *, gate: bool = True) -> tup
 
 
 FORMS: dict[str, Fields] = {
-    **PLAIN,
+    "mha": {"compose": None},
+    "grouped, K=3": {"compose": None, "num_key_heads": 3},
+    "grouped, K=2": {"compose": None, "num_key_heads": 2},
     **dict(
         folded(2, rank, compose, gate=gate)
         for rank in (2, 1) for gate in (True, False) for compose in ("both", "pre", "post")
@@ -53,13 +50,12 @@ FORMS: dict[str, Fields] = {
 }  # fmt: skip
 LAYERS = {"last layer": (3,), "last two": (2, 3), "every second": (1, 3)}  # that compose, of four
 IN_LAYERS: dict[str, Fields] = {
-    **{name: FORMS[name] for name in ("mha", "grouped, K=2")},
-    **dict(
-        folded(2, rank, compose, gate=gate)
-        for rank, compose, gate in (
-            (2, "post", True), (2, "pre", False), (2, "both", True), (1, "both", True), (1, "pre", False),
+    **{
+        name: FORMS[name] for name in (
+            "mha", "grouped, K=2", "folded, K=2, R=2, post", "folded, K=2, R=2, pre, no gate", "folded, K=2, R=2, both",
+            "folded, K=2, R=1, both", "folded, K=2, R=1, pre, no gate",
         )
-    ),
+    },
     **{
         f"{form}, {layers}": {**FORMS[form], "compose_layers": LAYERS[layers]}
         for form in ("folded, K=2, R=2, post", "folded, K=2, R=2, both") for layers in LAYERS
@@ -70,12 +66,15 @@ IN_LAYERS: dict[str, Fields] = {
     },
 }  # fmt: skip
 ON_TASKS: dict[str, Fields] = {
-    **{name: FORMS[name] for name in ("mha", "grouped, K=2")},
-    **dict(folded(2, rank, compose) for rank in (2, 1) for compose in ("both", "post")),
-    "lightweight": FORMS["lightweight"],
+    **{
+        name: FORMS[name] for name in (
+            "mha", "grouped, K=2", "folded, K=2, R=2, both", "folded, K=2, R=2, post", "folded, K=2, R=1, both",
+            "folded, K=2, R=1, post", "lightweight",
+        )
+    },
     "dcmha, post": {"compose": "post"},
     "dcmha": {"heads": "dcmha"},
-}
+}  # fmt: skip
 WIDER = "mha, wider"
 CONFIRMED: dict[str, Fields] = {
     "mha": FORMS["mha"],
