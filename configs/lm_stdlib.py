@@ -25,7 +25,7 @@ ROWS = {"tiny": 16, "small": 4}
 
 
 def get_config(attention: str = "dcmha", steps: int = 600, size: str = "tiny") -> ConfigDict:
-    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha", `size` "tiny" or "small"."""
+    """`attention` is a name of docs/heads.md, such as "mha", `steps` the length of training, `size` tiny or small."""
     if size not in SIZES:
         raise ValueError(f"size={size!r}; known: {', '.join(SIZES)}")
     config = ConfigDict()

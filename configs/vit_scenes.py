@@ -14,7 +14,7 @@ from dcvit.models.head_settings import of_attention
 
 
 def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
-    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha"; all other settings are the same for all."""
+    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha", `steps` the length of training."""
     relations = ("right", "left", "above", "below", "pair", "count")
     pp = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'
     config = ConfigDict()
