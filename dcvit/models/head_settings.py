@@ -11,7 +11,9 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
   gated        O' = O ⊙ 2σ(2·x·W_qg): headwise gated attention                              Qiu et al., 2025
   lightweight  A' = A + A·w_q1·w_q2 after the softmax, rank 1                               Xiao et al., 2024, Eqn 7
   folded       query-wise branches and W_b inside each group of a key head                  `dcvit.dcmha.folded`
+  folded_post  the same after the softmax only                                              Xiao et al., 2024
   dcmha        the complete composition                                                     Xiao et al., 2024
+  dcmha_post   the same after the softmax only                                              Xiao et al., 2024, Table 9
   moh          a router weights all heads                                                   Jin et al., 2024
   moh_topk     a router weights shared heads and chooses others                             Jin et al., 2024
   diff         differences of pairs of attention matrices, DIFF Transformer V1              Ye et al., 2024
@@ -42,7 +44,7 @@ from dcvit.errors import nearest
 LOG = logging.getLogger(__name__)
 VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
 STATIC = {"projection": False, "gate": False, "static": True}
-# The fields that a name stands for. `groups` of "folded" is the number of key heads.
+# The fields that a name stands for. `groups` of `FOLDED` is the number of key heads.
 SETTINGS: dict[str, dict[str, object]] = {
     "mha": {"compose": None},
     "talking": {"compose": "both", **STATIC},
@@ -52,8 +54,11 @@ SETTINGS: dict[str, dict[str, object]] = {
         "compose": "post", "branches": "q", "projection": True, "gate": False, "static": False, "rank": 1,
     },
     "folded": {"compose": "both", "branches": "q", "projection": True, "gate": True, "static": True},
+    "folded_post": {"compose": "post", "branches": "q", "projection": True, "gate": True, "static": True},
     "dcmha": {"compose": "both", "branches": "qk", "projection": True, "gate": True},
+    "dcmha_post": {"compose": "post", "branches": "qk", "projection": True, "gate": True},
 }  # fmt: skip
+FOLDED = ("folded", "folded_post")
 NAMES = (*SETTINGS, *VARIANTS)
 
 
@@ -68,16 +73,16 @@ def of_attention(name: str) -> dict[str, object]:
     """
     if name not in NAMES:
         raise ValueError(f"attention={name!r}; known: {', '.join(NAMES)}")
-    if name == "dcmha":
-        return {"compose": "both"}  # the other fields are the defaults of a model, or of its preset
-    return {"heads": name} if name in (*VARIANTS, "folded") else dict(SETTINGS[name])
+    if name in ("dcmha", "dcmha_post"):
+        return {"compose": SETTINGS[name]["compose"]}  # the other fields are the defaults of a model, or of its preset
+    return {"heads": name} if name in (*VARIANTS, *FOLDED) else dict(SETTINGS[name])
 
 
 def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
     """Return the fields of a model, with the name `heads` replaced by the fields that it stands for.
 
-    The name replaces `compose`, and all fields of a preset. "folded" without `num_key_heads` has half as many key heads
-    as heads.
+    The name replaces `compose`, and all fields of a preset. A folded name without `num_key_heads` has half as many key
+    heads as heads.
 
     Args:
       preset: fields of the model's preset.
@@ -85,8 +90,8 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
       num_heads: H of a model without the field.
 
     Raises:
-      ValueError: the name is unknown, another value is given for a field that it stands for, or "folded" has as many
-        key heads as heads.
+      ValueError: the name is unknown, another value is given for a field that it stands for, or a folded name has as
+        many key heads as heads.
     """
     merged = {**preset, **fields}
     name = merged.get("heads")
@@ -95,11 +100,11 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
     if name not in NAMES:
         raise ValueError(f"heads={name!r}; {nearest(str(name), NAMES)}")
     meant = SETTINGS.get(name, {"compose": None})
-    if name == "folded":
+    if name in FOLDED:
         heads = merged.get("num_heads", num_heads)
         key_heads = merged.get("num_key_heads") or _half(heads)
         if key_heads == heads:
-            raise ValueError("heads='folded' composes the heads of a key head: set num_key_heads below num_heads")
+            raise ValueError(f"heads={name!r} composes the heads of a key head: set num_key_heads below num_heads")
         meant = {**meant, "groups": key_heads}
         merged["num_key_heads"] = key_heads
     for field, value in meant.items():

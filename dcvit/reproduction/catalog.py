@@ -82,7 +82,8 @@ def compared(experiment: images.Experiment | equal_time.Stage) -> Trained:
 
 def at_equal_time(title: str, stage: equal_time.Stage) -> Entry:
     """Return the entry of a comparison of forms at equal time."""
-    models = f"{len(stage.forms)} small language models, trained for the same time"
+    kind = "ViTs" if stage.spec.startswith("vit") else "small language models"
+    models = f"{len(stage.forms)} {kind}, trained for the same time"
     return Entry(f"{title}, not in the paper", models, compute=compared(stage))
 
 
@@ -158,6 +159,9 @@ ENTRIES = {
     "layers": at_equal_time("forms and layers of composition at equal time", equal_time.LAYERED),
     "tasks": at_equal_time("composition on in-context tasks at equal time", equal_time.TASKS),
     "tasks_confirmed": at_equal_time("compositions that gained in tasks, with new seeds", equal_time.TASKS_CONFIRMED),
+    "equal_time_scenes": at_equal_time("composition in ViTs that count at equal time", equal_time.SCENES),
+    "equal_time_digits": at_equal_time("composition in ViTs on digits at equal time", equal_time.DIGITS),
+    "equal_time_photographs": at_equal_time("composition in ViTs on photographs at equal time", equal_time.PHOTOGRAPHS),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",

@@ -4,6 +4,7 @@
 `layers`: plain attention and some of these forms, in all layers and in some.
 `tasks`: plain and composed attention on generated in-context tasks.
 `tasks_confirmed`: the forms that gained there, with new seeds, and a plain form with more parameters than any of them.
+`equal_time_scenes`, `equal_time_digits`, `equal_time_photographs`: ViTs on the images of `dcvit.reproduction.images`.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
 own number of steps and a complete schedule of the learning rate over them. The models of text are those of
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from dcvit.models import head_settings
-from dcvit.reproduction import arms, speeds
+from dcvit.reproduction import arms, images, speeds
 from dcvit.reproduction.arms import Group
 from dcvit.reproduction.optimizers import OPTIMIZERS
 from dcvit.reproduction.seeded import Run
@@ -114,6 +115,7 @@ class Stage:
       steps: those of the first form.
       limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
       spec: the config of all forms.
+      shared: overrides of all forms.
       measure: what is compared.
       optimizer: a name in `OPTIMIZERS`.
       lr: the learning rate.
@@ -127,6 +129,7 @@ class Stage:
     steps: int
     limit: float = math.inf
     spec: str = "lm_stdlib:size=small"
+    shared: Mapping[str, object] = dataclasses.field(default_factory=dict)
     measure: Measure = BITS
     optimizer: str = "Muon"
     lr: float = 3e-3
@@ -177,8 +180,8 @@ class Stage:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
             slow = not self._plain(form) and self.of_compositions != 1
             mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
-            overrides = {**fields, **OPTIMIZERS[self.optimizer], **mults, "lr": self.lr, "total_steps": steps}
-            return Run(folder, self.spec, overrides, self.measure.metric, self.first_seed)
+            own = {**fields, **OPTIMIZERS[self.optimizer], **mults, "lr": self.lr, "total_steps": steps}
+            return Run(folder, self.spec, {**self.shared, **own}, self.measure.metric, self.first_seed)
 
         return Group(folder, [*self.forms], run, timed=1)
 
@@ -212,3 +215,23 @@ TASKS_CONFIRMED = dataclasses.replace(
     TASKS, name="tasks_confirmed", title="Composition on in-context tasks at equal time, with new seeds",
     forms=CONFIRMED, first_seed=300,
 )  # fmt: skip
+
+
+def on_images(experiment: images.Experiment, pair: str, forms: Mapping[str, Fields], lr: float) -> Stage:
+    """Return the comparison at equal time of ViTs of a pair of an experiment, with the learning rate `lr`."""
+    shared = {**experiment.overrides, **{f"model.{key}": value for key, value in experiment.pairs[pair].items()}}
+    name = f"equal_time_{experiment.name.removeprefix('image_')}"
+    measure = Measure(experiment.metric, "top-1 %", 100, lower=False)
+    return Stage(
+        name, f"{experiment.title}, at equal time", forms, experiment.steps, spec=experiment.spec, shared=shared,
+        measure=measure, optimizer="AdamW", lr=lr, of_compositions=1, first_seed=400,
+    )  # fmt: skip
+
+
+PLAIN_AND_POST: dict[str, Fields] = {"mha": FORMS["mha"], "dcmha_post": {"compose": "post"}}
+ON_SCENES: dict[str, Fields] = {
+    **PLAIN_AND_POST, WIDER: {**FORMS["mha"], "mlp_dim": 180}, "dcmha": {"compose": "both"},
+}  # fmt: skip
+SCENES = on_images(images.SCENES, "4 heads", ON_SCENES, lr=2e-3)
+DIGITS = on_images(images.DIGITS, "K=8", PLAIN_AND_POST, lr=2e-3)
+PHOTOGRAPHS = on_images(images.PHOTOGRAPHS, "4 heads", PLAIN_AND_POST, lr=2e-3)

@@ -63,7 +63,7 @@ def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monk
     assert configs.load("vit_digits").model.compose == "both"
 
 
-@pytest.mark.parametrize("name", ["lightweight", "folded", "talking", "xsa", "dcmha", "mha"])
+@pytest.mark.parametrize("name", ["lightweight", "folded", "folded_post", "xsa", "dcmha", "dcmha_post", "mha"])
 def test_attention_names_a_head_variant_whose_fields_can_be_overridden(name):
     model = make_model(configs.load(f"lm_synthetic:attention={name}"))
     composition = model.composition()

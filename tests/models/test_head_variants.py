@@ -391,7 +391,7 @@ def test_the_documented_formulas_give_the_numbers_of_parameters(heads):
     del formulas["heads"]
     for name, text in formulas.items():
         formula = re.sub(r"(?<=[A-Z0-9)])(?=[A-Z(])", "*", text.split("; ")[-1 if heads == 4 else 0].split(" for ")[0])
-        sizes = {"M": 64, "H": heads, "D": 64 // heads, "R": 2, "G": 2 if name == "folded" else 1}
+        sizes = {"M": 64, "H": heads, "D": 64 // heads, "R": 2, "G": 2 if name in head_settings.FOLDED else 1}
         assert count(name) - count("mha") == eval(formula, sizes), name
 
 
@@ -410,7 +410,7 @@ def test_names_of_settings_build_ordinary_models(name):
         assert net.heads is None
         meant = head_settings.SETTINGS[name]
         assert {key: getattr(net, key) for key in meant} == meant
-        assert net.groups == (2 if name == "folded" else 1)
+        assert net.groups == (2 if name in head_settings.FOLDED else 1)
 
 
 def test_folded_composition_has_two_heads_to_a_key_head_by_default(caplog):
@@ -437,6 +437,7 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
         ({"heads": "talkng"}, r"heads='talkng'; did you mean 'talking'\?"),
         ({"heads": "lightweight", "rank": 2}, "heads='lightweight' means rank=1, found 2"),
         ({"heads": "folded", "num_heads": 4, "num_key_heads": 4}, "set num_key_heads below num_heads"),
+        ({"heads": "folded_post", "num_heads": 4, "num_key_heads": 4}, "heads='folded_post' .* below num_heads"),
         ({"heads": "folded", "num_heads": 3}, "num_heads=3: set num_key_heads to a divisor below num_heads"),
         ({"heads": "folded", "num_key_heads": 2, "groups": 4}, "heads='folded' means groups=2, found 4"),
         ({"heads": "moh_topk", "num_heads": 6, "width": 48}, "a multiple of 4 heads, found num_heads=6"),
