@@ -159,6 +159,7 @@ ENTRIES = {
     "layers": at_equal_time("forms and layers of composition at equal time", equal_time.LAYERED),
     "tasks": at_equal_time("composition on in-context tasks at equal time", equal_time.TASKS),
     "tasks_confirmed": at_equal_time("compositions that gained in tasks, with new seeds", equal_time.TASKS_CONFIRMED),
+    "equal_time_text": at_equal_time("folded composition on text at equal time, with AdamW", equal_time.TEXT),
     "equal_time_scenes": at_equal_time("composition in ViTs that count at equal time", equal_time.SCENES),
     "equal_time_digits": at_equal_time("composition in ViTs on digits at equal time", equal_time.DIGITS),
     "equal_time_photographs": at_equal_time("composition in ViTs on photographs at equal time", equal_time.PHOTOGRAPHS),

@@ -4,6 +4,7 @@
 `layers`: plain attention and some of these forms, in all layers and in some.
 `tasks`: plain and composed attention on generated in-context tasks.
 `tasks_confirmed`: the forms that gained there, with new seeds, and a plain form with more parameters than any of them.
+`equal_time_text`: plain and folded attention on text with AdamW.
 `equal_time_scenes`, `equal_time_digits`, `equal_time_photographs`: ViTs on the images of `dcvit.reproduction.images`.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
@@ -119,6 +120,7 @@ class Stage:
       measure: what is compared.
       optimizer: a name in `OPTIMIZERS`.
       lr: the learning rate.
+      own_lr: the learning rates of forms that learn better with another.
       of_compositions: multiplier of the learning rate of the parameters of compositions.
       first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
     """
@@ -133,6 +135,7 @@ class Stage:
     measure: Measure = BITS
     optimizer: str = "Muon"
     lr: float = 3e-3
+    own_lr: Mapping[str, float] = dataclasses.field(default_factory=dict)
     of_compositions: float = 0.1
     first_seed: int = 0
 
@@ -180,7 +183,8 @@ class Stage:
             fields = {f"model.{key}": value for key, value in self.forms[form].items()}
             slow = not self._plain(form) and self.of_compositions != 1
             mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
-            own = {**fields, **OPTIMIZERS[self.optimizer], **mults, "lr": self.lr, "total_steps": steps}
+            rate = {"lr": self.own_lr.get(form, self.lr)}
+            own = {**fields, **OPTIMIZERS[self.optimizer], **mults, **rate, "total_steps": steps}
             return Run(folder, self.spec, {**self.shared, **own}, self.measure.metric, self.first_seed)
 
         return Group(folder, [*self.forms], run, timed=1)
@@ -194,6 +198,7 @@ class Stage:
         machine = self._group(folder).times().machine
         used = ", ".join(str(self.first_seed + seed) for seed in seeds)
         slow = f", times {self.of_compositions:g} for compositions" if self.of_compositions != 1 else ""
+        slow += "".join(f", {lr:g} for {form}" for form, lr in self.own_lr.items())
         gain, loss = ("below", "above") if self.measure.lower else ("above", "below")
         return (
             f"Models of {self.spec} after the time of {steps} steps of mha; seeds {used}. {self.optimizer} with the "
@@ -214,6 +219,13 @@ TASKS = Stage(
 TASKS_CONFIRMED = dataclasses.replace(
     TASKS, name="tasks_confirmed", title="Composition on in-context tasks at equal time, with new seeds",
     forms=CONFIRMED, first_seed=300,
+)  # fmt: skip
+
+GROUPED = "grouped, K=2"
+TEXT = Stage(
+    "equal_time_text", "Folded composition on text at equal time, with AdamW",
+    {name: FORMS[name] for name in ("mha", GROUPED, "folded, K=2, R=2, both")}, 500,
+    optimizer="AdamW", own_lr={GROUPED: 1.5e-3}, of_compositions=1, first_seed=400,
 )  # fmt: skip
 
 

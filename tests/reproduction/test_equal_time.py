@@ -23,6 +23,7 @@ from dcvit.reproduction.equal_time import (
     SCREENED,
     TASKS,
     TASKS_CONFIRMED,
+    TEXT,
     WIDER,
     Stage,
 )
@@ -43,8 +44,8 @@ def stage(monkeypatch):
 
 @pytest.mark.parametrize(
     ("stage", "heads"),
-    [(SCREENED, (6, 32)), (LAYERED, (6, 32)), (TASKS, (4, 16)), (TASKS_CONFIRMED, (4, 16)), (SCENES, (4, 16)),
-     (DIGITS, (8, 8)), (PHOTOGRAPHS, (4, 16))],
+    [(SCREENED, (6, 32)), (LAYERED, (6, 32)), (TEXT, (6, 32)), (TASKS, (4, 16)), (TASKS_CONFIRMED, (4, 16)),
+     (SCENES, (4, 16)), (DIGITS, (8, 8)), (PHOTOGRAPHS, (4, 16))],
     ids=lambda value: getattr(value, "name", ""),
 )  # fmt: skip
 def test_forms_are_models_that_fold_or_say_that_they_do_not(stage, heads, monkeypatch, tmp_path):
@@ -103,6 +104,14 @@ def test_a_gain_is_to_the_best_plain_form_and_not_to_the_first(stage, tmp_path):
     assert (talking["step ÷ mha"], talking["steps"]) == (2, 20)
     assert folded["bits per byte"] == pytest.approx(1.805)
     assert "Muon with the rate 0.003, times 0.1 for compositions." in table.notes[0]
+
+
+def test_a_form_may_have_a_rate_of_its_own(stage, tmp_path):
+    stage = dataclasses.replace(stage, own_lr={GROUPED: 0.5})
+    runs = stage.plan(tmp_path, 40)
+    assert [load(run.spec, run.words(0)).lr for run in runs] == [0.003, 0.5, 0.003, 0.003]
+    assert train_all(runs, [0, 1], FakeTraining(lambda arm, config: {METRIC: 1.0 + config.seed})) == 0
+    assert "rate 0.003, times 0.1 for compositions, 0.5 for grouped, K=2." in stage.table(tmp_path, [0, 1], 40).notes[0]
 
 
 def test_forms_that_cost_too_much_are_timed_and_not_trained(stage, tmp_path):

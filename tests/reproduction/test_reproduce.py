@@ -17,7 +17,7 @@ def test_every_table_and_figure_of_the_paper_is_listed(capsys):
     numbered = {f"table{n}" for n in range(1, 12)} | {f"figure{n}" for n in range(1, 9)}
     images = {"image_digits", "image_scenes", "photographs", "bfloat16_digits", "bfloat16_photographs"}
     at_equal_time = {"forms", "layers", "tasks", "tasks_confirmed"}
-    at_equal_time |= {f"equal_time_{data}" for data in ("scenes", "digits", "photographs")}
+    at_equal_time |= {f"equal_time_{data}" for data in ("text", "scenes", "digits", "photographs")}
     others = {"heads", "key_heads", "optimizers"}
     assert set(catalog.ENTRIES) == numbered | images | at_equal_time | others
     assert cli.run(reproduce.main, ["--list"]) == 0
