@@ -1,13 +1,15 @@
-"""DCViT or ViT on a folder of your own images, trained from scratch.
+"""ViT or DCViT on a folder of your own images, trained from scratch.
 
-    dcvit train --config configs/vit_folder.py:data_dir=pets,variant=DCViT-Ti/16 --workdir W
+    dcvit train --config configs/vit_folder.py:data_dir=pets --workdir W
+    dcvit train --config configs/vit_folder.py:data_dir=pets,variant=DCViT-Ti/16 --workdir W2
     dcvit predict --workdir W photo.jpg
 
 `data_dir` contains the folders `train` and `val`, each with a folder for every class. With val_fraction=0.1 it contains
 the class folders themselves, and a tenth of their images is the validation split. A folder of Parquet files, such as
 train.parquet and validation.parquet, is read too; docs/data.md describes them. JPEG, PNG, WebP, AVIF, BMP, GIF and
 TIFF files are read and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT
-from scratch; if you have a pretrained checkpoint, use transfer.py.
+from scratch; if you have a pretrained checkpoint, use transfer.py. The heads of variants with DC compose. The default
+is plain, because on images no gain at equal time is shown (docs/choose.md).
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +17,7 @@ from ml_collections import ConfigDict
 
 def get_config(
     data_dir: str = "",
-    variant: str = "DCViT-Ti/16",
+    variant: str = "ViT-Ti/16",
     res: int = 224,
     epochs: int = 300,
     batch_size: int = 64,
