@@ -1,8 +1,7 @@
 """Metrics of a run: `metrics.jsonl`, `timing.jsonl`, and TensorBoard if it is installed.
 
 `metrics.jsonl` has one row for each logged step. It contains only functions of the config and the data, so two runs of
-one config write the same file; wall times are in `timing.jsonl`. The field `crc32` of a row is the checksum of the row
-and of all rows before it, so that a changed or removed row is found.
+one config write the same file; wall times are in `timing.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from dcvit.errors import MetricsError, first_line
 from dcvit.runs.files import Folder, file_identity, replace
@@ -27,20 +24,12 @@ from dcvit.runs.files import Folder, file_identity, replace
 FILES = ("metrics.jsonl", "timing.jsonl")
 LOG = logging.getLogger(__name__)
 UPLOAD_SECONDS = 30  # between uploads of a file to an object store
-SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')  # a row with its checksum
 Values = dict[str, Any]  # fields of a row: finite numbers and None, by name
 About = Mapping[str, Any]  # description of a checkpoint
 
 
-class Row(NamedTuple):
-    """A row of a metrics file."""
-
-    values: Values  # with its `step`
-    checksum: str  # of this row and the rows before it
-
-
 class JsonLines:
-    """File with one JSON object per line. Each has a `step`, steps increase, and the last field is a checksum.
+    """File with one JSON object per line. Each has a `step`, and steps increase.
 
     Nothing can be appended to an object in a store. There the whole file is uploaded, at most every `UPLOAD_SECONDS`.
     """
@@ -53,10 +42,10 @@ class JsonLines:
           resume_step: the step of the checkpoint that a run resumes from; later rows are removed. None removes all.
         """
         self.path = path
-        self.resumed = [row for row in _read(path) if resume_step is not None and row.values["step"] <= resume_step]
-        self.last_step: int = self.resumed[-1].values["step"] if self.resumed else -1
-        self.count, self.checksum = len(self.resumed), self.resumed[-1].checksum if self.resumed else path.name
-        text = "".join(_line(json.dumps(values), checksum) for values, checksum in self.resumed)
+        self.resumed = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
+        self.last_step: int = self.resumed[-1]["step"] if self.resumed else -1
+        self.count = len(self.resumed)  # of the rows in the file, which a checkpoint records
+        text = "".join(json.dumps(row) + "\n" for row in self.resumed)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
         self.lock = threading.RLock()  # of an upload; the thread that handles a stop signal also uploads
@@ -71,9 +60,7 @@ class JsonLines:
         if step <= self.last_step:
             return
         valid = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        row = json.dumps({"step": step, **valid})
-        checksum = _checksum(row, self.checksum)
-        line = _line(row, checksum)
+        line = json.dumps({"step": step, **valid}) + "\n"
         if self.file:
             try:
                 self.file.write(line)
@@ -85,20 +72,13 @@ class JsonLines:
                 self.text += line
                 if time.monotonic() > self.due:
                     self.flush()
-        self.last_step, self.count, self.checksum = step, self.count + 1, checksum
-
-    def position(self) -> dict[str, int | str]:
-        """Return the number of rows and the checksum of the last one, which a checkpoint records."""
-        return {"metrics_rows": self.count, "metrics_checksum": self.checksum}
+        self.last_step, self.count = step, self.count + 1
 
     def missing(self, about: About) -> str | None:
-        """Return a message if the file, when it was opened, lacked rows that it had at the `position` in `about`."""
-        rows, found = about.get("metrics_rows", 0), self.resumed
-        if len(found) < rows:
-            return f"{self.path}: {rows - len(found)} of the {rows} rows before the checkpoint are missing"
-        if rows > 0 and found[rows - 1].checksum != about.get("metrics_checksum"):
-            return f"{self.path}: the rows before the checkpoint are not those that the run has written"
-        return None
+        """Return a message if the file, when it was opened, had fewer rows than `about` says."""
+        rows = about.get("metrics_rows", 0)
+        missing = rows - len(self.resumed)
+        return f"{self.path}: {missing} of the {rows} rows before the checkpoint are missing" if missing > 0 else None
 
     def flush(self) -> None:
         """Return when all rows are on the disk or in the store.
@@ -127,39 +107,20 @@ class JsonLines:
 
 
 def read(path: Folder) -> list[Values]:
-    """Read the rows of a file, without their checksums; a missing file has none.
-
-    A truncated last line, left by a kill, is ignored. Rows without checksums, as older versions wrote them, are read
-    if the whole file has none.
+    """Read the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
 
     Raises:
-      MetricsError: any other line that is not a JSON object of numbers with an increasing step, or was changed.
+      MetricsError: any other line that is not a JSON object of numbers with an increasing step.
     """
-    return [row.values for row in _read(path)]
-
-
-def _read(path: Folder) -> list[Row]:
-    rows: list[Row] = []
-    *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    if SEALED.match(rest):  # more than the beginning of a row
-        lines.append(rest)
-    sealed = False
+    rows: list[Values] = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
-            found = SEALED.fullmatch(line)
-            if sealed and not found:
-                raise ValueError("no checksum")
-            sealed = sealed or bool(found)
-            text = (found[1] + b"}" if found else line).decode()
-            values = _parse(text, rows[-1].values["step"] if rows else -1)
-            checksum = _checksum(text if found else json.dumps(values), rows[-1].checksum if rows else path.name)
-            if found and found[2].decode() != checksum:
-                raise ValueError("its checksum differs: it was changed, or a line before it was removed")
+            rows.append(_parse(line.decode(), rows[-1]["step"] if rows else -1))
         except (ValueError, RecursionError) as e:
             raise MetricsError(
                 f"{path}:{number} is damaged ({first_line(e)}); remove this line and all after it to ignore them"
             ) from None
-        rows.append(Row(values, checksum))
     return rows
 
 
@@ -168,21 +129,13 @@ def _parse(text: str, previous_step: int) -> Values:
     values = json.loads(text)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("expected a JSON object with a step")
+    values.pop("crc32", None)  # a checksum, which earlier versions wrote
     for name, value in values.items():
         if not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
             raise ValueError(f"expected a finite number or null for {name!r}")
     if values["step"] <= previous_step:
         raise ValueError(f"step {values['step']} after step {previous_step}")
     return values
-
-
-def _checksum(row: str, previous: str) -> str:
-    """Return the CRC-32 of a row and of the checksum before it, or the name of the file, as 8 hexadecimal digits."""
-    return f"{zlib.crc32((previous + row).encode()):08x}"
-
-
-def _line(row: str, checksum: str) -> str:
-    return f'{row[:-1]}, "crc32": "{checksum}"}}\n'
 
 
 @runtime_checkable

@@ -74,7 +74,7 @@ class MetricsHook(Hook):
         """Record the row of the checkpoint's step if the run stopped before it could; recall the earlier rows."""
         run, start = self.run, self.run.start
         recalled = run.writer and (self.progress.best.metric or self.progress.early.best.metric)
-        history = [row.values for row in run.writer.metrics.resumed] if run.writer and recalled else []
+        history = run.writer.metrics.resumed if run.writer and recalled else []
         for row in multihost.gather("history", history)[0]:
             self.progress.recall(row["step"], row)
         last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
@@ -192,7 +192,7 @@ class CheckpointHook(Hook):
                     f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
                 )
             run.flush()
-            rows = run.writer.metrics.position() if run.writer else {}
+            rows = {"metrics_rows": run.writer.metrics.count} if run.writer else {}
             about = {**run.about, "row": result.numbers, "seconds": run.seconds, **rows}
             run.checkpointer.save(result.step, result.state.items(), about, best=self.progress.best.step)
 

@@ -261,15 +261,12 @@ def read_text(path: Path) -> None:
 
 @functools.cache
 def metrics_files() -> list[bytes]:
-    """Metrics as a run writes them, and without checksums as older versions wrote them."""
+    """Metrics as a run writes them, and with checksums as earlier versions wrote them."""
     rows = [{"step": i, "loss": 0.5 + i, "test/top1": None} for i in range(3)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "metrics.jsonl"
-        lines = metrics.JsonLines(path)
-        for row in rows:
-            lines.write(row["step"], row)
-        lines.close()
-        return [path.read_bytes(), b"".join(json.dumps(row).encode() + b"\n" for row in rows)]
+    return [
+        b"".join(json.dumps(row).encode() + b"\n" for row in found)
+        for found in (rows, [{**row, "crc32": "0a1b2c3d"} for row in rows])
+    ]
 
 
 def read_metrics(path: Path) -> None:
@@ -338,7 +335,7 @@ def abouts() -> list[Json]:
     return [
         {
             "step": 3, "config": config, "data": DATA, "software": {"jax": "0"}, "devices": {"count": 1},
-            "row": {"loss": 0.5}, "metrics_rows": 2, "metrics_checksum": "00", "seconds": 0.5,
+            "row": {"loss": 0.5}, "metrics_rows": 2, "seconds": 0.5,
         }
         for config in complete_configs()
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Metrics files of a run: one row per step, also after a kill, and no silent change of a row."""
+"""Metrics files of a run: one row per step, also after a kill."""
 
 import importlib
 import json
@@ -75,75 +75,39 @@ def four_rows(tmp_path):
     for step in range(4):
         rows.write(step, {"loss": 1 / (step + 1), "count": step})
     rows.close()
-    return tmp_path / "metrics.jsonl", rows.position()
+    return tmp_path / "metrics.jsonl"
 
 
-@pytest.mark.slow
-def test_each_flipped_bit_is_found_when_reading_or_resuming(four_rows):
-    path, position = four_rows
-    content = path.read_bytes()
-    unnoticed = []
-    for bit in range(8 * len(content)):
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            resumed = metrics.JsonLines(path, resume_step=3)
-        except errors.MetricsError:
-            continue
-        resumed.close()
-        if resumed.missing(position) is None:
-            unnoticed.append((bit, bytes(damaged)))
-    assert unnoticed == []
+@pytest.mark.parametrize(("order", "number"), [((0, 0, 1, 2, 3), 2), ((0, 2, 1, 3), 3)])
+def test_repeated_and_exchanged_lines_are_found(four_rows, order, number):
+    lines = four_rows.read_text().splitlines(keepends=True)
+    four_rows.write_text("".join(lines[i] for i in order))
+    with pytest.raises(errors.MetricsError, match=rf"metrics\.jsonl:{number} is damaged"):
+        metrics.read(four_rows)
 
 
-@pytest.mark.parametrize("order", [(0, 2, 3), (1, 2, 3), (0, 0, 1, 2, 3), (0, 2, 1, 3)])
-def test_removed_repeated_and_exchanged_lines_are_found(four_rows, order):
-    path, _ = four_rows
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[i] for i in order))
-    with pytest.raises(errors.MetricsError, match=r"metrics\.jsonl:\d is damaged"):
-        metrics.read(path)
-
-
-def test_rows_of_another_file_are_found(four_rows):
-    path, _ = four_rows
-    path.rename(path.with_name("timing.jsonl"))
-    with pytest.raises(errors.MetricsError, match=r"timing\.jsonl:1 is damaged"):
-        metrics.read(path.with_name("timing.jsonl"))
-
-
-def test_rows_missing_at_the_end_are_reported_on_resuming(four_rows):
-    path, position = four_rows
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2]))
-    resumed = metrics.JsonLines(path, resume_step=3)
-    assert resumed.missing(position) == f"{path}: 2 of the 4 rows before the checkpoint are missing"
+@pytest.mark.parametrize("kept", [(0, 1), (2, 3), ()])
+def test_missing_rows_are_reported_on_resuming(four_rows, kept):
+    lines = four_rows.read_text().splitlines(keepends=True)
+    four_rows.write_text("".join(lines[i] for i in kept))
+    resumed = metrics.JsonLines(four_rows, resume_step=3)
+    assert f"{4 - len(kept)} of the 4 rows before the checkpoint are missing" in resumed.missing({"metrics_rows": 4})
     resumed.write(4, {"loss": 0.1})
     resumed.close()
-    assert [row["step"] for row in metrics.read(path)] == [0, 1, 4]
+    assert [row["step"] for row in metrics.read(four_rows)] == [*kept, 4]
+    complete = metrics.JsonLines(four_rows, resume_step=4)
+    complete.close()
+    assert complete.missing({"metrics_rows": len(kept) + 1}) is None
 
 
-def test_rows_of_another_run_are_reported_on_resuming(four_rows):
-    path, position = four_rows
-    other = metrics.JsonLines(path)
-    for step in range(4):
-        other.write(step, {"loss": 2.0, "count": step})
-    other.close()
-    resumed = metrics.JsonLines(path, resume_step=3)
+def test_files_with_checksums_of_earlier_versions_are_resumed_without_them(four_rows):
+    expected, rows = four_rows.read_text(), metrics.read(four_rows)
+    four_rows.write_text("".join(json.dumps({**row, "crc32": "0a1b2c3d"}) + "\n" for row in rows))
+    assert metrics.read(four_rows) == rows
+    about = {"step": 3, "metrics_rows": 4, "metrics_checksum": "0a1b2c3d"}
+    resumed = metrics.JsonLines(four_rows, resume_step=3)
     resumed.close()
-    assert "not those that the run has written" in resumed.missing(position)
-
-
-def test_file_of_an_older_version_gets_checksums_on_resuming(four_rows):
-    path, position = four_rows
-    sealed = path.read_text()
-    rows = metrics.read(path)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert metrics.read(path) == rows
-    resumed = metrics.JsonLines(path, resume_step=3)
-    resumed.close()
-    assert (path.read_text(), resumed.missing(position)) == (sealed, None)
+    assert (four_rows.read_text(), resumed.missing(about)) == (expected, None)
 
 
 @pytest.mark.slow
