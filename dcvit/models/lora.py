@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import matches
 from dcvit.models import Params
-from dcvit.models.trees import matrix_axes, nested
+from dcvit.models.trees import by_name, matrix_axes, nested
 
 A, B = "lora_a", "lora_b"
 
@@ -52,7 +52,7 @@ class Adaptation:
         """
         found: dict[str, Array] = {}
         adapted = 0
-        flat = _flat(params)
+        flat = by_name(params)
         whole, targets = self.whole_names(flat), matches(self.targets, flat, "targets")
         for number, (name, leaf) in enumerate(flat.items()):
             if name in whole:
@@ -73,7 +73,7 @@ class Adaptation:
 
     def merged(self, base: Params, trained: Params) -> Params:
         """Return all parameters of the adapted model."""
-        changed = _flat(trained)
+        changed: dict[str, Array] = by_name(trained)
 
         def value(name: str, leaf: Array) -> Array:
             if f"{name}/{A}" not in changed:
@@ -81,7 +81,7 @@ class Adaptation:
             update: Array = changed[f"{name}/{A}"] @ changed[f"{name}/{B}"]
             return leaf + self.factor * update.reshape(leaf.shape)
 
-        return nested({name: value(name, leaf) for name, leaf in _flat(base).items()})
+        return nested({name: value(name, leaf) for name, leaf in by_name(base).items()})
 
     @property
     def factor(self) -> float:
@@ -98,12 +98,6 @@ class Adaptation:
         if not 1 <= self.rank <= min(inputs, outputs):
             raise ValueError(f"rank={self.rank} should be in 1 … {min(inputs, outputs)}, a side of {name}")
         return tuple(shape[: -sum(axes)]), inputs, outputs
-
-
-def _flat(params: Params) -> dict[str, Array]:
-    """Return parameters by their names."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def is_adapter(names: Mapping[str, object]) -> bool:

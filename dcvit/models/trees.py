@@ -18,6 +18,7 @@ import numpy as np
 from dcvit.dcmha.selection import Policy, Selection, selecting
 from dcvit.errors import CheckpointError, ConfigError, first_line
 from dcvit.models import Params
+from dcvit.parallel.sharding import names_of
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
 MAX_NAMED = 6  # parameters in a message
@@ -75,8 +76,12 @@ def matrix_axes(name: str) -> tuple[int, int] | None:
 
 def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a tree by its path, such as "head/kernel"."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
+    return {name: tuple(leaf.shape) for name, leaf in by_name(tree).items()}
+
+
+def by_name(tree: object) -> dict[str, Any]:
+    """Return the leaves of a tree by their path, such as "head/kernel"."""
+    return dict(zip(jax.tree.leaves(names_of(tree)), jax.tree.leaves(tree), strict=True))
 
 
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:

@@ -20,8 +20,9 @@ from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
 from dcvit.models.fields import AttentionFields
+from dcvit.models.trees import by_name
+from dcvit.parallel.sharding import names_of
 
-KeyPath = tuple[jax.tree_util.DictKey, ...]
 COMPOSITION = re.compile(r"(?:.*/)?(?:pre|post)/(w_(?:[qk][12g]|b))")  # name of a parameter of a composition
 QK_NORM = re.compile(r"(?:.*/)?(?:query|key)_norm/.*")
 # Fields in which a composed model may differ from the plain one that it starts from.
@@ -41,15 +42,15 @@ def identity_compositions(params: Params) -> Params:
     Leaves that are shapes instead of arrays are returned as they are.
     """
 
-    def identity(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
-        found = COMPOSITION.fullmatch(_name(path))
+    def identity(name: str, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
+        found = COMPOSITION.fullmatch(name)
         if not found or isinstance(leaf, jax.ShapeDtypeStruct) or found[1] in ("w_q1", "w_k1"):
             return leaf
         if found[1] in ("w_q2", "w_k2"):  # outputs: the down projections of a group, then its up projections
             return jnp.asarray(leaf).at[..., leaf.shape[-1] // 2 :].set(0)
         return jnp.zeros_like(leaf)
 
-    identities: Params = jax.tree_util.tree_map_with_path(identity, params)
+    identities: Params = jax.tree.map(identity, names_of(params), params)
     return identities
 
 
@@ -69,9 +70,10 @@ def gained_compositions(loaded: Collection[str], model: Params, file: str) -> li
     Raises:
       CheckpointError: there is none, or the model also has a QK-norm that the checkpoint lacks.
     """
-    lacked = [name for name in _names(model) if name not in loaded]
+    names = by_name(model)
+    lacked = [name for name in names if name not in loaded]
     gained = [name for name in lacked if COMPOSITION.fullmatch(name)]
-    if not has_compositions(_names(model)):
+    if not has_compositions(names):
         raise CheckpointError("the model composes nothing, so upcycle has no effect: set --config.model.compose=both")
     if not gained:
         raise CheckpointError(f"{file} has all compositions of the model: remove --config.model_load.upcycle")
@@ -92,12 +94,3 @@ def fields_that_change_the_function(plain: nn.Module, composed: nn.Module) -> di
         names -= {"window", "prefill_window"}  # unused
     values = {name: (getattr(plain, name), getattr(composed, name)) for name in sorted(names)}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-
-
-def _names(params: Params) -> list[str]:
-    """Return the name of each parameter, such as "head/kernel"."""
-    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def _name(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -214,21 +214,23 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
     Raises:
       ConfigError: the axes of a spec do not divide a dimension.
     """
-
-    def named(path: tuple[object, ...]) -> str:
-        return jax.tree_util.keystr(path, simple=True, separator="/")
-
-    names = [named(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    rules = dict[str, Rule]()
+    names, rules = names_of(tree), dict[str, Rule]()
     for pattern, rule in () if isinstance(strategy, str) else strategy:
-        rules = dict.fromkeys(matches(f"(.*/)?({pattern})", names, "config.sharding_strategy"), rule) | rules
+        found = matches(f"(.*/)?({pattern})", jax.tree.leaves(names), "config.sharding_strategy")
+        rules = dict.fromkeys(found, rule) | rules
     default = strategy if isinstance(strategy, str) else "ddp"
 
-    def sharding(path: tuple[object, ...], leaf: HasShape) -> NamedSharding:
-        name = named(path)
+    def sharding(name: str, leaf: HasShape) -> NamedSharding:
         return NamedSharding(mesh, P(*_spec(name, leaf.shape, rules.get(name, default), mesh)))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map(sharding, names, tree)
+
+
+def names_of(tree: PyTree) -> PyTree:
+    """Return the names of arrays, such as "Transformer/encoderblock_0/…/kernel", in the structure of their tree."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree
+    )
 
 
 def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy = "ddp") -> PyTree:

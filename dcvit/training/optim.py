@@ -21,6 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from dcvit.errors import matches
 from dcvit.models.trees import matrix_axes
+from dcvit.parallel.sharding import names_of
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
@@ -78,13 +79,6 @@ def schedule(
         return value
 
     return factor
-
-
-def names_of(params: PyTree) -> PyTree:
-    """Return the tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the structure of `params`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
-    )
 
 
 def first_match(params: PyTree, rules: Rules, default: float | None, what: str) -> PyTree:

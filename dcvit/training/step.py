@@ -18,6 +18,7 @@ from dcvit.dcmha.plan import NotFusedError, fused_only
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models.lora import Adaptation
+from dcvit.models.trees import by_name
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.optim import at_step
@@ -186,9 +187,8 @@ def non_finite_arrays(tree: Any) -> list[str]:
     The check involves no communication between devices, so any thread may call it at any time.
     """
     by_device: dict[jax.Device, dict[str, jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for name, leaf in by_name(tree).items():
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
                     by_device.setdefault(shard.device, {})[name] = shard.data

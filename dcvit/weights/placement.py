@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from dcvit.errors import CheckpointError, matches
-from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree, shapes_of
+from dcvit.models.trees import Shapes, Tensor, Tensors, by_name, check_tree, shapes_of
 
 STACKED = re.compile(r"Transformer/(?:encoderblock|(?P<group>(?:encoder)?group)/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")
@@ -162,8 +162,7 @@ def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
 
 def check_finite(params: PyTree, file: str) -> None:
     """Raise CheckpointError, with the name, if a parameter on this host's devices has numbers that are not finite."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, leaf in by_name(params).items():
         whole = not isinstance(leaf, jax.Array)
         for part in [leaf] if whole else [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]:
             _check_finite(np.asarray(part), f"{file}: {name}")
