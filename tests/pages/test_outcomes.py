@@ -1,13 +1,13 @@
-"""Numbers of the report: equal to numpy, scipy and scikit-learn, with padding, ties, several labels and NaN."""
+"""Numbers of the report: equal to numpy and scikit-learn, with padding, ties, several labels and NaN."""
 
 import math
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from report_examples import TableSource, predict
-from scipy.stats import binomtest
 from sklearn import metrics
 
 import input_pipeline
@@ -130,9 +130,11 @@ def test_the_upper_edge_of_a_bin_belongs_to_it():
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (0, 360), (350, 360), (360, 360), (39_876, 50_000)])
-def test_wilson_interval_equals_that_of_scipy(successes, n):
-    expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    assert measures.wilson(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+def test_the_score_test_of_the_proportion_is_at_its_level_at_both_ends_of_wilsons_interval(successes, n):
+    low, high = measures.wilson(successes, n)
+    assert (low == 0, high == 1) == (successes == 0, successes == n)
+    for p in {low, high} - {0, 1}:
+        assert n * (successes / n - p) ** 2 == pytest.approx(NormalDist().inv_cdf(0.975) ** 2 * p * (1 - p))
 
 
 def test_an_evaluation_without_examples_has_no_numbers():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,18 +35,13 @@ class ClassMeasures(NamedTuple):
 
 
 def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion (Wilson, 1927); (0, 1) without any example.
-
-    With p = successes/n and z the (1 + level)/2 quantile of the standard normal distribution:
-
-      (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
-    """
+    """Return Wilson's score interval of a proportion (Wilson, 1927); (0, 1) without any example."""
     if not n:
         return 0.0, 1.0
-    p, z = successes / n, statistics.NormalDist().inv_cdf((1 + level) / 2)
-    center, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    low, high = ((center + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
-    return (low if successes else 0.0), (high if successes < n else 1.0)
+    from scipy import stats  # takes long to import
+
+    low, high = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
+    return float(low), float(high)
 
 
 def calibration_bins(outcomes: Outcomes) -> list[Bin]:
