@@ -1,4 +1,4 @@
-"""Device for which a program is traced: its platform, and whether it is attached to this process."""
+"""Device for which a program is traced: its platform and kind, and whether it is attached to this process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def platform() -> str:
     device = default if mesh.empty else mesh.abstract_device
     name = device if isinstance(device, str) else getattr(device, "platform", None) or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def device_kind() -> str:
+    """Return the kind of the devices of the current mesh, or of this host's devices without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
+    return str(device.device_kind)
+
+
+def compute_capability() -> str | None:
+    """Return the compute capability of this process's GPU, such as "8.0"; None on a host without a GPU."""
+    capability: str | None = getattr(jax.devices()[0], "compute_capability", None)
+    return capability
 
 
 def attached() -> jax.Device | None:

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.device import compute_capability
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up
-from dcvit.dcmha.pallas_gpu import HOPPER, compute_capability
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
 from dcvit.dcmha.pallas_gpu.launch import Kind, output_shapes
 
+HOPPER = "9.0"  # compute capability of H100 and H200, whose matrix instruction the kernels use
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
 MANY_PLANES = 4  # a compose with more hidden planes than this uses the narrow tile of the backward pass
@@ -68,7 +69,7 @@ def check_supported(inputs: Inputs, options: Options) -> None:
     """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
     q, k, v, pre, post, *_ = inputs
     capability = compute_capability()
-    if capability != HOPPER:
+    if capability not in (HOPPER, None):  # without a GPU, kernels are interpreted, or lowered for one elsewhere
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
     if options.first_query:
         raise UnsupportedError("the GPU kernels need all queries, found a part of them (mesh axis context)")

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from dcvit.dcmha.device import device_kind
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import round_up
@@ -57,13 +58,6 @@ def rounds(dtype: DTypeLike) -> bool:
     """Return whether a TPU rounds the operands of products to bfloat16: all, or float32 at JAX's default precision."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return dtype == jnp.bfloat16 or precision in (None, "default", "fastest", "bfloat16")
-
-
-def device_kind() -> str:
-    """Return the kind of the devices of the current mesh, or of this host's devices without a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
-    return str(device.device_kind)
 
 
 def vmem_limit() -> int:
