@@ -29,7 +29,7 @@ from dcvit.dcmha import blockwise_tile as tile
 from dcvit.dcmha import partition, reference
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
+from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
 from dcvit.dcmha.partition import map_examples
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
 from dcvit.dcmha.shapes import Array, Float, not_none
@@ -121,14 +121,14 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
     arranged = Inputs(q, k, v, pre, post, None, segments)
     if rows > queries:
 
-        def pad(axis: Axis, x: Array) -> Array:
-            return _pad(x, rows - queries, axis.dim + (axis.dim > 0)) if axis.side == "q" else x
+        def pad_queries(axis: Axis, x: Array) -> Array:
+            return pad(x, axis.dim + (axis.dim > 0), rows) if axis.side == "q" else x
 
-        arranged = _map_axes(pad, arranged)._replace(segments=segments)
+        arranged = _map_axes(pad_queries, arranged)._replace(segments=segments)
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0], (len(q), *mask.shape[2:]))
         if mask.shape[1] == queries and queries > 1:
-            mask = _pad(mask, rows - queries, 1)
+            mask = pad(mask, 1, rows)
         arranged = arranged._replace(mask=mask)
     out = attend(options, arranged)
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
@@ -396,10 +396,3 @@ def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
     without = [y._replace(mask=None, segments=None) for y in (x, *others)]
     mapped: Inputs = jax.tree_util.tree_map_with_path(call, *without)
     return mapped
-
-
-def _pad(x: Array, count: int, axis: int) -> Array:
-    """Append `count` zeros to an axis, as queries whose outputs are discarded."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, count)
-    return jnp.pad(x, widths)

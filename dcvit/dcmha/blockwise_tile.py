@@ -19,6 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.numerics import total
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 Arguments = ParamSpec("Arguments")
@@ -76,7 +77,7 @@ def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> H
         if weights is None:
             return None
         by_rank = jnp.swapaxes(_expand(weights, groups, axis), 0, 1)  # G R J t 1 or G R J 1 s
-        return _sum([grouped[:, None, j] * by_rank[:, :, j] for j in range(grouped.shape[1])])
+        return total([grouped[:, None, j] * by_rank[:, :, j] for j in range(grouped.shape[1])])
 
     return Hidden(None, None) if w is None else Hidden(down(w.q1, 0), down(w.k1, 1))
 
@@ -87,7 +88,7 @@ def _compose(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None,
         return a
     grouped = _split(a, groups)
     gates = [_expand(x, groups, axis) for x, axis in ((w.qg, 0), (w.kg, 1)) if x is not None]
-    terms = [grouped * _sum([1, *gates]) if gates else grouped]
+    terms = [grouped * total([1, *gates]) if gates else grouped]
     for plane, up, axis in ((planes.q, w.q2, 0), (planes.k, w.k2, 1)):
         if plane is not None and up is not None:
             expanded = _expand(up, groups, axis)
@@ -95,7 +96,7 @@ def _compose(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None,
     if w.static is not None:
         static = w.static[..., None, None]  # G J J 1 1
         terms += [grouped[:, n, None] * static[:, n] for n in range(grouped.shape[1])]
-    return _sum(terms).reshape(a.shape)
+    return total(terms).reshape(a.shape)
 
 
 @no_inline
@@ -173,11 +174,11 @@ def weight_gradients(
             pairs += [(g_grouped, one[:, r, None]) for r in range(rank)]
         if gate is not None:
             pairs.append((a_grouped, g_grouped))
-        total = [x.reshape(a.shape[0], -1) for x in sums(pairs)] if pairs else []
-        d_gate = None if gate is None else total[-1]
+        summed = [x.reshape(a.shape[0], -1) for x in sums(pairs)] if pairs else []
+        d_gate = None if gate is None else summed[-1]
         if down is None:
             return None, None, d_gate
-        return jnp.stack(total[:rank]), jnp.stack(total[rank : 2 * rank]), d_gate
+        return jnp.stack(summed[:rank]), jnp.stack(summed[rank : 2 * rank]), d_gate
 
     static = None
     if w.static is not None:
@@ -203,7 +204,7 @@ def _sums_over_queries(pairs: Sequence[Pair]) -> list[Float[Array, "G J s"]]:
         if rows % FOLDS:
             return x * y
         parts = [slice(i * rows // FOLDS, (i + 1) * rows // FOLDS) for i in range(FOLDS)]
-        return _sum([x[..., i, :] * y[..., i, :] for i in parts])
+        return total([x[..., i, :] * y[..., i, :] for i in parts])
 
     folded = [fold(x, y) for x, y in pairs]
     return [_ones_dot(x) for x in folded]
@@ -235,7 +236,3 @@ def _expand(x: Array, groups: int, axis: int) -> Array:
     """Reshape (… H n) to (… G J n 1) for queries (axis 0) or to (… G J 1 n) for keys (axis 1)."""
     x = x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
     return x[..., :, None] if axis == 0 else x[..., None, :]
-
-
-def _sum(terms: Sequence[Array | int]) -> Array:
-    return functools.reduce(jnp.add, terms)  # type: ignore[return-value]

@@ -1,11 +1,16 @@
-"""Constants and integer helpers that several implementations of attention share."""
+"""Constants and small functions that several implementations of attention share."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from dcvit.dcmha.shapes import Array
 
 LOG2_E = math.log2(math.e)  # the fused kernels compute softmax in base 2: exp(x) = 2^(x·log2(e))
 MASKED_SCORE = -1e30  # the score of a masked key: finite, and 2^MASKED_SCORE is 0 in float32
@@ -24,3 +29,17 @@ def cdiv(size: int, block: int) -> int:
 def round_up(size: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `size`."""
     return cdiv(size, multiple) * multiple
+
+
+def pad(x: Array, axis: int, size: int) -> Array:
+    """Append zeros to an axis up to `size`."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def total(terms: Sequence[Array | int]) -> Array:
+    """Return the sum of a non-empty sequence, added from left to right."""
+    return functools.reduce(jnp.add, terms)  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
-from dcvit.dcmha.numerics import LOG2_E, round_up
+from dcvit.dcmha.numerics import LOG2_E, pad, round_up
 from dcvit.dcmha.pallas_gpu.block import Operands
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Side, Which
 from dcvit.dcmha.pallas_gpu.tiling import Static, make_config, spans
@@ -243,12 +243,3 @@ def bfloat16_parts(x: Array, config: KernelConfig) -> list[Array]:
 def cut(x: Array, axis: int, start: Array | int, size: int) -> Array:
     """Return `size` elements of an axis from `start` on."""
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def pad(x: Array, axis: int, size: int) -> Array:
-    """Append zeros to an axis up to `size`."""
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.numerics import LOG2_E, total
 from dcvit.dcmha.pallas_tpu import mixing, segments
 from dcvit.dcmha.pallas_tpu.backward_stages import (
     ComposeTensors,
@@ -39,7 +39,6 @@ from dcvit.dcmha.pallas_tpu.tile import (
     scores,
     split,
     stack,
-    total,
 )
 from dcvit.dcmha.pallas_tpu.weights import transpose_key_weights
 from dcvit.dcmha.shapes import Array, Ref, not_none

@@ -9,7 +9,7 @@ row of a register, broadcast over the dimensions of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from dcvit.dcmha import folded
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError, reason_of
-from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.numerics import cdiv, pad, round_up, total
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret, Rows
@@ -103,7 +103,7 @@ _combine = differentiable(_forward, _backward, _forward_mode, name=None)
 def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:
     """Return an array with a column for each token, padded to blocks of tokens, and axes of the given sizes before."""
     x = jnp.moveaxis(x, 1, -1).reshape(len(x), *axes, -1, x.shape[1])
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % BLOCK),))
+    return pad(x, -1, round_up(x.shape[-1], BLOCK))
 
 
 def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
@@ -145,10 +145,6 @@ def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> Non
     jax.lax.fori_loop(0, static.groups * (BLOCK // LANES), step, None)
 
 
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
-
-
 def _combine_kernel(static: Static, refs: Refs) -> None:
     heads = range(static.per_group)
 
@@ -157,7 +153,7 @@ def _combine_kernel(static: Static, refs: Refs) -> None:
         for chunk in range(static.head_dim // CHUNK):
             x = [refs["x"][0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
             for n in heads:
-                y = _sum([w[j][n] * x[j] for j in heads])
+                y = total([w[j][n] * x[j] for j in heads])
                 refs["out"][0, static.rows(group, n, chunk), lanes] = y.astype(refs["out"].dtype)
 
     _over_groups(static, of_group)
@@ -175,7 +171,7 @@ def _gradient_kernel(static: Static, refs: Refs) -> None:
                 for ref in (refs["x"], refs["d_out"])
             )
             for j in heads:
-                d_x = _sum([w[j][n] * d_out[n] for n in heads])
+                d_x = total([w[j][n] * d_out[n] for n in heads])
                 refs["d_x"][0, static.rows(group, j, chunk), lanes] = d_x.astype(refs["d_x"].dtype)
                 for n in heads:
                     product = (x[j] * d_out[n]).reshape(CHUNK // SUBLANES, SUBLANES, LANES)

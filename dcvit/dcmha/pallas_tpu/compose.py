@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
+from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, total
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.call import Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, BranchOffsets, ComposeLayout, ComposeName, KernelConfig
-from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, Strip, join, split, strip_rows, total
+from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, Strip, join, split, strip_rows
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 Projection: TypeAlias = Literal["down", "up"]

@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from dcvit.dcmha.numerics import total
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, IndexMap, KernelConfig
-from dcvit.dcmha.pallas_tpu.tile import dot, total
+from dcvit.dcmha.pallas_tpu.tile import dot
 from dcvit.dcmha.shapes import Array, Ref
 
 TILE_ROWS = 16  # rows of a register of bfloat16

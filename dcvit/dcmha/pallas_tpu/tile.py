@@ -44,11 +44,6 @@ Products: TypeAlias = Callable[[Strip, Ref], None]
 Vectors: TypeAlias = Callable[[Strip, Sequence["Ref | None"]], None]
 
 
-def total(terms: Sequence[Array]) -> Array:
-    """Return the sum of a non-empty sequence, added from left to right."""
-    return functools.reduce(jnp.add, terms)
-
-
 class StoredPlanes(Sequence[Array]):
     """Planes of all heads that are loaded where they are used, which takes fewer registers than keeping them."""
 
