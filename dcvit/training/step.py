@@ -181,7 +181,7 @@ def accumulate(
     return loss, grads
 
 
-def non_finite_arrays(tree: Any) -> list[str]:
+def non_finite_arrays(tree: PyTree) -> list[str]:
     """Return the names of the arrays of a tree that contain NaN or Inf in this process's shards.
 
     The check involves no communication between devices, so any thread may call it at any time.
