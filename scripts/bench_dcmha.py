@@ -4,7 +4,6 @@
     python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
     python scripts/bench_dcmha.py --shapes decode_405m_b1    one query and 2,048 keys, forward
     python scripts/bench_dcmha.py --shapes 64x16_4x16        a small model: 64 examples of 16 tokens, 4 heads of 16
-    python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      schedule of the fused kernels by the real TPU compiler
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
     python scripts/bench_dcmha.py --shapes --packed 8192     rows of documents, by segment ids and by their mask
 
@@ -31,7 +30,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tpu_bundles import AttentionShape, bundles
 
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.device import platform as backend
@@ -236,18 +234,6 @@ def table(name: str, shape: Shape, rounds: int) -> list[Row]:
     return rows
 
 
-def schedules(topologies: Sequence[str]) -> list[Row]:
-    """Return the bundles of the fused kernels for one image of ViT-S/16 (scripts/tpu_bundles.py)."""
-    rows = []
-    for topology in topologies:
-        for composed in (False, True):
-            shape = AttentionShape(4, 6, 6, 64, 196, 196, None, composed)
-            found = bundles(topology, shape, backward=True)
-            rows.append({"topology": topology, "composed": composed, "bundles": found})
-            print(f"  {topology} {'DC' if composed else 'plain':5} {found}")
-    return rows
-
-
 def scaling(lengths: Sequence[int], rounds: int) -> list[Row]:
     """Measure forward and backward by length for one example with 4 heads and D = 64, global and with a window."""
     rows = []
@@ -338,7 +324,6 @@ def main() -> None:
     default = [name for name in SHAPES if name not in SMALL]
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=default, help="shapes to measure")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row; 0 only compiles --shapes")
-    parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="compile for these, such as v5e:2x2")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T", help="measure these lengths")
     parser.add_argument(
         "--packed", nargs="*", type=int, default=[], metavar="T", help="measure packed rows of T tokens"
@@ -353,7 +338,6 @@ def main() -> None:
     print(machine)
     result: Row = {"machine": machine, "rounds": args.rounds}
     result["attention"] = [row for name in args.shapes for row in table(name, SHAPES[name], args.rounds)]
-    result["tpu"] = schedules(args.tpu)
     result["scaling"] = scaling(args.lengths, min(args.rounds, 3))
     result["packed"] = [row for length in args.packed for row in packed(length, min(args.rounds, 5))]
     if args.plot:
