@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 def parts(tiny: bool) -> list[Part]:
     """Return the parts in the order of their worth."""
-    train, layers = ROOT / "scripts" / "bench_train.py", ROOT / "scripts" / "bench_dcmha.py"
+    train, layers = ROOT / "scripts/bench/train.py", ROOT / "scripts/bench/dcmha.py"
     equal = (str(ROOT / "scripts" / "gpu_equal_time.py"), "--json", "{out}/equal_time.json", *["--tiny"] * tiny)
     only = ("--rounds", "0")
 

@@ -10,7 +10,7 @@ SOURCES = sorted(
     for pattern in (
         "dcvit/**/*.py",
         "input_pipeline/**/*.py",
-        "scripts/*.py",
+        "scripts/**/*.py",
         "tests/robustness/chaos.py",
         "tests/robustness/corrupt.py",
         "tests/robustness/fuzz*.py",

@@ -7,7 +7,7 @@ bandwidth is the limit. Scores have the layout S×H, as the key-wise weights. Th
 H×H matrix for each example (`map_of_heads`). Sums over the heads, which are the innermost axis, are products with a
 matrix of ones: on CPUs they take half the time of XLA's reduction.
 
-scripts/bench_dcmha.py measured this on two CPU cores. On an H200, a layer of 405M takes 0.12 to 0.15 ms, of which
+scripts/bench/dcmha.py measured this on two CPU cores. On an H200, a layer of 405M takes 0.12 to 0.15 ms, of which
 reading its keys and values is at most a tenth by estimate.
 """
 

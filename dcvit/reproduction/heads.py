@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, object]] = {
 ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
 TASK_KEY_HEADS = 2  # of four heads
-TASK_LR = 3e-3  # the learning rate of scripts/bench_runs.py
+TASK_LR = 3e-3  # the learning rate of scripts/bench/runs.py
 ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu_step.py; not in a package
 
 

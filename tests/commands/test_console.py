@@ -87,8 +87,8 @@ def test_a_single_command_prints_no_foreign_line(environment, digits_workdir, tm
 
 
 SCRIPTS = {
-    "bench_dcmha.py": ["--help"],
-    "bench_train.py": ["--help"],
+    "bench/dcmha.py": ["--help"],
+    "bench/train.py": ["--help"],
 }
 
 

@@ -116,7 +116,7 @@ def test_every_option_of_a_script_in_a_code_block_exists():
         for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
             for command in commands(block):
                 words = command.split(" -- ")[0]
-                for script, rest in re.findall(r"((?:scripts|tests/robustness)/\w+\.(?:py|sh))((?: [^#]*)?)", words):
+                for script, rest in re.findall(r"((?:scripts|tests/robustness)/[\w/]+\.(?:py|sh))((?: [^#]*)?)", words):
                     source = (ROOT / script).read_text()
                     for option in re.findall(r"\s--([\w-]+)", rest):
                         assert option in source, f"{page.name}: {script} has no option --{option}"
@@ -167,7 +167,7 @@ def test_the_site_has_an_explorer_page_of_every_model_of_the_package(tmp_path, l
 
 
 def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
-    import bench_input
+    import input as bench_input
 
     page = (ROOT / "docs" / "tutorials" / "imagenet.md").read_text()
     for line in bench_input.lines(json.loads((ROOT / "docs" / "input.json").read_text())):
@@ -209,7 +209,7 @@ def test_the_table_of_gpu_traffic_is_that_of_its_file():
     [("synthetic", "composed_tasks.md"), ("scenes", "composed_tasks.md"), ("upcycle", "tutorials/upcycling.md")],
 )
 def test_the_tables_of_several_seeds_are_what_the_benchmark_measured(name, page):
-    import bench_runs
+    import runs as bench_runs
 
     result = json.loads((ROOT / "docs" / f"{name}.json").read_text())
     page = (ROOT / "docs" / page).read_text()

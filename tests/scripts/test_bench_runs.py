@@ -3,11 +3,11 @@
 import json
 import sys
 
-import bench_runs as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs as bench
 import synthetic_parts as parts
 from fake_training import write_run
 

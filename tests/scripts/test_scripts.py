@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_dcmha
-import bench_train
 import compile_kernels
+import dcmha as bench_dcmha
 import gpu_evidence
 import pytest
 import tpu_bundles
+import train as bench_train
 
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
@@ -165,12 +165,12 @@ BENCHMARKS = """
 import sys
 for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
-import bench_dcmha, bench_train, gpu_equal_time, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
+import dcmha, train, gpu_equal_time, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
 """
 
 
 @pytest.mark.slow
 def test_the_benchmarks_need_jax_flax_and_optax_only():
     """A machine with a GPU may have no more."""
-    path = {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+    path = {"PYTHONPATH": f"{ROOT}/scripts/bench:{ROOT}/scripts:{ROOT}"}
     subprocess.run([sys.executable, "-c", BENCHMARKS], env={**os.environ, **path}, check=True)

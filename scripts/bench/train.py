@@ -1,9 +1,9 @@
 """Benchmark of training steps: models with composed attention (DC) and plain ones, equal in everything else.
 
-    python scripts/bench_train.py --model vit_s16            DCViT-S/16 and ViT-S/16
-    python scripts/bench_train.py --model vit_s16 --torch    with ViT-S/16 in compiled PyTorch, on a CPU
-    python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and DCFlash of a size of the paper
-    python scripts/bench_train.py --model 6.9B --depth 4 --rows "plain, best" "DC, best"    a stack of its layers
+    python scripts/bench/train.py --model vit_s16            DCViT-S/16 and ViT-S/16
+    python scripts/bench/train.py --model vit_s16 --torch    with ViT-S/16 in compiled PyTorch, on a CPU
+    python scripts/bench/train.py --model 405M --batch 8     DCFormer++ and DCFlash of a size of the paper
+    python scripts/bench/train.py --model 6.9B --depth 4 --rows "plain, best" "DC, best"    a stack of its layers
 
 A step consists of the forward and backward pass on random data with softmax cross-entropy, and Adam's update. It is
 compiled as one program whose state stays on the device. Every round runs two steps of each model and times the second.

@@ -1,4 +1,4 @@
-"""Accuracy by pattern, and drops by ablation, of models that `scripts/bench_runs.py synthetic` has trained.
+"""Accuracy by pattern, and drops by ablation, of models that `scripts/bench/runs.py synthetic` has trained.
 
 A branch of the compositions is ablated in all layers, or all branches into one head of a layer, which then borrows from
 no other head. Heads are ordered by their drop in each run, because their numbers mean nothing. An ablated model is not

@@ -1,11 +1,11 @@
 """Benchmark of attention: each implementation, composed (DC) and plain, next to plain attention of the backend.
 
-    python scripts/bench_dcmha.py                            shapes for this machine; prints a table
-    python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
-    python scripts/bench_dcmha.py --shapes decode_405m_b1    one query and 2,048 keys, forward
-    python scripts/bench_dcmha.py --shapes 64x16_4x16        a small model: 64 examples of 16 tokens, 4 heads of 16
-    python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
-    python scripts/bench_dcmha.py --shapes --packed 8192     rows of documents, by segment ids and by their mask
+    python scripts/bench/dcmha.py                            shapes for this machine; prints a table
+    python scripts/bench/dcmha.py --shapes vit_s16 --rounds 31
+    python scripts/bench/dcmha.py --shapes decode_405m_b1    one query and 2,048 keys, forward
+    python scripts/bench/dcmha.py --shapes 64x16_4x16        a small model: 64 examples of 16 tokens, 4 heads of 16
+    python scripts/bench/dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
+    python scripts/bench/dcmha.py --shapes --packed 8192     rows of documents, by segment ids and by their mask
 
 The rounds of a shape are interleaved: each round calls every row twice and times the second call, so that other load on
 the machine affects all rows equally. Ratios divide medians by the median of plain attention by XLA in the same run.

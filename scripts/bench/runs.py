@@ -1,12 +1,12 @@
 """Comparisons of runs of `dcvit train` with several seeds that are not in the paper.
 
-    python scripts/bench_runs.py synthetic [--out runs/bench] [--seeds 5] [--json docs/synthetic.json]
-    python scripts/bench_runs.py scenes --json docs/scenes.json
-    python scripts/bench_runs.py upcycle --json docs/upcycle.json
-    python scripts/bench_runs.py scenes --tune
+    python scripts/bench/runs.py synthetic [--out runs/bench] [--seeds 5] [--json docs/synthetic.json]
+    python scripts/bench/runs.py scenes --json docs/scenes.json
+    python scripts/bench/runs.py upcycle --json docs/upcycle.json
+    python scripts/bench/runs.py scenes --tune
 
 synthetic: models of configs/lm_synthetic.py with plain attention, complete DCMHA, one of its branches or one of its
-compositions. In the trained models with complete DCMHA, branches are then ablated; see scripts/synthetic_parts.py.
+compositions. In the trained models with complete DCMHA, branches are then ablated (synthetic_parts.py).
 scenes: DCViT and ViT of configs/vit_scenes.py. The accuracy is that on the test split, whose handwritten digits no
 training or tuning has seen. upcycle: models of configs/lm_stdlib.py, reduced to `SMALL`. The arms "plain, then" train
 the plain model for `FIRST` steps and then, with configs/upcycle.py, the composed or the plain model for `MORE` steps;
@@ -41,7 +41,7 @@ from dcvit.runs.files import replace
 from dcvit.train import main as train
 from dcvit.training.seeds import parse_seeds, workdir_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]  # of a table, for JSON: see `collect`
 PLAIN, COMPLETE = "plain", "complete"
 
