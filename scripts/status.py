@@ -5,9 +5,9 @@
 "run": `dcvit check-kernels --json` on that device, saved as docs/check_kernels_PLATFORM.json, found an implementation
 right; for the CPU, scripts/demo.sh trained the model, or a test passed; for the GPU, scripts/bench/train.py ran steps
 (docs/gpu_training.json). "compiled": the compiler of that platform accepted the program, by the files of
-scripts/compile_kernels.py, `dcvit aot` and the traffic on GPUs. `--tests` runs the tests first and records which passed
-in docs/status_tests.json; other calls read that file. The table belongs into the README. The times of check-kernels are
-not used.
+scripts/tpu/compile_kernels.py, `dcvit aot` and the traffic on GPUs. `--tests` runs the tests first and records which
+passed in docs/status_tests.json; other calls read that file. The table belongs into the README. The times of
+check-kernels are not used.
 """
 
 import argparse

@@ -32,7 +32,7 @@ ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
 TASK_KEY_HEADS = 2  # of four heads
 TASK_LR = 3e-3  # the learning rate of scripts/bench/runs.py
-ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu_step.py; not in a package
+ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu/step.py; not in a package
 
 
 def plan(folder: Path, steps: int) -> list[Run]:
@@ -82,7 +82,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     )
     tpu = (
         "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
-        "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu_step.py). There is none of "
+        "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu/step.py). There is none of "
         "`diff`, whose layers differ and cannot be scanned."
     )
     notes = (arms.about(found, steps), tasks, *([tpu] if seconds else []))
@@ -91,7 +91,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def tpu_seconds(path: Path) -> dict[str, float]:
-    """Return the seconds of a training step on TPUs by name, from a file of scripts/tpu_step.py, if it exists."""
+    """Return the seconds of a training step on TPUs by name, from a file of scripts/tpu/step.py, if it exists."""
     if not path.is_file():
         return {}
     estimates: Sequence[Mapping[str, object]] = json.loads(path.read_text())

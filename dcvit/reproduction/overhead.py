@@ -43,7 +43,7 @@ def table() -> Table:
         f"tokens after prompts of {PROMPT}, from the first new token to the last. Medians and ranges (of the "
         f"ratio within a round) of {ROUNDS} interleaved rounds on {machine()}; other processes on the machine change "
         "them. Small models on CPUs say nothing about the size of the overhead on accelerators.",
-        "TPU compiler: static estimates of the cycles of a training step by scripts/tpu_step.py, without a run."
+        "TPU compiler: static estimates of the cycles of a training step by scripts/tpu/step.py, without a run."
         if estimated else missing,
     )  # fmt: skip
     return Table("table6", "Table 6: overhead of DCFormer++, as bounds and measured", rows, notes,
@@ -84,7 +84,7 @@ def bounds() -> list[Row]:
 
 
 def estimates(path: Path) -> list[Row]:
-    """Return the speed in training that the TPU compiler estimates, from a file of scripts/tpu_step.py.
+    """Return the speed in training that the TPU compiler estimates, from a file of scripts/tpu/step.py.
 
     A pair of models has the same config, apart from the family, the same topology and as many examples. Without the
     file there are no rows.

@@ -142,7 +142,7 @@ class Sandbox:
 
     def __init__(self, folder):
         self.folder, self.path, self.checkout = folder / "sandbox", folder / "bin", folder / "checkout"
-        (self.checkout / "scripts").mkdir(parents=True)
+        (self.checkout / "scripts" / "tpu").mkdir(parents=True)
         self.folder.mkdir()
         self.path.mkdir()
         for tool in TOOLS:
@@ -154,7 +154,7 @@ class Sandbox:
         for tool in ("sudo", "mountpoint"):  # nothing is mounted or can be mounted
             text = f'echo "{tool} $*" >>"$SANDBOX/{tool}"' + ("; exit 1" if tool == "mountpoint" else "")
             program(self.path / tool, text, "/bin/bash")
-        for name in ("tpu_pod.sh", "slurm.sbatch"):
+        for name in ("tpu/pod.sh", "slurm.sbatch"):
             shutil.copy(SCRIPTS / name, self.checkout / "scripts" / name)
         (self.checkout / "scripts" / "setup.sh").write_text(SETUP)
         git(self.checkout, "init", "-q")
@@ -184,7 +184,7 @@ class Sandbox:
         return process.returncode, out, err
 
     def pod(self, *words, **env):
-        return self.run("tpu_pod.sh", *words, **env)
+        return self.run("tpu/pod.sh", *words, **env)
 
     def set(self, **files):
         for name, text in files.items():

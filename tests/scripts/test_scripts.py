@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bundles as tpu_bundles
 import compile_kernels
 import dcmha as bench_dcmha
 import gpu_evidence
 import pytest
-import tpu_bundles
 import train as bench_train
 
 from dcvit.models.presets import PRESETS

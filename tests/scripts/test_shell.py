@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stand_ins import SCRIPTS, parsed
 
-SHELL_SCRIPTS = sorted([*SCRIPTS.glob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
+SHELL_SCRIPTS = sorted([*SCRIPTS.rglob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_shellcheck_reports_nothing(script):
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("script", ["tpu_pod.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("script", ["tpu/pod.sh", "slurm.sbatch"])
 def test_help_of_a_launcher_is_its_first_comment(sandbox, script):
     status, out, err = sandbox.run(script, "--help")
     assert (status, err) == (0, "")
@@ -39,8 +39,8 @@ def test_launch_commands_in_the_documentation_are_accepted(sandbox):
     tried = 0
     for command in commands:
         words = shlex.split(command, comments=True)
-        if "scripts/tpu_pod.sh" in words:
-            words = words[words.index("scripts/tpu_pod.sh") + 1 :]
+        if "scripts/tpu/pod.sh" in words:
+            words = words[words.index("scripts/tpu/pod.sh") + 1 :]
             status, out, err = sandbox.pod(words[0], "--dry-run", *words[1:])
         elif "scripts/slurm.sbatch" in words:
             words = words[words.index("scripts/slurm.sbatch") + 1 :]

@@ -1,4 +1,4 @@
-"""`scripts/tpu_pod.sh` with a stand-in for gcloud: its commands, its states, and the workers' part of it."""
+"""`scripts/tpu/pod.sh` with a stand-in for gcloud: its commands, its states, and the workers' part of it."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def ssh(worker, command):
 
 
 UNPACK = "rm -rf dcvit.new && mkdir dcvit.new && tar -xzf dcvit.tar.gz -C dcvit.new"
-ON_WORKER = "bash dcvit/scripts/tpu_pod.sh worker"
+ON_WORKER = "bash dcvit/scripts/tpu/pod.sh worker"
 
 
 def expected(sandbox, command):
@@ -54,7 +54,7 @@ def expected(sandbox, command):
         "install": [
             archive,
             gcloud("tpu-vm", "scp", f"{sandbox.folder}/dcvit.tar.gz", "pod:dcvit.tar.gz", "--worker=all"),
-            ssh("all", f"{UNPACK} && bash dcvit.new/scripts/tpu_pod.sh worker install 10.0.0.2:/share"),
+            ssh("all", f"{UNPACK} && bash dcvit.new/scripts/tpu/pod.sh worker install 10.0.0.2:/share"),
         ],
         "start": [ssh("all", f"{ON_WORKER} start --config configs/c.py:size=2 --workdir /mnt/dcvit/w")],
         "follow": [ssh(0, f"{ON_WORKER} follow"), ssh(0, f"{ON_WORKER} status")],
@@ -133,7 +133,7 @@ def test_log_of_worker_0_is_printed_and_the_status_returned(sandbox):
     status, _, err = sandbox.pod("follow", *SLICE)
     assert (status, "no run is active" in err) == (75, True)
     assert sandbox.pod("start", *SLICE, *RUN)[0] == 0
-    following = sandbox.start("tpu_pod.sh", "follow", *SLICE)
+    following = sandbox.start("tpu/pod.sh", "follow", *SLICE)
     assert following.stdout.readline() == "training 1 on worker 0: waits\n"
     sandbox.set(go="")
     out, err = following.communicate(timeout=TIMEOUT)
@@ -154,7 +154,7 @@ def test_ready_slice_is_used_and_an_active_run_is_not_disturbed(sandbox):
         assert status == 0
         assert ("a run is active" in err) == active
     (sandbox.folder / "home0" / "dcvit" / "mark").touch()
-    again = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *RUN)
+    again = sandbox.start("tpu/pod.sh", "run", *SLICE, *SIZE, *RUN)
     assert again.stdout.readline() == "training 1 on worker 0: waits\n"
     sandbox.set(go="")
     _, err = again.communicate(timeout=TIMEOUT)
@@ -172,7 +172,7 @@ def test_run_waits_for_a_queued_resource(sandbox):
     assert sandbox.verbs == ["queued-resources create"]
     assert sandbox.calls[2] == [*QUEUE, "--spot", *WHERE]
     states = ["not found", "WAITING_FOR_RESOURCES", "PROVISIONING", "READY"]
-    assert err.splitlines() == [f"tpu_pod: pod: {state}" for state in states]
+    assert err.splitlines() == [f"pod.sh: pod: {state}" for state in states]
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_preempted_run_restarts_with_the_same_commit(sandbox, queued):
     first = git(sandbox.checkout, "rev-parse", "HEAD").strip()
     assert sandbox.pod("create", *SLICE, *SIZE, *queued)[0] != 0, "a refused first request must end the command"
     kind = "queued-resources" if queued else "tpu-vm"
-    running = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *queued, *RUN)
+    running = sandbox.start("tpu/pod.sh", "run", *SLICE, *SIZE, *queued, *RUN)
     wait_for(sandbox.trainings)
     sandbox.set(no_capacity="")
     (sandbox.checkout / "scripts" / "later").touch()
@@ -234,7 +234,7 @@ def test_preemption_that_shows_after_the_run_has_ended(sandbox):
 @pytest.mark.slow
 def test_missing_slice_is_created_again(sandbox):
     sandbox.set(plan="waits 0")
-    running = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *RUN)
+    running = sandbox.start("tpu/pod.sh", "run", *SLICE, *SIZE, *RUN)
     wait_for(lambda: sandbox.trainings(0) and sandbox.trainings(1))
     (sandbox.folder / "tpu-vm").unlink()
     sandbox.set(go="")  # the connections to the slice end
@@ -275,7 +275,7 @@ def test_failed_installation_ends_the_command(sandbox):
 @pytest.mark.slow
 def test_broken_connection_does_not_end_the_run(sandbox):
     sandbox.set(plan="waits")
-    running = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *RUN)
+    running = sandbox.start("tpu/pod.sh", "run", *SLICE, *SIZE, *RUN)
     assert running.stdout.readline() == "training 1 on worker 0: waits\n"
     sandbox.set(deaf="", no_connection="")  # neither `status` nor the query of the slice is answered
     os.kill(int((sandbox.folder / "tail").read_text()), signal.SIGTERM)

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bundles as tpu_bundles
+import cycles as tpu_cycles
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tpu_bundles
-import tpu_cycles
-import tpu_step
+import step as tpu_step
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcvit.models.flops import training_flops
@@ -221,7 +221,7 @@ def tpu_step_rows(library_promotion, tmp_path):
 
     def run(*words):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-        command = [sys.executable, ROOT / "scripts/tpu_step.py", *words, "--json", tmp_path / "rows.json"]
+        command = [sys.executable, ROOT / "scripts/tpu/step.py", *words, "--json", tmp_path / "rows.json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads((tmp_path / "rows.json").read_text()), done.stdout

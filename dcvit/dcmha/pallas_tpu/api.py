@@ -32,7 +32,7 @@ values are float32. For float32 inputs, operands and weights are float32 too if 
 precision of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all
 products.
 
-docs/performance_notes.md explains the numbers of bundles (about cycles) that scripts/tpu_bundles.py counts.
+docs/performance_notes.md explains the numbers of bundles (about cycles) that scripts/tpu/bundles.py counts.
 """
 
 from __future__ import annotations

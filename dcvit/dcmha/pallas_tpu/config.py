@@ -237,7 +237,7 @@ def _quotient(a: Index, b: int) -> Index:
 
 
 def conditions(steps: int, *times: int) -> dict[str, str]:
-    """Return metadata of a kernel, with which scripts/tpu_step.py weights the conditional parts of its schedule.
+    """Return metadata of a kernel, with which scripts/tpu/step.py weights the conditional parts of its schedule.
 
     Args:
       steps: the steps of the grid for one example.

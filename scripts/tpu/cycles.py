@@ -1,7 +1,7 @@
 """Cycles, FLOPs and bytes of the instructions of a compiled TPU program, read from the text of its optimized HLO.
 
 The TPU compiler writes the cycles that it expects of an instruction, `estimated_cycles`, next to the instruction. It
-writes none for calls of Pallas kernels; theirs come from the schedules of the kernels (scripts/tpu_bundles.py).
+writes none for calls of Pallas kernels; theirs come from the schedules of the kernels (scripts/tpu/bundles.py).
 Instructions in the body of a loop count as often as the loop runs. Other instructions without an estimate count
 nothing: collectives, copies between HBM and VMEM that run beside the computation, and operations on scalars. `UNKNOWN`
 cycles, which libtpu 0.0.42 writes for copies in programs of TPU7x, are replaced by those that HBM needs.

@@ -1,9 +1,9 @@
 """Compilation of the TPU kernels (forward, backward, decoding) for every named model, without a TPU.
 
-    python scripts/compile_kernels.py --json docs/tpu_kernels.json
+    python scripts/tpu/compile_kernels.py --json docs/tpu_kernels.json
 
 This takes hours on two cores. Each line shows the models that use the attention, and the bundles of a step of the grid
-(scripts/tpu_bundles.py) or the compiler's error. The exit status is 1 if a compilation failed.
+(scripts/tpu/bundles.py) or the compiler's error. The exit status is 1 if a compilation failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tpu_bundles import AttentionShape, bundles
+from bundles import AttentionShape, bundles
 
 from dcvit.models.lm import Model, layer_windows
 from dcvit.models.presets import PRESETS

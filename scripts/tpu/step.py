@@ -1,11 +1,11 @@
 """Estimate of the time of a training step on TPUs by the TPU compiler, without a TPU.
 
-    python scripts/tpu_step.py --config vit_i1k:variant=DCViT-S/16 --topology v5e:2x2
-    python scripts/tpu_step.py --config vit_i1k:variant=DCViT-S/16 "vit_i1k:variant=ViT-S/16 model.dtype_mm=bfloat16"
-    python scripts/tpu_step.py --config lm_pile:preset=DCFormer++-405M,grad_accum=16 --topology v5e:4x4 --top 20
+    python scripts/tpu/step.py --config vit_i1k:variant=DCViT-S/16 --topology v5e:2x2
+    python scripts/tpu/step.py --config vit_i1k:variant=DCViT-S/16 "vit_i1k:variant=ViT-S/16 model.dtype_mm=bfloat16"
+    python scripts/tpu/step.py --config lm_pile:preset=DCFormer++-405M,grad_accum=16 --topology v5e:4x4 --top 20
 
 Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
-(scripts/tpu_cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
+(scripts/tpu/cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
 schedule times the steps of their grid, where a conditional part counts in the steps that execute it, or the cycles in
 which HBM reads their arguments and writes their results once, if those are more. Collectives have no estimate and are
 listed with their bytes. Several configs are compared with the first one. A word after a config overrides a key of this
@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import bundles as tpu_bundles
+import cycles as tpu_cycles
 import jax
-import tpu_bundles
-import tpu_cycles
-from tpu_cycles import HBM, KINDS, MXU, OTHER, PARTS, Cost
+from cycles import HBM, KINDS, MXU, OTHER, PARTS, Cost
 
 from dcvit import cli
 from dcvit.errors import ConfigError
@@ -179,7 +179,7 @@ def notes(result: Estimate) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; see the module's docstring."""
-    parser = cli.Parser(prog="scripts/tpu_step.py", description="Estimate the time of a training step on TPUs.")
+    parser = cli.Parser(prog="scripts/tpu/step.py", description="Estimate the time of a training step on TPUs.")
     parser.add_argument(
         "--config", nargs="+", required=True, help="configs, each with overrides KEY=VALUE after spaces"
     )

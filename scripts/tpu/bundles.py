@@ -1,12 +1,12 @@
 """Count of the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU. A bundle is about one cycle.
 
-    python scripts/tpu_bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
-    python scripts/tpu_bundles.py --topology v5e:2x2 --heads 32 --queries 1 --keys 2048 --width 80
+    python scripts/tpu/bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
+    python scripts/tpu/bundles.py --topology v5e:2x2 --heads 32 --queries 1 --keys 2048 --width 80
 
 The compilation runs in a child process, because libtpu reads the folder for its dump from the environment at start-up.
 The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
 each multiplied by the iterations of the inner loops whose length the compiler knows. Conditional regions count as if
-they ran in every step, so that the count of a kernel with several tiles is an upper bound; scripts/tpu_step.py weights
+they ran in every step, so that the count of a kernel with several tiles is an upper bound; scripts/tpu/step.py weights
 them by the steps in which they run. Copies between HBM and VMEM run in parallel and are not counted; neither are
 stalls. A batch of at least 4 gives each core of a chip with two cores a loop. With a batch that eight divides, a step
 is eight images, as in training; --batch 64 keeps the arrays in HBM.
@@ -198,7 +198,7 @@ def bundles(
             **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_WORKER_HOSTNAMES": "localhost", "JAX_ENABLE_COMPILATION_CACHE": "false",
             "LIBTPU_INIT_ARGS": dump_options(folder),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, __file__, "--child", json.dumps(spec)], env=environment, capture_output=True, text=True

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU slice of any number of hosts ("workers") with gcloud. docs/pods.md has the details.
-#   scripts/tpu_pod.sh COMMAND --name NAME --zone ZONE --project PROJECT [OPTIONS] [-- OPTIONS OF dcvit.train]
+#   scripts/tpu/pod.sh COMMAND --name NAME --zone ZONE --project PROJECT [OPTIONS] [-- OPTIONS OF dcvit.train]
 #
 # create    create the slice, or use the existing slice of this name; a preempted slice is deleted first
 # install   copy the checked-out commit to every worker and install it there
@@ -18,12 +18,12 @@
 
 # shellcheck disable=SC2329  # functions are called through the name of the command
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-poll=${DCVIT_POLL:-30} mount=/mnt/dcvit script=scripts/tpu_pod.sh
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+poll=${DCVIT_POLL:-30} mount=/mnt/dcvit script=scripts/tpu/pod.sh
 name='' zone='' project='' type='' version='' queued='' spot='' nfs='' config='' workdir='' words=()
 dry='' lost='' commit=HEAD
 
-say() { printf 'tpu_pod: %s\n' "$*" >&2; }
+say() { printf 'pod.sh: %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$2" >&2; exit "$1"; }
 misused() { die 2 "$* (see $script --help)"; }
 
