@@ -1,7 +1,7 @@
 """Counts from the machine code of a GPU kernel: loops, waits and bytes of shared memory."""
 
-import gpu_sass
 import pytest
+import sass as gpu_sass
 
 # A wait for a slot of the ring in a small loop, copies of either warpgroup, and products before arithmetic.
 LOOP = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import bundles as tpu_bundles
 import compile_kernels
 import dcmha as bench_dcmha
-import gpu_evidence
+import evidence as gpu_evidence
 import pytest
 import train as bench_train
 
@@ -165,12 +165,12 @@ BENCHMARKS = """
 import sys
 for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
-import dcmha, train, gpu_equal_time, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
+import dcmha, train, equal_time, evidence, dcvit.check_kernels, dcvit.reproduction.rounds
 """
 
 
 @pytest.mark.slow
 def test_the_benchmarks_need_jax_flax_and_optax_only():
     """A machine with a GPU may have no more."""
-    path = {"PYTHONPATH": f"{ROOT}/scripts/bench:{ROOT}/scripts:{ROOT}"}
+    path = {"PYTHONPATH": f"{ROOT}/scripts/bench:{ROOT}/scripts/gpu:{ROOT}"}
     subprocess.run([sys.executable, "-c", BENCHMARKS], env={**os.environ, **path}, check=True)

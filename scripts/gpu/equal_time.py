@@ -1,7 +1,7 @@
 """Bits per byte of small language models with plain and composed attention, trained for the same time on a GPU.
 
-    python scripts/gpu_equal_time.py --json equal_time.json          on a GPU, about eight minutes
-    python scripts/gpu_equal_time.py --tiny --json rehearsal.json    tiny models and ten steps, on a CPU
+    python scripts/gpu/equal_time.py --json equal_time.json          on a GPU, about eight minutes
+    python scripts/gpu/equal_time.py --tiny --json rehearsal.json    tiny models and ten steps, on a CPU
 
 The models have 10.6 million parameters: width 384, 6 layers, 6 heads of 64. A step has 64 rows of 1,024 bytes of the
 source code of Python's standard library and of the installed packages. First, the time of a step of each arm is

@@ -1,8 +1,8 @@
 """Measurements on a GPU in the order of their worth, in a limited time, with a file of results after each part.
 
-    python scripts/gpu_evidence.py --minutes 9 --out gpu           on a machine with a GPU
-    python scripts/gpu_evidence.py --minutes 9 --out gpu --parts equal_time    its last part, which takes as long
-    python scripts/gpu_evidence.py --tiny --out rehearsal          the same commands with small shapes, on a CPU
+    python scripts/gpu/evidence.py --minutes 9 --out gpu           on a machine with a GPU
+    python scripts/gpu/evidence.py --minutes 9 --out gpu --parts equal_time    its last part, which takes as long
+    python scripts/gpu/evidence.py --tiny --out rehearsal          the same commands with small shapes, on a CPU
 
 The programs of all parts are first compiled side by side, into a compilation cache. Then each part runs alone under its
 own limit. OUT/summary.json has the state of each part; a part that is stopped or fails does not stop the others. The
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMPILING = 0.4  # largest fraction of the time for compilations
 LEAST = 15  # seconds below which no part is started
 PROFILER = (
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 def parts(tiny: bool) -> list[Part]:
     """Return the parts in the order of their worth."""
     train, layers = ROOT / "scripts/bench/train.py", ROOT / "scripts/bench/dcmha.py"
-    equal = (str(ROOT / "scripts" / "gpu_equal_time.py"), "--json", "{out}/equal_time.json", *["--tiny"] * tiny)
+    equal = (str(ROOT / "scripts/gpu/equal_time.py"), "--json", "{out}/equal_time.json", *["--tiny"] * tiny)
     only = ("--rounds", "0")
 
     def steps(name: str, words: str, *rows: str) -> Part:

@@ -1,6 +1,6 @@
 """Count of the machine instructions of the `pallas_gpu` kernels, compiled for an H100 without a GPU.
 
-    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python scripts/gpu_sass.py --shape 405M
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python scripts/gpu/sass.py --shape 405M
 
 This needs Python packages `jax[cuda13]` and `nvidia-cuda-nvdisasm`, whose program `nvdisasm` is on the PATH. A row is
 one sweep of a kernel over the heads: a loop with matrix instructions. Counts are those of one warp for one head. KB are
