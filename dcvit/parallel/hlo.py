@@ -30,11 +30,6 @@ class Instruction(NamedTuple):
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
-    @property
-    def operands(self) -> list[str]:
-        """The names of the operands, which end at the first closing parenthesis."""
-        return [name.split()[-1].lstrip("%") for name in self.rest.split(")", 1)[0].split(", ") if name]
-
 
 Computations = dict[str, list[Instruction]]
 

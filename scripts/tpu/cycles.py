@@ -102,7 +102,7 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
     program, entry = hlo.computations(text)
     runs = hlo.times(program, entry)
     lines = source_lines(text)
-    fused = {_called(x) for some in program.values() for x in some if x.op == "fusion"}
+    fused = {name for some in program.values() for x in some if x.op == "fusion" for _, name in hlo.called(x.rest)}
     by_body: dict[str, str] = {}
     found: list[tuple[Cost, Instruction | None]] = []
     for name, instructions in program.items():
@@ -122,7 +122,7 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
             if cycles >= UNKNOWN:
                 cycles = _moved(x, shapes) / bytes_per_cycle
             if kernel is not None:
-                cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, kernel.operands)])) / bytes_per_cycle
+                cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, _operands(kernel))])) / bytes_per_cycle
             cost = Cost(
                 x.name, part(x.op_name, source), _kind([y for y, _ in whole]), cycles * times, times, work * times,
                 0 if in_place else _moved(x, shapes) * times, x.shape, x.op_name, source, "",
@@ -195,15 +195,14 @@ def _field(row: str, name: str) -> str:
 
 def _inner(program: hlo.Computations, x: Instruction) -> list[tuple[Instruction, dict[str, str]]]:
     """Return the instructions of a fusion, nested ones too, each with the shapes of its computation by name."""
-    body = program.get(_called(x), []) if x.op == "fusion" else []
+    body = [y for _, name in hlo.called(x.rest) for y in program.get(name, [])] if x.op == "fusion" else []
     shapes = {y.name: y.shape for y in body}
     return [pair for y in body for pair in [(y, shapes), *_inner(program, y)]]
 
 
-def _called(x: Instruction) -> str:
-    """Return the name of the computation of a fusion."""
-    called = re.search(r"calls=%?([\w.-]+)", x.rest)
-    return called[1] if called else ""
+def _operands(x: Instruction) -> list[str]:
+    """Return the names of the operands, which end at the first closing parenthesis."""
+    return [name.split()[-1].lstrip("%") for name in x.rest.split(")", 1)[0].split(", ") if name]
 
 
 def _kind(instructions: Sequence[Instruction]) -> str:
@@ -226,7 +225,7 @@ def flops(x: Instruction, shapes: Mapping[str, str]) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest) if x.op == "convolution" else None
     if labels is None:
         return 0
-    arrays = [*(shapes[name] for name in x.operands[:2]), x.shape]
+    arrays = [*(shapes[name] for name in _operands(x)[:2]), x.shape]
     left, right, out = (
         dict(zip(names, _sides(a), strict=True)) for names, a in zip(labels.groups(), arrays, strict=True)
     )
@@ -256,7 +255,7 @@ def _sides(shape: str) -> list[int]:
 def _moved(x: Instruction, shapes: Mapping[str, str]) -> float:
     """Return the bytes that an operation writes to HBM, and those it reads from there, if not more than it writes."""
     written = _in_hbm(x.shape)
-    return written + min(hlo.size_in_bytes(x.shape), sum(_in_hbm(shapes.get(name)) for name in x.operands))
+    return written + min(hlo.size_in_bytes(x.shape), sum(_in_hbm(shapes.get(name)) for name in _operands(x)))
 
 
 def _in_hbm(shape: str | None) -> int:
