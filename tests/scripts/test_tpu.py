@@ -1,0 +1,160 @@
+"""Estimates by the TPU compiler: bundles of kernels, FLOPs, cycles of a training step, and shapes of all models."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bundles as tpu_bundles
+import compile_kernels
+import cycles as tpu_cycles
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dcvit.models.flops import training_flops
+from dcvit.models.presets import PRESETS
+from dcvit.models.vit import VARIANTS
+from dcvit.parallel import hlo
+from dcvit.training import aot
+from dcvit.training.setup import load_setup
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+# The pipeline skips the kernel in the steps before the first block (region 8). It has conditions of two
+# bundles and of six in an inner loop that runs three times; a branch of the pipeline (region 7) writes a block.
+CONDITIONAL = """
+     0x1   :  { %s4 = sld [smem:[#allocation0]] }
+     0x2 LB: > { %s9 = smov 0 } /* Start region 9 */
+     0x3   : > { %10 = sbr.rel (%p1_p0) target = $region8 }
+     0x4   : > { %11 = sbr.rel (%p2_p0) target = $region5 }
+     0x5   : > { %v1 = vld [vmem:[#allocation2]]
+second_minor_factor: 1 */ }
+     0x6   : > { %v2 = vadd.f32 %v1, %v1 }
+     0x7 PF: > { %s3 = smov 0 } /* Start/End empty region 5 :: Start region 50 */
+     0x8   : > { %12 = sbr.rel (%p3_p0) target = $region6 }
+     0x9 LB: >> { %p9_p1 = scmp.ge.s32.totalorder %s3_s2, 3 /* loop exit test */ } /* Start region 4 */
+     0xa   : >> { %13 = sbr.rel (!%p9_p1) target = $region4 }
+     0xb   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0xc   : >> { %v3 = vadd.f32 %v2, %v1 }
+     0xd   : >> { %v4 = vadd.f32 %v3, %v1 }
+     0xe   : >> { %v5 = vadd.f32 %v4, %v1 }
+     0xf PF: > { %14 = sbr.rel (!%p4_p0) target = $region7 } /* Start/End empty region 6 */
+     0x10   : > { %v6 = vst [vmem:[#allocation3]] %v5 }
+     0x11 PF: > { %s3 = smov 1 } /* Start/End empty region 7 :: Start/End empty region 8 */
+     0x12   : > { %p7_p0 = scmp.ge.s32.totalorder %s2_s1, 6 /* loop exit test */ }
+     0x13   : > { %15 = sbr.rel (!%p7_p0) target = $region9 }
+"""
+
+
+def test_conditional_parts_count_in_the_steps_that_execute_them():
+    always, first, second = 10, 2, 3 * 6
+    assert tpu_bundles.count(CONDITIONAL) == always + first + second
+    assert tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
+    assert tpu_bundles.count(CONDITIONAL, [1, 1 / 8, 1 / 2]) == tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2])
+    with pytest.raises(ValueError, match="2 conditional regions, but 1 conditions"):
+        tpu_bundles.count(CONDITIONAL, [1 / 8])
+
+
+@pytest.mark.slow
+def test_compiled_kernels_cover_every_named_model():
+    models = {name for names in compile_kernels.shapes().values() for name in names}
+    assert models == {*PRESETS, *(f"{kind}-{name}" for name in VARIANTS for kind in ("ViT", "DCViT"))}
+    for shape, names in compile_kernels.shapes().items():
+        plain = [name for name in names if not name.startswith("DC") or name.startswith("DCFlash")]
+        assert plain == ([] if shape.composed else names), shape
+        assert shape.queries in (1, shape.keys)
+        grouped = [name for name in names if name.startswith("DCFlash")]
+        assert grouped == (names if shape.key_heads < shape.heads else []), shape
+        assert shape.heads == (4 if grouped else 1) * shape.key_heads
+    for composed in (True, False):
+        batches = {s.batch for s, names in compile_kernels.shapes().items() if f"{'DC' * composed}ViT-S" in names}
+        assert batches == {4, 64}
+
+
+CONVOLUTIONS = {
+    "padding": dict(window_strides=(2, 1), padding=((1, 2), (0, 3))),
+    "holes": dict(window_strides=(1, 3), padding=((5, 0), (2, 3)), lhs_dilation=(1, 2), rhs_dilation=(2, 1)),
+    "groups": dict(window_strides=(1, 1), padding="SAME", feature_group_count=2),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_flops_of_a_convolution_are_those_of_xla(name):
+    """Products of many heads are convolutions with padding on TPUs, whose windows are mostly empty."""
+    options = CONVOLUTIONS[name]
+    features = 6 // options.get("feature_group_count", 1)
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    lowered = jax.jit(convolve).lower(jnp.zeros((2, 9, 8, 6)), jnp.zeros((3, 2, features, 4)))
+    program, _ = hlo.computations(
+        lowered.as_text(dialect="hlo").replace("ENTRY main.1 {", "ENTRY main.1 () -> f32[] {")
+    )
+    (instructions,) = program.values()
+    shapes = {x.name: x.shape for x in instructions}
+    expected = lowered.cost_analysis()["flops"]
+    assert expected > 0
+    assert sum(tpu_cycles.flops(x, shapes) for x in instructions) == expected
+
+
+@needs_libtpu
+@pytest.mark.weekly
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+def test_estimates_of_a_scan_respect_the_hardware(topology):
+    """Two layers in a scan: no product is faster than the matrix units, and no relayout faster than the memory."""
+    layers, batch, width = 2, 4096, 1024
+    chip, devices = aot.topology_devices(topology)
+    place = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+
+    def step(x, w):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return jax.lax.optimization_barrier(x.T).reshape(2, width // 2, batch).swapaxes(1, 2)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=place) for s in [(batch, width), (layers, width, width)]]
+    found = tpu_cycles.costs(jax.jit(step).lower(*shapes).compile().as_text(), {})
+    products = [cost for cost in found if cost.kind == "matmul"]
+    assert {cost.times for cost in products} == {layers}
+    flops = sum(cost.flops for cost in products)
+    assert flops == layers * 2 * batch * width**2
+    assert 0.3 < flops / tpu_cycles.MXU[chip.name] / sum(cost.cycles for cost in products) <= 1
+    relayouts = [cost for cost in found if cost.kind == "relayout" and cost.moved]
+    assert relayouts
+    clock = chip.peak / tpu_cycles.MXU[chip.name]
+    assert all(cost.moved / tpu_cycles.HBM[chip.name] * clock <= cost.cycles for cost in relayouts)
+
+
+@needs_libtpu
+@pytest.mark.weekly
+def test_a_step_is_compiled_with_all_kernels_and_its_products_have_the_flops_of_the_formula(
+    library_promotion, tmp_path
+):
+    """The script fails unless it finds every conditional part of a kernel with several tiles."""
+    plain = "vit_digits:attention=mha model.depth=2 model.implementation=reference"
+    tiles = "lm_stdlib model.compose=both model.depth=1 model.num_heads=2 model.width=128 model.window=256"
+    tiles += " input.data.context=1024 evals.validation.data.context=1024"
+    configs = ["vit_digits:attention=dcmha model.depth=2", plain, tiles]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    words = ["--config", *configs, "--topology", "v5e:2x2", "--json", tmp_path / "rows.json"]
+    command = [sys.executable, ROOT / "scripts/tpu/step.py", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "rows.json").read_text())
+    kernels = [{name.partition(".")[0] for name in result["kernels"]} for result in results]
+    assert kernels[:2] == [{"dcmha_forward", "dcmha_gradients"}, set()]
+    assert kernels[2] == {
+        "dcmha_matrices", "dcmha_forward", "dcmha_gradient_matrices", "dcmha_delta", "dcmha_gradients",
+    }  # fmt: skip
+    for result in results:
+        assert math.isclose(sum(sum(row.values()) for row in result["table"].values()), result["cycles"])
+        assert 0 < result["utilization"] <= 1
+    setup = load_setup("vit_digits:attention=mha", ["model.depth=2"], stand_in=True)
+    formula = training_flops(setup.model.module, setup.task.example) * results[1]["examples"]
+    assert 0.95 < results[1]["matmul_flops"] / formula <= 1  # nothing needs the gradient of the images
