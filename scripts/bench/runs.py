@@ -20,7 +20,6 @@ The same command resumes an interrupted benchmark and skips complete runs, and `
 has all seeds that are complete in the folder.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -31,10 +30,10 @@ from typing import Any, NamedTuple
 import synthetic_parts
 
 from dcvit import cli
-from dcvit.errors import ConfigError, MetricsError
+from dcvit.errors import ConfigError
 from dcvit.parallel import runtime
 from dcvit.reproduction.arms import Mean, Values, differences, over_seeds
-from dcvit.reproduction.seeded import Run, final, finals, machine, train_all, train_run
+from dcvit.reproduction.seeded import Run, final, finals, machine, train_all
 from dcvit.reproduction.speeds import step_times
 from dcvit.runs import metrics
 from dcvit.runs.files import replace
@@ -230,41 +229,35 @@ def lines(name: str, result: Row) -> list[str]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; see the module's docstring."""
+    parser = cli.Parser(prog="scripts/bench/runs.py", description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS, help="what is compared")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench", help="folder for all runs")
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2, 3, 4], help="seeds, or their number (default 5)")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("--tune", action="store_true", help="only train with every learning rate that is tried")
-    args = parser.parse_args()
+    args = parser.parse_without_config(argv)
     if args.tune and args.name not in TRIED:
         parser.error(f"--tune: {args.name} tries no learning rates")
     runtime.skip_absent_tpu()  # complete runs are not trained, but their steps may be timed
     out, trainer = args.out.resolve() / args.name, functools.partial(cli.run, train)
-    try:
-        if args.tune:
-            sys.exit(train_all(tuning_runs(args.name, out / "tuning"), [100], trainer))
-        for seed in args.seeds:
-            for run in BENCHMARKS[args.name].runs(out, seed).values():
-                if status := train_run(run, seed, trainer):
-                    sys.exit(status)
-        result = collect(args.name, out)
-    except (ConfigError, MetricsError) as e:
-        sys.exit(f"error: {e}")
+    if args.tune:
+        return train_all(tuning_runs(args.name, out / "tuning"), [100], trainer)
+    for seed in args.seeds:
+        if status := train_all(BENCHMARKS[args.name].runs(out, seed).values(), [seed], trainer):
+            return status
+    result = collect(args.name, out)
     if len(result["seeds"]) < 2:
-        sys.exit("no table yet: an interval needs at least two seeds")
+        raise ConfigError("no table yet: an interval needs at least two seeds")
     print(f"\n{result['machine']}; seeds {', '.join(map(str, result['seeds']))}")
     if "step_0" in result:
         print(f"largest change by upcycling before the first step: {result['step_0']:.1e} bits per byte")
     print("\n" + "\n".join(lines(args.name, result)))
     if args.json:
-        try:
-            text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
-        except ValueError:
-            sys.exit("error: a measurement is not a finite number")
-        replace(args.json, f"{text}\n")
+        replace(args.json, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))
