@@ -42,7 +42,7 @@ SHARED: dict[str, object] = {"num_key_heads": 2, "groups": 2}
 ARMS: dict[str, dict[str, object]] = {
     "grouped": {"compose": None, **SHARED},
     "folded": {**SETTINGS["folded"], **SHARED},
-    "folded, post": {**SETTINGS["folded"], "compose": "post", **SHARED},
+    "folded, post": {**SETTINGS["folded_post"], **SHARED},
     "mha": {"compose": None},
 }
 SEEDS = {"grouped": 3, "folded": 3, "folded, post": 3, "mha": 1}
