@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from bad_checkpoints import BAD_CHECKPOINTS
 from bad_command_lines import BAD_COMMAND_LINES
-from bad_configs import BAD_CONFIGS, MISSPELT_LM, MISSPELT_VIT
+from bad_configs import BAD_CONFIGS
 from bad_data import BAD_DATA
 from ml_collections import ConfigDict
 from workspace import Workspace
@@ -31,8 +31,6 @@ TABLES = {
     "config": BAD_CONFIGS, "data": BAD_DATA, "checkpoint": BAD_CHECKPOINTS, "command line": BAD_COMMAND_LINES
 }  # fmt: skip
 TABLE = {f"{kind}: {name}": row for kind, rows in TABLES.items() for name, row in rows.items()}
-# Spelling mistakes that differ from another one only in the key: four of five.
-MORE = {f"config: {name}" for i, name in enumerate([*MISSPELT_VIT, *MISSPELT_LM]) if i % 5}
 
 
 @pytest.fixture
@@ -88,10 +86,6 @@ def mentions(line: str, fact: str) -> bool:
     return re.search(f"{start}{re.escape(fact)}{end}", line) is not None
 
 
-def test_the_table_covers_every_kind_of_bad_input():
-    assert min(map(len, TABLES.values())) >= 40
-
-
 @pytest.mark.slow
 def test_compilations_are_recorded(compiled):
     before = len(compiled)
@@ -99,7 +93,7 @@ def test_compilations_are_recorded(compiled):
     assert len(compiled) > before
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in MORE else n for n in TABLE])
+@pytest.mark.parametrize("name", TABLE)
 def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspace, compiled, capsys):
     tfrecord._log_indexing.cache_clear()  # its notice is printed once per process
     row = TABLE[name]

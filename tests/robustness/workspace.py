@@ -242,16 +242,16 @@ def npz(kind: str) -> Callable[[Workspace], Path]:
 
 # Data of images.
 
-PP = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)|onehot({})|keep('image', 'labels')"
+PP = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)|onehot({num_classes})|keep('image', 'labels')"
 
 
-def images(name: str, classes: tuple[str, ...] = ("cat", "dog"), count: int = 8) -> Callable[[Workspace], Path]:
-    """A folder of images, with `count` images of each class for training and as many for validation."""
+def images(name: str, count: int = 8) -> Callable[[Workspace], Path]:
+    """A folder of images, with `count` images of each of two classes for training and as many for validation."""
     from PIL import Image
 
     def write(ws: Workspace) -> Path:
         for split in ("train", "val"):
-            for label in classes:
+            for label in ("cat", "dog"):
                 (ws.folder / name / split / label).mkdir(parents=True)
                 for i in range(count):
                     Image.new("L", (8, 8), i).save(ws.folder / name / split / label / f"{i}.png")
@@ -260,22 +260,14 @@ def images(name: str, classes: tuple[str, ...] = ("cat", "dog"), count: int = 8)
     return write
 
 
-def image_evaluator(folder: Path, classes: str) -> dict[str, Any]:
-    data = {"kind": "folder", "data_dir": str(folder), "split": "val"}
-    return {"val": {"type": "classification", "data": data, "pp": PP.format(classes)}}
-
-
-def image_folder(
-    prepare: Callable[[Workspace], Path], evaluators: Callable[[Workspace], dict[str, Any]] | None = None
-) -> Argv:
-    """A new training run on a folder of images, which is also evaluated unless `evaluators` are given."""
+def image_folder(prepare: Callable[[Workspace], Path]) -> Argv:
+    """A new training run that is trained and evaluated on a folder of images."""
 
     def argv(ws: Workspace) -> list[str]:
         folder = prepare(ws)
         data = {"kind": "folder", "data_dir": str(folder), "split": "train"}
-        evals = evaluators(ws) if evaluators else image_evaluator(folder, "{num_classes}")
-        pp = PP.format("{num_classes}")
-        changes = [f"input.data={data}", f"input.pp={pp}", "input.batch_size=8", "num_classes=None", f"evals={evals}"]
+        evals = {"val": {"type": "classification", "data": {**data, "split": "val"}, "pp": PP}}
+        changes = [f"input.data={data}", f"input.pp={PP}", "input.batch_size=8", "num_classes=None", f"evals={evals}"]
         return vit(*changes)(ws)
 
     return argv
@@ -323,17 +315,6 @@ def tokens(change: Callable[[Path], Any] | None = None, **options: Any) -> Calla
     """Data in a .bin/.idx pair."""
     fields = {"kind": "megatron", "context": 16, "vocab_size": 257, **options}
     return lambda ws: {**fields, "path": str(token_file(ws, change))}
-
-
-def patch(offset: int, content: bytes) -> Callable[[Path], Any]:
-    """Replace bytes of a file."""
-
-    def change(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[offset : offset + len(content)] = content
-        path.write_bytes(data)
-
-    return change
 
 
 def json_lines(count: int) -> str:
