@@ -1,4 +1,4 @@
-"""Class folders of photographs: classes by probability, a fixed split, and errors of one line."""
+"""Class folders of photographs: classes by probability, and a split of every class."""
 
 import re
 
@@ -36,22 +36,3 @@ def test_photographs_are_in_the_folders_of_their_class_and_split(package, tmp_pa
                 assert (image.size, image.mode) == ((24, 24), "L")
     counts = {folder: int(n) for folder, n in re.findall(r"(\w+/\w+): (\d+)$", capsys.readouterr().out, re.MULTILINE)}
     assert sum(counts.values()) == 40
-
-
-def test_the_split_depends_on_the_name_alone():
-    places = [solar_cells.place(f"cell{n:04}.png", 0.0) for n in range(1, 2625)]
-    assert places.count("val/functional") == 641
-    assert solar_cells.place("cell0001.png", 1.0).split("/")[0] == places[0].split("/")[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["."], "exists; give a new folder"), (["new", "--size", "0"], "expected 1 to 300"), (["new"], "pip install")],
-)
-def test_errors_are_one_line(words, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(solar_cells, "PACKAGE", "elpv_dataset_that_is_absent")
-    with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, *words)
-    assert message in f"{stopped.value}{capsys.readouterr().err}"
-    assert not (tmp_path / "new").exists()
