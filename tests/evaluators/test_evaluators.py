@@ -1,6 +1,5 @@
 """Code shared by evaluators: batches that the devices divide, and a timer without compilation and padding."""
 
-import importlib
 import time
 
 import flax.linen as nn
@@ -95,17 +94,3 @@ def test_image_columns_have_size_and_operations():
     assert columns["image_size"] == "16x32"
     assert columns["gflops"] > 0
     assert evaluators.image_columns(nn.Dense(1), example)["gflops"] is None
-
-
-@pytest.mark.parametrize("kind", ["classification", "fewshot"])
-def test_rows_have_only_keys_of_the_columns(kind):
-    evaluator = object.__new__(importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator)
-    evaluator.example, evaluator.shots = jax.ShapeDtypeStruct((1, 8, 8, 3), np.float32), (1, 5)
-    evaluator.images_per_second = 12.34
-    metrics = {"1shot": 0.25, "5shot": 0.5} if kind == "fewshot" else {"top1": 0.5, "top5": 1.0, "loss": 2.0}
-    rows = evaluator.rows("x", {**metrics, "n": 4}, nn.Dense(1))
-    assert [row.pop("evaluation") for row in rows] == (["x/1shot", "x/5shot"] if kind == "fewshot" else ["x"])
-    assert [row["top1"] for row in rows] == ([0.25, 0.5] if kind == "fewshot" else [0.5])
-    for row in rows:
-        assert row.keys() <= set(evaluator.columns)
-        assert (row["n"], row["images_per_second"], row["image_size"]) == (4, 12.3, "8x8")

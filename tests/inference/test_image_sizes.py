@@ -123,10 +123,8 @@ def test_commands_take_one_option(digits_workdir, capsys):
     [
         ("13", "image_size=13x13: patches of 4x4 do not divide it"),
         ("0", "expected pixels, such as 256 or 256x320, found '0'"),
-        ("16x", "expected pixels, such as 256 or 256x320, found '16x'"),
         ("-16", "expected pixels|expected one argument"),
         ("٨", "expected pixels, such as 256 or 256x320"),
-        ("99999999", "expected pixels, such as 256 or 256x320, found '99999999'"),
     ],
 )
 def test_bad_sizes_are_one_line(digits_workdir, size, message, capsys):

@@ -288,23 +288,13 @@ LOOP["a"] = LOOP
 WRONG = {"None": None, "5": 5, "float": 2.5, "list": [], "object": object(), "bytes": b"x", "loop": LOOP, "NUL": "a\0"}
 CALLS = {
     "load": (lambda model, words, x: dcvit.load(x), ""),
-    "load config": (lambda model, words, x: trained.load("digits", config=x), "None"),
-    "load sharding": (lambda model, words, x: trained.load("digits", sharding=x), "None"),
     "train": (lambda model, words, x: dcvit.train(x, "run", total_steps=0), ""),
-    "train workdir": (lambda model, words, x: dcvit.train("vit_digits", x, total_steps=0), ""),
-    "train accept": (lambda model, words, x: dcvit.train("vit_digits", "run", accept=x, total_steps=0), ""),
-    "train model": (lambda model, words, x: dcvit.train("vit_digits", "run", model=x, total_steps=0), ""),
     "predict": (lambda model, words, x: model.predict(x), "list"),
-    "predict topk": (lambda model, words, x: model.predict(IMAGES, topk=x), "5"),
     "features name": (lambda model, words, x: model.features(IMAGES, x), ""),
-    "attention layers": (lambda model, words, x: model.attention(IMAGES, layers=x), "None list bytes"),
     "cache hooks": (lambda model, words, x: model.run_with_cache(np.zeros((1, 8, 8, 3), np.float32), hooks=x), "None"),
-    "cache names": (lambda model, words, x: model.run_with_cache(np.zeros((1, 8, 8, 3), np.float32), names=x), "list"),
     "features": (lambda model, words, x: words.features(x), "NUL"),
     "generate": (lambda model, words, x: words.generate(x, tokens=1), "NUL"),
-    "generate seed": (lambda model, words, x: words.generate("a", tokens=1, seed=x), "5"),
     "stream options": (lambda model, words, x: words.stream("a", x), ""),
-    "stream tokens": (lambda model, words, x: words.stream("a", TextOptions(x)), "None 5"),
     "weights": (lambda model, words, x: families.open_weights(x), ""),
 }
 
@@ -344,9 +334,3 @@ def test_empty_workdir_is_refused(tmp_path, monkeypatch):
 def test_lone_surrogate_of_a_text_is_named(words):
     with pytest.raises(InputError, match="not valid Unicode: surrogates not allowed at character 1"):
         words.features("a\udcff")
-
-
-def test_a_loaded_model_is_shown_in_one_line(model, words):
-    count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    assert repr(model) == f"ImageModel('', ViT with {count:,} parameters)"
-    assert repr(words).startswith("LanguageModel('', LM with ")

@@ -1,7 +1,6 @@
 """Options of `open_source` that every kind of data has: limit, cache, and errors about invalid options."""
 
 import itertools
-import pickle
 
 import image_datasets
 import numpy as np
@@ -9,26 +8,6 @@ import pytest
 
 import input_pipeline as ip
 from input_pipeline import source as sources
-
-
-class Rows:
-    """A source of token rows."""
-
-    class_names = None
-    context, vocab_size, end_of_text = 3, 10, 9
-    token_bytes = np.ones(10, np.int32)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"tokens": np.full(4, index, np.int32)}
-
-    def describe(self, index):
-        return f"row {index}"
-
-    def nbytes(self):
-        return 128
 
 
 @pytest.mark.parametrize("kind", ["digits", "folder"])
@@ -63,17 +42,6 @@ def test_cache_larger_than_the_available_memory_is_refused(monkeypatch):
     monkeypatch.setattr(sources.memory, "available", lambda: 10_000)
     with pytest.raises(ip.InputError, match=r"cache=True would keep .* GB of stored examples in memory, but only 0\.0"):
         ip.open_source("digits", cache=True)
-
-
-def test_limited_and_cached_token_sources_are_token_sources():
-    wrapped = sources._CachedSource(sources._RangeSource(Rows(), range(5)))
-    for name in ("context", "vocab_size", "end_of_text", "token_bytes", "class_names"):
-        assert getattr(wrapped, name) is getattr(Rows, name)
-    assert len(wrapped) == 5
-    assert [wrapped[i]["tokens"][0] for i in range(5)] == [0, 1, 2, 3, 4]
-    assert not hasattr(wrapped, "no_such_attribute")
-    assert isinstance(wrapped, ip.TokenSource)
-    assert len(pickle.loads(pickle.dumps(wrapped.source))) == 5
 
 
 def test_parts_of_a_source_are_disjoint_and_complete():

@@ -10,7 +10,6 @@ import pytest
 from small_models import HEADS, LENGTH, SMALL, VOCAB, logits_of, make_lm, make_tokens
 
 from dcvit.errors import InputError
-from dcvit.interpret import ablations
 from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.lending import largest_loans, lending
@@ -122,17 +121,6 @@ def test_ablations_of_what_a_model_does_not_have_are_refused(ablation):
     net, params = composed()
     with pytest.raises(ValueError, match=r"the model has nothing that Ablation\(layer="):
         ablated_outputs(net, params, make_tokens(), [ablation])
-
-
-@pytest.mark.slow
-def test_ablations_compile_once(monkeypatch):
-    net, params = composed()
-    traced = []
-    forward = ablations.forward
-    monkeypatch.setattr(ablations, "forward", lambda *args: traced.append(1) or forward(*args))
-    for seed in range(3):
-        ablated_outputs(net, params, make_tokens(seed=seed), [Ablation(seed % 2, seed)])
-    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(

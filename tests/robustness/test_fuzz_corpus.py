@@ -3,8 +3,6 @@
 `tests/robustness/fuzz.py` searches for longer, and writes its findings to the folder `corpus`.
 """
 
-import signal
-
 import pytest
 
 pytest.importorskip("hypothesis")
@@ -35,37 +33,3 @@ def test_generated_input_is_read_or_reported(name):
     search.explore(max_examples=EXAMPLES, derandomize=True)
     assert search.findings == {}
     assert search.examples >= EXAMPLES
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_undocumented_exception_is_found_and_minimized(error):
-    def read(data, folder):
-        if b"null" in data:
-            raise error("bad")
-
-    search = fuzz.Search(fuzz.Target(TARGETS["accepted.json"].inputs, read))
-    search.explore(max_examples=100, derandomize=True)
-    ((name, (data, _)),) = search.findings.items()
-    assert name.startswith(f"{error.__name__} at test_fuzz_corpus.py:")
-    assert b"null" in data
-    assert len(data) < 20
-
-
-@pytest.mark.slow
-def test_example_that_takes_too_long_is_found(monkeypatch):
-    monkeypatch.setattr(fuzz, "SECONDS", 1)
-
-    def read(data, folder):
-        while True:
-            pass
-
-    search = fuzz.Search(fuzz.Target(TARGETS["npz"].inputs, read))
-    search.explore(max_examples=1, derandomize=True)
-    assert list(search.findings) == ["more than 1 s of CPU time"]
-
-
-def test_signals_of_the_profiler_of_another_library_are_no_excess():
-    """libtpu sends SIGPROF to its process at short intervals."""
-    before = signal.getsignal(signal.SIGPROF)
-    with fuzz.limits():
-        assert signal.getsignal(signal.SIGPROF) is before

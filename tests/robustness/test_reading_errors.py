@@ -63,11 +63,6 @@ class TestErrors:
                 stream()
             assert str(error.value) == f"/data/5.jpg: {message}"
 
-    def test_errors_of_the_data_are_skipped(self, caplog):
-        for stream in streams(BrokenSource(ip.InputError("broken image")), corrupt=ip.CorruptPolicy("skip")):
-            assert 5 not in np.concatenate([batch["image"] for batch in stream()])
-        assert "skipped /data/5.jpg: broken image" in caplog.text
-
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("threads", [0, 2])
     def test_interrupts_pass_through(self, error, threads):

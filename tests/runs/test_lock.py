@@ -182,11 +182,3 @@ def test_run_that_lost_its_object_lock_ends(store, monkeypatch, capsys, taken):
         f"the lock {OBJECT} of this run was {'taken over by second' if taken else 'deleted'}" in capsys.readouterr().err
     )
     assert store.objects.get(OBJECT) == (b"second\n" if taken else None)
-
-
-@pytest.mark.slow
-def test_store_that_refuses_is_one_error(store):
-    store.refuse = lambda command, path: 403 if command == "POST" else None
-    with pytest.raises(ConfigError, match=f"cannot write to workdir {WORKDIR}: Forbidden: ") as error:
-        object_lock("first")
-    assert str(error.value).count("\n") == 0

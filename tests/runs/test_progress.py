@@ -1,4 +1,4 @@
-"""Progress on the console: a live bar on a terminal, lines elsewhere, and log records above the bar."""
+"""Progress on the console: lines without a terminal, log records above the bar, and estimated times."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from dcvit.parallel import multihost
 from dcvit.runs import progress
-from dcvit.runs.progress import ByteProgress, ProgressBar, RunProgress
+from dcvit.runs.progress import ProgressBar, RunProgress
 
 TIMING = {"examples_per_second": 100.0, "step_seconds": 0.5, "mfu": 0.25}
 
@@ -17,17 +17,6 @@ TIMING = {"examples_per_second": 100.0, "step_seconds": 0.5, "mfu": 0.25}
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
-
-
-def test_bar_is_live_on_a_terminal(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
-    with ProgressBar("reading", 1000) as bar:
-        bar.show(500, "fast")
-        assert bar.live
-        assert bar.bar.tasks[0].completed == 500
-    err = capsys.readouterr().err
-    assert "reading" in err
-    assert "ETA" in err
 
 
 def test_names_are_shown_literally_and_escaped(terminal, capsys):
@@ -47,16 +36,6 @@ def test_bar_is_lines_or_nothing_elsewhere(monkeypatch, capsys, lines, expected)
     assert (out, err.partition("ETA ")[0] + "ETA " * bool(err)) == ("", expected)
 
 
-def test_conversion_shows_megabytes_and_the_speed_of_the_output(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with ByteProgress("converting", "tok") as shown:
-        shown.started -= 10
-        shown.update(2_000_000, 3_000_000, 10**9)
-    err = capsys.readouterr().err
-    assert err.startswith("converting: 2 of 3 MB  ")
-    assert " Mtok/s  ETA " in err
-
-
 @pytest.mark.parametrize("announce", [True, False])
 def test_a_stage_is_named_and_its_time_is_shown_until_it_ends(announce, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
@@ -72,25 +51,6 @@ def test_a_stage_is_named_and_its_time_is_shown_until_it_ends(announce, monkeypa
     assert (lines[0] == "compiling") is announce
     assert all(re.fullmatch(r"compiling: \d+ s", line) for line in lines[announce:])
     assert not any(thread.name == "stage" for thread in threading.enumerate())
-
-
-def test_updates_are_shown_at_intervals(capsys):
-    with ProgressBar("reading", 1000, lines=True) as bar:
-        for completed in range(1000):
-            bar.show(completed)
-    assert capsys.readouterr().err.count("\n") <= 1
-
-
-def test_steps_are_shown_at_intervals_between_logged_ones(monkeypatch, capsys):
-    now = iter([0.0, 20.0, 25.0, 31.0, 36.0, 39.0, 47.0])  # the start, steps 5 to 7, the line of step 7, steps 8 and 9
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
-    with RunProgress("run", 10, start=4) as shown:
-        for step in (5, 6, 7):
-            shown.advance(step)
-        shown.report(7, {"loss": 1.0}, {})
-        shown.advance(8)
-        shown.advance(9)
-    assert capsys.readouterr().out.splitlines() == ["step 7/10", "step 7/10  loss 1.0000", "step 9/10"]
 
 
 def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys):
@@ -133,13 +93,6 @@ def test_estimated_time_of_a_long_run_is_reported_once_also_if_it_is_resumed(clo
     ]
     assert estimates(clock, capsys, total=14400, start=100) == []
     assert estimates(clock, capsys, total=14400, title="another") != []
-
-
-@pytest.mark.parametrize(
-    ("total", "start", "seconds"), [(1440, 0, 60), (14400, 12960, 60), (14400, 0, 6), (20, 0, 1e6)]
-)
-def test_run_of_at_most_a_day_is_not_estimated(clock, capsys, total, start, seconds):
-    assert estimates(clock, capsys, total=total, start=start, seconds_per_step=seconds) == []
 
 
 @pytest.mark.slow

@@ -2,10 +2,7 @@
 
 import locale
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.inference.images import read_class_names
 from dcvit.pages.report import html
-from dcvit.runs import files, identity, lock, workdir
+from dcvit.runs import files, identity, workdir
 from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError
@@ -40,14 +37,6 @@ def folder(digits_workdir, tmp_path):
 
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*.json*")}
-
-
-@pytest.mark.slow
-def test_workdir_in_use_is_refused_before_anything_is_written(tmp_path, capsys):
-    with lock.WorkdirLock(tmp_path):
-        assert run(tmp_path) == 2
-    assert f"error: workdir {tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [lock.LOCK]
 
 
 DIFFERENT = {
@@ -120,18 +109,6 @@ def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder,
     assert "--accept sead; did you mean 'seed'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_tokenizer_of_a_run_is_utf8_in_every_locale(tmp_path):
-    code = (
-        "import sys, pathlib; from dcvit.runs.files import replace; from dcvit.training import inputs;"
-        "folder = pathlib.Path(sys.argv[1]); text = chr(0x2581) + chr(0xe9);"
-        "replace(folder / inputs.TOKENIZER, text); assert inputs.stored_tokenizer(folder) == text"
-    )
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
-    assert (tmp_path / "tokenizer.json").read_bytes() == "\u2581\u00e9".encode()
-
-
 class Examples(list):
     class_names = None
 
@@ -193,14 +170,6 @@ def test_other_devices_are_reported():
     (line,) = identity.resume_warnings({**here, "devices": {"kind": "cpu", "count": 4}}, here)
     assert "resuming with other devices; " in line
     assert "devices.count (saved: 4, now: 8)" in line
-
-
-@pytest.mark.slow
-def test_file_in_place_of_the_workdir_is_one_line(tmp_path, capsys):
-    (tmp_path / "run").write_text("a file")
-    assert run(tmp_path / "run") == 2
-    err = capsys.readouterr().err
-    assert err == f"error: cannot write to workdir {tmp_path / 'run'}: File exists\n"
 
 
 def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_path):

@@ -11,7 +11,6 @@ from PIL import Image
 
 import input_pipeline as ip
 from dcvit.inference.images import find_images
-from input_pipeline.images import folder
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +44,6 @@ def test_subfolders_are_classes_in_the_order_of_their_names(shared_root):
         assert [source[i]["label"] for i in range(3 * n)] == [0] * n + [1] * n + [2] * n
         assert all(source[i]["image"] == file.read_bytes() for i, file in enumerate(files))
         assert source.nbytes() == sum(file.stat().st_size for file in files)
-
-
-@pytest.mark.parametrize(
-    ("options", "listed"),
-    [({}, ["train"]), ({"split": "val"}, ["train", "val"]), ({"split": "val", "val_fraction": 0.5}, ["train"])],
-)
-def test_each_folder_is_listed_once(shared_root, monkeypatch, options, listed):
-    calls, class_folders = [], folder._class_folders
-    monkeypatch.setattr(folder, "_class_folders", lambda path: calls.append(path.name) or class_folders(path))
-    open_folder(shared_root / "train" if "val_fraction" in options else shared_root, **options)
-    assert calls == listed
 
 
 def test_val_fraction_splits_each_class(shared_root):

@@ -2,10 +2,6 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,33 +104,15 @@ class TestGeometry:
         assert np.array_equal(randaug.shear_x(image, 1)[2, 0], image[2, 2])
         assert np.array_equal(randaug.shear_y(image, 1)[0, 2], image[2, 2])
 
-    def test_geometry_is_cached_for_small_images_only(self):
-        randaug._cached_sources.cache_clear()
-        for _ in range(2):
-            randaug.shear_x(IMAGES["smooth"], 0.3)
-        randaug.shear_x(np.zeros((1025, 1025, 3), np.uint8), 0.3)
-        info = randaug._cached_sources.cache_info()
-        assert (info.hits, info.currsize) == (1, 1)
-
 
 class TestValues:
     """Ops that change the value of each pixel."""
-
-    def test_posterize_equals_pillow(self):
-        for bits in range(1, 9):
-            expected = ImageOps.posterize(Image.fromarray(EVERY_VALUE), bits)
-            assert np.array_equal(randaug.posterize(EVERY_VALUE, bits), expected), bits
 
     def test_posterize_clips_invalid_numbers_of_bits_as_tensorflow_does(self, tf):
         for bits in range(13):
             shifted = tf.bitwise.right_shift(EVERY_VALUE, 8 - bits)
             expected = tf.bitwise.left_shift(shifted, 8 - bits).numpy()
             assert np.array_equal(randaug.posterize(EVERY_VALUE, bits), expected), bits
-
-    @pytest.mark.parametrize("threshold", [0, 1, 128, 255])
-    def test_solarize_equals_pillow(self, threshold):
-        expected = ImageOps.solarize(Image.fromarray(EVERY_VALUE), threshold)
-        assert np.array_equal(randaug.solarize(EVERY_VALUE, threshold), expected)
 
     @pytest.mark.parametrize("threshold", [0, 128, 255, 256, 281, 768])
     def test_solarize_wraps_thresholds_above_255_as_tensorflow_does(self, tf, threshold):
@@ -153,11 +131,6 @@ class TestValues:
     def test_equalize_equals_pillow(self):
         for name, image in IMAGES.items():
             assert np.array_equal(randaug.equalize(image), ImageOps.equalize(Image.fromarray(image))), name
-
-    def test_autocontrast_equals_pillow_up_to_rounding(self):
-        for name, image in IMAGES.items():
-            expected = np.asarray(ImageOps.autocontrast(Image.fromarray(image)))
-            assert np.abs(randaug.autocontrast(image).astype(int) - expected).max() <= 1, name
 
     @pytest.mark.slow
     def test_autocontrast_scales_in_float32_as_tensorflow_does(self, tf):
@@ -228,27 +201,6 @@ class TestBlends:
         error = np.abs(randaug.sharpness(noise(200, 201), 0)[1:-1, 1:-1].astype(int) - inner)
         assert error.max() <= 1
         assert (error > 0).mean() < 0.01
-
-    @pytest.mark.exhaustive
-    def test_sharpness_equals_tensorflows_convolution_without_onednn(self, tf, tmp_path):
-        np.save(tmp_path / "image.npy", noise(200, 201))
-        program = (
-            "import numpy as np, tensorflow as tf, test_randaug as test, sys\n"
-            "np.save(sys.argv[2], test.smoothed(tf, np.load(sys.argv[1])))"
-        )
-        here, tests = Path(__file__).parent, Path(__file__).parents[2]
-        subprocess.run(
-            [sys.executable, "-c", program, tmp_path / "image.npy", tmp_path / "smooth.npy"],
-            env={
-                **os.environ,
-                "TF_ENABLE_ONEDNN_OPTS": "0",
-                "PYTHONPATH": os.pathsep.join(map(str, (here, tests, tests.parent))),
-            },
-            check=True,
-            capture_output=True,
-        )
-        smooth = np.load(tmp_path / "smooth.npy")
-        assert np.array_equal(randaug.sharpness(noise(200, 201), 0)[1:-1, 1:-1], smooth)
 
     def test_sharpness_does_not_change_the_border(self):
         for image in (noise(37, 53), noise(2, 5), noise(1, 300)):

@@ -142,17 +142,6 @@ def test_error_about_large_files_names_the_tokenize_command(tmp_path, monkeypatc
         open_text(corpora.write(tmp_path / "a.txt", b"x" * 11))
 
 
-@pytest.mark.slow
-def test_progress_is_logged_if_tokenizing_takes_long(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    path = corpora.write(tmp_path / "a.txt", b"x" * 50)
-    open_text(path)
-    assert not caplog.messages
-    monkeypatch.setattr(files, "SILENT_SECONDS", -1.0)
-    open_text(path)
-    assert caplog.messages == [f"tokenizing {path}: 0 of 0 MB"]
-
-
 @pytest.mark.parametrize("kind", ["string", "large_string"])
 def test_rows_of_parquet_files_are_documents(tmp_path, kind):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
