@@ -117,22 +117,6 @@ def test_data_without_files_is_read(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--config", "vit_digits", "--config.input.pp=flip"], "unknown op 'flip'"),
-        (["--config", "vit_digits", "--config.evals.test.data.spilt=x"], "did you mean 'split'"),
-        (["--config", "vit_folder:data_dir=/nowhere"], "no folder /nowhere"),
-        (["--config", TEXT.format("/nowhere")], "no files at /nowhere"),
-    ],
-)
-def test_invalid_config_or_missing_data_is_status_2(capsys, words, message):
-    status, lines, err = check(capsys, *words)
-    assert (status, err.startswith("error: "), err.count("\n")) == (2, True, 1)
-    assert message in err
-    assert not any("damaged" in line for line in lines)
-
-
-@pytest.mark.parametrize(
     ("pp", "expected"),
     [
         ("decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),

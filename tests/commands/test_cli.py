@@ -10,7 +10,6 @@ import sys
 import jax
 import pytest
 
-import dcvit
 from dcvit import cli
 from dcvit.__main__ import COMMANDS, dispatch
 from dcvit.config import load as config
@@ -67,43 +66,12 @@ def test_weights_of_the_package_are_read_without_orbax():
     assert done.stdout == "False\n"
 
 
-def test_help_lists_the_commands(capsys):
-    assert cli.run(dispatch, ["--help"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed == [*COMMANDS, "help", "help"]
-
-
-def test_version_and_help_of_one_command(capsys):
-    assert cli.run(dispatch, ["--version"]) == 0
-    assert capsys.readouterr().out == f"dcvit {dcvit.__version__}\n"
-    for words in (["help", "train"], ["train", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            cli.run(dispatch, words)
-        out = capsys.readouterr().out
-        assert "usage: dcvit train" in out
-        assert "Configs of the package: lm_pile, lm_stdlib, lm_synthetic, lm_text, transfer, upcycle, vit_cifar," in out
-        assert "  dcvit train --config vit_digits --workdir runs/digits\n" in out
-
-
 def test_help_lists_every_config_key_with_type_default_and_meaning(capsys):
     assert cli.run(dispatch, ["help", "config"]) == 0
     out = capsys.readouterr().out
     for key in (*config.KEYS, *(f"input.{key}" for key in config.INPUT_KEYS), *config.DURATIONS):
         assert f"\n{key}" in out
     assert "\nlabel_smoothing: float = 0.0\n    " in out
-
-
-def test_option_that_is_a_config_key_is_explained():
-    parser = cli.Parser(prog="dcvit test")
-    parser.add_argument("--config")
-    for words in (["--lr", "0.1"], ["--lr=0.1"]):
-        with pytest.raises(ConfigError, match=r"unknown option --lr; did you mean '--config.lr=VALUE'\?"):
-            parser.parse(words)
-
-
-def test_an_unknown_command_is_an_error_that_suggests_the_nearest_one(capsys):
-    assert cli.run(dispatch, ["trian"]) == 2
-    assert "did you mean 'train'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -254,22 +222,6 @@ def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
     assert any("[red]b" in line and "–" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_a_table_is_adapted_to_the_width_of_the_terminal(capsys, monkeypatch):
-    def shown(rows, columns):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        cli.show(rows, "table")
-        return capsys.readouterr().out.splitlines()
-
-    one = [{"name": "a", "value": 0.5, "more": None, "column": "c"}]
-    assert any("value" in line and "0.5000" in line for line in shown(one, 20))  # transposed
-    many = [{"name": f"task {i}", "value": i / 8, "model": "DCFormer++-405M"} for i in range(8)]
-    lines = shown(many, 30)
-    assert all(any(f"task {i}" in line and f"{i / 8:.4f}" in line for line in lines) for i in range(8))
-    assert lines[-1] == "in every row: model DCFormer++-405M"
-    assert not any("in every row" in line for line in shown(many, 80))
 
 
 def test_the_middle_of_a_very_long_name_is_not_printed(capsys):

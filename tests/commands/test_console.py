@@ -1,6 +1,5 @@
 """The commands print lines of their own only: none of TensorFlow, absl, libtpu or XLA."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -78,28 +77,3 @@ def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_wo
     table = (tmp_path / "run" / "parameters.txt").read_text()  # instead of the console
     assert "pos_embedding" in table
     assert "Total: " in table
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
-def test_a_single_command_prints_no_foreign_line(environment, digits_workdir, tmp_path, command):
-    check(DRIVER.format(commands=[words_of(command, digits_workdir, tmp_path)]), environment, tmp_path)
-
-
-SCRIPTS = {
-    "bench/dcmha.py": ["--help"],
-    "bench/train.py": ["--help"],
-}
-
-
-@pytest.mark.weekly
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_print_no_foreign_line(environment, tmp_path, script):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *SCRIPTS[script]], env=environment, cwd=tmp_path,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    lines = (done.stdout + done.stderr).splitlines()
-    assert lines
-    assert [line for line in lines if re.search(r"^[IWEF]\d{4} |host bounds|InitGoogle|oneDNN|Traceback", line)] == []

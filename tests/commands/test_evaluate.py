@@ -65,24 +65,6 @@ def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call
 
 
 @pytest.mark.exhaustive
-def test_rows_of_several_models_are_collected_in_one_file(digits_workdir, tmp_path, call):
-    out = tmp_path / "results.csv"
-    for _ in range(2):
-        assert call("--workdir", digits_workdir, "--out", out)[0] == 0
-    header, one, other = out.read_text().splitlines()
-    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,mean_recall,loss,n,images_per_second"
-    assert one.rpartition(",")[0] == other.rpartition(",")[0]  # except the speed
-    out.write_text(f"{header}\n{one}")  # without a line feed at the end
-    assert call("--workdir", digits_workdir, "--out", out)[0] == 0
-    assert len(out.read_text().splitlines()) == 3
-    out.write_text("a,b\n1,2\n")
-    status, _, err = call("--workdir", digits_workdir, "--out", out)
-    assert status == 2
-    assert "has other columns, a,b" in err
-    assert out.read_text() == "a,b\n1,2\n"
-
-
-@pytest.mark.exhaustive
 def test_few_shot_evaluation_has_a_row_for_each_number_of_shots(digits_workdir, call):
     few = {
         "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},

@@ -1,7 +1,6 @@
 """The command generate, with a model that writes a known sentence."""
 
 import json
-import re
 
 import pytest
 from language_models import chain_model
@@ -73,33 +72,6 @@ def test_several_prompts_form_a_batch(say, tmp_path):
 def test_sampled_text_depends_on_the_seed(say):
     words = ["--prompt", "x", "--prompt", "xx", "--temperature", "30", "--tokens", "8", "--format", "json"]
     assert say(*words)[1] == say(*words, "--seed", "0")[1] != say(*words, "--seed", "1")[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give --prompt TEXT or --prompt_file FILE"),
-        (["--prompt", "x", "--top_p", "2"], "top_p=2.0 should"),
-        (["--prompt", "x", "--temperature", "warm"], "invalid float value: 'warm'"),
-        (["--prompt", "x", "--tokens", "0"], "--tokens 0: should be 1 or more"),
-        (["--prompt", "x", "--tokens", "512"], "a prompt of 1 tokens and 512 new ones exceed"),
-        (["--prompt", "x" * 600], "a prompt of 600 tokens fills"),
-        (["--prompt", "\udcff"], "is not valid UTF-8"),
-        (["--prompt", "x", "--stop", ""], "--stop: an empty string"),
-        (["--prompt", "x", "--seed", "-1"], "seed=-1"),
-        (["--prompt", "x", "--format", "table"], "invalid choice: 'table'"),
-        (["--prompt_file", "missing.txt"], "missing.txt"),
-        (["--prompt_file", "latin.txt"], "latin.txt is not UTF-8: .* at byte 1"),
-        (["--prmpt", "x"], "unknown option --prmpt; .*--prompt"),
-    ],
-)
-def test_invalid_options_are_one_line_errors(say, tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "latin.txt").write_bytes(b"a\xe9 b")
-    status, out, err = say(*words)
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_names_of_runs_are_drawn_literally(tmp_path, suffix, capsys):
         write_metrics(tmp_path / name, [{"step": 0, "loss": 1.0, "$v_{$/top1": 0.5}])
     out = tmp_path / f"curves\n.{suffix}"
     assert cli.run(plot.main, [*(str(tmp_path / name) for name in names), "--out", str(out)]) == 0
-    assert out.stat().st_size > 0
+    assert out.read_bytes().startswith((b"\x89PNG", b"<?xml"))
     assert capsys.readouterr() == (f"curves: {tmp_path}/curves\\n.{suffix}\n", "")
 
 
@@ -57,19 +57,3 @@ def test_curves_are_drawn_for_a_run_with_few_metrics(tmp_path, rows):
     write_metrics(tmp_path, rows)
     assert cli.run(plot.main, [str(tmp_path), "--out", str(tmp_path / "curves.svg")]) == 0
     assert (tmp_path / "curves.svg").read_text().count("</svg>") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{tmp_path}/absent"], "no metrics.jsonl with rows in"),
-        (["{tmp_path}", "--out", "curves.xyz"], "expected a name ending in .png"),
-        (["{tmp_path}", "--config.lr=3"], "takes no --config.lr=3"),
-        ([], "the following arguments are required: workdirs"),
-    ],
-)
-def test_invalid_arguments_are_one_line_errors(tmp_path, capsys, words, message):
-    assert cli.run(plot.main, [word.format(tmp_path=tmp_path) for word in words]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from dcvit import __main__ as commands
 from dcvit import tokenize
 from dcvit.cli import run
-from dcvit.runs import progress
 
 CONTEXT = 24
 
@@ -63,14 +61,8 @@ def test_files_have_the_rows_of_the_text(tmp_path, arguments, capsys):
     ("name", "content", "words", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"txet": "y"}\n', [], "a.jsonl:2: no key 'text'; did you mean 'txet'?"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', [], "a.jsonl:2: not UTF-8"),
         ("a.jsonl.zst", None, [], "a.jsonl.zst is cut off at byte "),
         ("a.txt", b"", [], "no documents to write"),
-        ("a.md", b"x", [], "no files at "),
-        ("a.txt", b"x", ["--tokenizer", "/nowhere"], "no tokenizer /nowhere"),
-        ("a.txt", b"x", ["--data", ""], "an empty path"),
-        ("a.txt", b"x", ["--contxt", "3"], "unknown option --contxt"),
-        ("a.txt", b"x", ["--config.lr=3"], "tokenize takes no --config.lr=3"),
         ("a.txt", b"x", ["--out", "/proc/nothing/x"], "cannot write /proc/nothing/x.bin: No such file or directory"),
     ],
 )
@@ -84,34 +76,3 @@ def test_error_is_one_line_and_no_files_are_left(tmp_path, capsys, name, content
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_existing_files_are_not_overwritten(tmp_path, capsys):
-    corpora.write(tmp_path / "data" / "a.txt", b"x")
-    assert command(tmp_path) == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert command(tmp_path) == 2
-    assert "pile.bin already exists; remove it" in capsys.readouterr().err
-    assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-
-
-@pytest.mark.exhaustive
-def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
-    corpora.write_jsonl(tmp_path / "data" / "a.jsonl", ["x" * 1000] * 3000)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    words = ["tokenize", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "pile")]
-    assert commands.dispatch(words) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines
-    assert all(line.startswith("tokenizing: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_progress_is_a_live_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
-    with progress.ByteProgress("tokenizing", "tok") as shown:
-        shown.update(500, 1000, 100)
-        assert not shown.bar.disable
-        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (500, 1000)
-    assert "ETA" in capsys.readouterr().err
