@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import re
 
 import jax
@@ -140,14 +139,6 @@ def test_every_model_trains_like_one_device_with_split_tokens(library_promotion,
     check_strategies(strategies, "lm", **{**ATTENTION[attention], **options})
 
 
-def test_cases_contain_every_pair_of_model_attention_scan_and_strategy():
-    cases = [(*case, strategy) for *case, strategies in CASES for strategy in strategies]
-    for i, j in itertools.combinations(range(4), 2):
-        found = {(case[i], case[j]) for case in cases} | {("plain", True)}
-        wanted = itertools.product(*((CONFIGS, ATTENTION, (False, True), MESHES)[k] for k in (i, j)))
-        assert found >= {*wanted}
-
-
 def spec(name, shape, strategy, mesh):
     tree = functools.reduce(lambda tree, part: {part: tree}, reversed(name.split("/")), np.empty(shape, np.float32))
     (sharded,) = jax.tree.leaves(sharding.shardings(tree, sharding.make_mesh(mesh), strategy))
@@ -230,20 +221,15 @@ def test_every_matrix_of_both_models_is_split(model):
 
 BAD = {
     "not pairs": ({"mesh": ["data", 8]}, "expected pairs (axis, size)"),
-    "twice": ({"mesh": [("data", 2), ("data", 4)]}, "each axis once"),
     "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, context, tensor"),
-    "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
-    "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
     "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 needs 4 devices, found 8"),
-    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 needs a multiple of 3 devices, found 8"),
     "empty": ({"mesh": []}, "no axis needs 1 devices, found 8"),
     "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; expected ddp, fsdp"),
     "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh has no axis 'fsdp'"),
     "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "has tensor 2: set config.sharding_strategy to"),
     "images": ({"mesh": [("data", 2), ("context", 4)]}, "context 4, which splits the tokens of language models only"),
     "context": ({"mesh": [("data", 2), ("context", 8)]}, "data 2 × context 8 needs 16 devices, found 8"),
-    "near axis": ({"mesh": [("data", 2), ("contxt", 4)]}, "has no axis 'contxt'; did you mean 'context'?"),
     "heads": (
         {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
         "tensor 8 does not divide num_heads 4",
@@ -263,13 +249,6 @@ BAD = {
         {
             "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
             "model.heads": "paired", "model.num_heads": 4,
-        },
-        "tensor 4 does not divide the 2 pairs of heads",
-    ),
-    "differential pairs": (
-        {
-            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
-            "model.heads": "diff", "model.num_heads": 4,
         },
         "tensor 4 does not divide the 2 pairs of heads",
     ),
@@ -312,10 +291,8 @@ RULES = {
     "regex": ([("(", "fsdp")], "is not a regular expression"),
     "name": ([(".*", "fspd")], "expected ddp, fsdp, tensor, fsdp+tensor, or rules in a config file"),
     "axis": ([(".*", ("model",))], "expected axes of data, fsdp, context, tensor, each at most once, or None"),
-    "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each at most once"),
     "no axis": ([(".*", (0,))], "each at most once, or None"),
     "nested": ([(".*", ([["fsdp"]],))], "each at most once, or None"),
-    "regex inside": ([("(?i)head", "fsdp")], "is not a regular expression"),
 }
 
 

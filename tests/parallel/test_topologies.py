@@ -2,23 +2,9 @@
 
 import math
 
-import jax
 import pytest
 
-from dcvit.parallel.topologies import CHIPS, FLAT, GIB, LARGEST, SMALL, chip, jax_name, topology
-
-
-def test_names_and_kinds_are_unique():
-    for values in ([known.name for known in CHIPS], [kind for known in CHIPS for kind in known.kinds]):
-        assert len({value.lower() for value in values}) == len(values)
-
-
-@pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
-def test_memory_is_in_bytes_and_peak_in_operations_per_second(known):
-    assert known.memory % GIB == 0
-    assert 16 <= known.memory / GIB <= 192
-    assert 1e14 < known.peak < 3e15
-    assert known.kinds
+from dcvit.parallel.topologies import CHIPS, FLAT, LARGEST, SMALL, chip, jax_name, topology
 
 
 @pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
@@ -30,10 +16,6 @@ def test_chip_is_found_by_device_kind(known):
 @pytest.mark.parametrize("kind", ["", "cpu", "TPU", "TPU v3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_unknown_device_has_no_chip(kind):
     assert chip(kind) is None
-
-
-def test_cpu_has_no_chip():
-    assert chip(jax.devices("cpu")[0].device_kind) is None
 
 
 SLICES = [f"{family}:{sides}" for family in ("v5e", "v6e") for sides in FLAT]
@@ -61,10 +43,6 @@ def test_name_of_a_slice_gives_chip_and_shape(name):
 def test_a_number_of_cores_names_the_slice_that_cloud_tpu_gives(cloud, jax_form):
     assert topology(cloud) == topology(jax_form)
     assert jax_name(*topology(cloud)) == jax_form
-
-
-def test_only_v4_needs_another_chip_config_than_the_default():
-    assert [known.name for known in CHIPS if known.config != "default"] == ["v4"]
 
 
 NO_SLICES = [

@@ -72,18 +72,6 @@ def test_loaded_weights_are_the_model(weights):
     np.testing.assert_allclose(split.features(np.asarray(tokens), "logits"), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_run_starts_from_them(weights, scan, caplog):
-    folder, net, params = weights
-    config = settings(folder if scan else next(folder.glob("*.safetensors")), scan=scan)
-    model, loaded = load_into(config)
-    tokens = make_tokens(length=8)
-    found, expected = logits_of(model, loaded, tokens), logits_of(net, params, tokens)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    assert not caplog.records
-
-
 @pytest.mark.slow
 def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
     folder, _, _ = weights

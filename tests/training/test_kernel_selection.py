@@ -11,8 +11,6 @@ import jax
 import pytest
 from trained_workdirs import load_params
 
-from dcvit import cli
-from dcvit.__main__ import dispatch
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
@@ -114,16 +112,6 @@ def test_processes_with_different_policies_do_not_start(monkeypatch):
 def test_the_config_takes_precedence_over_the_environment(policy, expected, monkeypatch):
     monkeypatch.setenv("DCVIT_KERNELS", "trust")
     assert kernels.select(policy, {}).policy == expected
-
-
-@pytest.mark.parametrize("command", ["predict", "train"])
-def test_an_unknown_policy_in_the_environment_ends_a_command_in_one_line(command, monkeypatch, capsys):
-    monkeypatch.setenv("DCVIT_KERNELS", "on")
-    words = (
-        ["image.png", "--workdir", "digits"] if command == "predict" else ["--config", "vit_digits", "--workdir", "a"]
-    )
-    assert cli.run(dispatch, [command, *words]) == 2
-    assert capsys.readouterr().err == "error: DCVIT_KERNELS='on': expected 'verify', 'known', 'trust' or 'off'\n"
 
 
 def test_a_resumed_run_takes_over_the_choice_on_the_same_devices_and_software():

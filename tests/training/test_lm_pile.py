@@ -1,4 +1,4 @@
-"""configs/lm_pile.py: its table of presets, its recipe, its ablations, and whole runs on a tiny text."""
+"""configs/lm_pile.py: its table of presets, its recipe, and whole runs on a tiny text."""
 
 import importlib.util
 import math
@@ -63,30 +63,6 @@ def test_recipe_is_that_of_the_released_configs():
     for path, rate in jax.tree_util.tree_leaves_with_path(decays):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert rate == (0.0 if name.endswith(("scale", "bias")) else 1.0), name
-
-
-ABLATIONS = [  # Tables 9 and 10: fields of attention that overrides set
-    {"projection": False, "gate": False, "static": True},
-    *({"gate": False}, {"projection": False}, {"static": True}),
-    *({"branches": branches} for branches in "qk"),
-    *({"compose": compose} for compose in ("pre", "post", None)),
-    *({"rank": rank} for rank in (1, 4)),
-    *({"window_pattern": pattern} for pattern in ("3:1", "7:1")),
-    {"window_pattern": "3:1", "branches": "q"},
-    {"groups": 2},
-    {"groups": 2, "rank": 4},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["DCFormer++-405M", "DCPythia-6.9B"])
-def test_every_ablation_of_the_paper_is_an_override(preset):
-    for fields in ABLATIONS:
-        words = [f"model.{key}={value}" for key, value in fields.items()]
-        net = setup.make_model(configs.load(f"{PILE}:preset={preset}", words))
-        assert {key: getattr(net, key) for key in fields} == fields
-        if len(fields) > 1 and preset == "DCFormer++-405M":
-            setup.param_shapes(net, jax.ShapeDtypeStruct((1, 64), jnp.int32))
 
 
 @pytest.fixture

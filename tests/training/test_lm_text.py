@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from dcvit import cli, evaluate, generate, train
@@ -122,23 +121,3 @@ def test_unusable_text_is_an_error_that_says_what_to_set(tmp_path, arguments, me
     (tmp_path / "short.txt").write_text("a few words " * 40)
     with pytest.raises((ConfigError, InputError), match=message):
         setup(arguments.format(short=tmp_path / "short.txt"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("data={tokens}", "4 rows, of which rows=.* selects none; lm_pile.py takes validation=ROWS, .* context=TOKENS"),
-        ("data={tokens},validation=1,context=31", "of 31 tokens do not fill one batch of .* shorter context="),
-        ("data={books},kind=text,tokenizer={tokenizer}", "books/train.*; lm_pile.py reads the folders train and"),
-    ],
-)
-def test_lm_pile_on_small_data_names_its_arguments(books, tmp_path, arguments, message):
-    from input_pipeline.text.megatron_writer import MegatronWriter
-
-    with MegatronWriter(str(tmp_path / "tokens"), {"vocab_size": 257, "end_of_text": 256}) as writer:
-        writer.add(np.arange(2049 * 4) % 200)
-    (tmp_path / "tokenizer.json").write_text(train_tokenizer(str(books), 257))
-    places = {"tokens": tmp_path / "tokens", "books": books, "tokenizer": tmp_path / "tokenizer.json"}
-    spec = f"lm_pile:runlocal=true,{arguments.format(**places)}"
-    with pytest.raises((ConfigError, InputError), match=message):
-        make_setup(configs.load(spec, ["input.batch_size=512"]), evaluate=False)

@@ -9,7 +9,6 @@ import pytest
 from trained_workdirs import TINY
 from training_runs import LM_TINY, small_setup
 
-from dcvit import cli, tokenize, train
 from dcvit.config import load as configs
 from dcvit.dcmha import device
 from dcvit.errors import CheckpointError, ConfigError, InputError
@@ -18,20 +17,15 @@ from input_pipeline import CorruptPolicy
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
-COMPOSED = {"model.depth": 1, "model.compose": "both"}
 FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits"}, "pp": ""}
 
 
 BAD = {
     "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
-    "groups and heads": ({**COMPOSED, "model.groups": 3}, "groups=3 does not divide num_heads=4"),
-    "patch and image": ({"model.patch_size": (3, 3)}, "patch_size=(3, 3) does not divide the image, 8x8"),
     "complete optimizer": ({"optax_name": "adamw"}, "use the transformation 'scale_by_adam', with the learning rate"),
     "stochastic gradient descent": ({"optax_name": "sgd"}, "use the transformation 'trace' with --config.optax.decay"),
     "negative optimizer argument": ({"optax.eps": -1}, "config.optax.eps=-1 should be finite and not negative"),
-    "schedule argument": ({"schedule.warm_steps": 1}, "did you mean 'warmup_steps'"),
     "batch": ({"input.batch_size": 60}, "is not a multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
-    "large batch": ({"input.batch_size": 1600}, "1437 examples do not fill one batch of 1600"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
     "fewer classes": (
         {"num_classes": 9, "input.pp": "value_range|onehot(9)"},
@@ -40,19 +34,15 @@ BAD = {
     "no labels": ({"input.pp": "value_range"}, "expected image (height, width, channels) and labels"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
     "data": ({"input.data.kind": "mnist"}, "unknown kind of data 'mnist'"),
-    "data limit": ({"input.data.limit": "abc"}, "config.input.data: limit='abc' should be of type int | None"),
     "data limit of truth": ({"evals.test.data.limit": True}, "config.evals.test.data: limit=True should be of type"),
     "data cache": ({"input.data.cache": "yes"}, "config.input.data: cache='yes' should be of type bool"),
     "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
-    "few-shot data": ({"evals": {"a": FEW_SHOT | {"test_data": {"kind": "x"}}}}, "unknown kind of data 'x'"),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
     "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
     "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
-    "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
     "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
     "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
-    "no groups": ({**COMPOSED, "model.groups": 0}, "groups=0 does not divide num_heads=4"),
     "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
     "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
@@ -61,7 +51,6 @@ BAD = {
     "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, finite multiplier"),
     "nested regex": ({"frozen": ["(" * 3000 + ")" * 3000]}, "is not a regular expression: maximum recursion depth"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
-    "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
     "text": ({"input.data": {"kind": "stdlib"}}, "preprocessing needs 'image', the example has tokens"),
     "no total": ({"total_steps": 0}, "set one of total_steps"),
@@ -95,14 +84,12 @@ BAD_TEXT = {
     "erasing": ({"reprob": 0.1}, "config.reprob=0.1 is for images"),
     "another loss": ({"loss": "sigmoid_xent"}, "softmax_xent"),
     "a split that is not there": ({"input.data.split": "test"}, "no split 'test'"),
-    "window pattern": ({"model.window_pattern": "2:1"}, "window_pattern='2:1'"),
     "chunk of nothing": ({"loss_chunk": 0}, "config.loss_chunk=0 should be 1 or more"),
     "chunk of nothing in an evaluation": ({"evals.validation.loss_chunk": 0}, "validation.loss_chunk=0 should be 1"),
     "rows to evaluate above the learned positions": (
         {"model.position": "learned", "evals.validation.data.context": 30},
         "30 tokens are more than the model's",
     ),
-    "a misspelled field": ({"model.windows": 3}, "did you mean 'window'"),
     "vocabulary as a field": ({"model.vocab_size": 3}, "config.vocab_size"),
 }
 
@@ -115,43 +102,6 @@ def test_invalid_config_of_a_language_model_is_one_line(name):
         make("lm_stdlib", LM_TINY, **overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_evaluation_text_must_end_documents_as_training_text_does(tmp_path):
-    (tmp_path / "a.txt").write_text("some text " * 200)
-    assert cli.run(tokenize.main, ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "pair")]) == 0
-    data = {"kind": "megatron", "path": str(tmp_path / "pair"), "context": 24, "end_of_text": 0}
-    with pytest.raises(ConfigError, match="ends documents with token 0, the training data with 256"):
-        make("lm_stdlib", LM_TINY, **{"evals.validation.data": data, "evals.validation.data.context": 24})
-
-
-def test_invalid_config_stops_the_command_before_anything_is_written(digits_run, tmp_path, capsys):
-    status, workdir = digits_run(**{"model.widht": 3})
-    err = capsys.readouterr().err
-    assert status == 2
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert not workdir.exists()
-    (tmp_path / "file").write_text("")
-    assert digits_run("file/below")[0] == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "required: --config, --workdir"),
-        (["--workdir", "w"], "required: --config"),
-        (["--config", "vit_digits", "--workdir", "w", "--confg.seed=1"], "unknown option --confg.seed; did you mean"),
-        (["--config", "vit_digits", "--workdir", "w", "more"], "unexpected argument 'more'"),
-    ],
-)
-def test_invalid_command_line_is_one_line(capsys, argv, message):
-    assert cli.run(train.main, argv) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

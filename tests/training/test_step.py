@@ -9,7 +9,6 @@ import pytest
 from small_models import jit
 from training_runs import make_step, nats, perturbed_params, same, shared_step, small_lm_setup, small_setup
 
-from dcvit.parallel import sharding
 from dcvit.training import step
 from dcvit.training.step import non_finite_arrays
 
@@ -100,20 +99,6 @@ def test_loss_of_a_language_model_is_the_mean_over_targets_also_in_parts():
     for _, metrics in found:
         assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
     assert float(found[1][1]["grad_norm"]) == pytest.approx(float(found[0][1]["grad_norm"]), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_eight_devices_train_as_one():
-    _, state, batch, update = shared_step()
-    mesh = sharding.data_mesh()
-    assert mesh.size == 8
-    replicated = jax.device_put(state, sharding.replicated(mesh))
-    sharded = sharding.put_batch({k: np.asarray(v) for k, v in batch.items()}, mesh, len(batch["image"]))
-    one, many = update(state, batch), update(replicated, sharded)
-    for name in ("loss", "grad_norm"):
-        assert float(many[1][name]) == pytest.approx(float(one[1][name]), rel=1e-5)
-    assert sharded["image"].sharding.shard_shape(sharded["image"].shape)[0] == 8
-    assert jax.tree.structure(one[0]) == jax.tree.structure(many[0])
 
 
 @pytest.mark.slow

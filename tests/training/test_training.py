@@ -198,15 +198,3 @@ def test_a_disk_without_space_for_a_checkpoint_is_a_warning(tmp_path, monkeypatc
     with resume.open_run(small_setup(), tmp_path / "run"):
         pass
     assert ("run has 0.00 GB free, and a checkpoint takes up to" in caplog.text) == warned
-
-
-def test_workdir_of_another_config_is_refused_and_unchanged(complete, tmp_path, digits_run, capsys):
-    before = (shutil.copytree(complete, tmp_path / "run") / "config.json").read_bytes()
-    status, workdir = digits_run(**RANDOM, lr=0.1)
-    assert status == 2
-    err = capsys.readouterr().err
-    assert "lr" in err
-    assert "0.002" in err
-    assert "0.1" in err
-    assert (workdir / "config.json").read_bytes() == before
-    assert digits_run(**RANDOM, ckpt_steps=1)[0] == 0

@@ -7,7 +7,6 @@ import shlex
 import jax
 import pytest
 from trained_workdirs import load_params
-from training_runs import lm_command
 
 from dcvit import cli, train
 from dcvit.config import load as configs
@@ -43,13 +42,6 @@ def names(params):
 def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path):
     assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre", "model.branches=q", "model.rank=1") == 0
     assert_continues(digits_workdir, tmp_path / "run", "test/loss")
-
-
-@pytest.mark.weekly
-def test_language_model_starts_with_the_metrics_of_the_plain_run(tmp_path):
-    assert lm_command(tmp_path / "plain", **{"model.depth": 1, "model.compose": None}) == 0
-    assert upcycle(tmp_path / "plain", tmp_path / "run", ",compose=post", "model.static=True", "model.groups=2") == 0
-    assert_continues(tmp_path / "plain", tmp_path / "run", "validation/loss")
 
 
 def test_plain_run_in_a_composed_model_is_one_line_that_names_the_option(digits_workdir, tmp_path, capsys):
