@@ -1,11 +1,7 @@
 """Choice of the implementation of attention, its log, and attention on a mesh of devices."""
 
 import contextlib
-import inspect
 import logging
-import sys
-import traceback
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +17,8 @@ from dcvit.dcmha import ComposeWeights, blockwise, device, plan
 from dcvit.dcmha.inputs import Inputs, Options, checked
 from dcvit.dcmha.pallas_gpu import tiling as gpu_tiling
 from dcvit.dcmha.pallas_tpu import tiling
-from dcvit.dcmha.segments import Segments
 from dcvit.models import sharded_attention
 from dcvit.models.attention import Attention
-from dcvit.runs.progress import RunProgress
 
 
 def trace(queries, composed=True, keys=256, dtype=jnp.float32, devices=1, **options):
@@ -93,38 +87,6 @@ def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
     assert names(256, None) == (*plain, "reference")
     assert names(1, "qpkg") == (*one, "reference")
     assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded",)
-
-
-@pytest.mark.parametrize("capability", ["8.0", "9.0"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("branches", [None, "qpkg", "s", "qpkgs"])
-@pytest.mark.parametrize("option", ["causal", "window", "mask", "segments", "key heads", "rank 4"])
-def test_no_automatic_choice_on_a_gpu_holds_the_scores_of_long_rows(capability, dtype, branches, option, monkeypatch):
-    monkeypatch.setattr(device, "platform", lambda: "gpu")
-    monkeypatch.setattr(gpu_tiling, "compute_capability", lambda: capability)
-    length, heads, key_heads = 32_768, 16, 2 if option == "key heads" else 16
-
-    def array(*shape, kind=dtype):
-        return jax.ShapeDtypeStruct(shape, kind)
-
-    def weights():
-        rank = 4 if option == "rank 4" else 2
-        sizes = {"1": (1, length, rank, heads), "2": (1, length, rank, heads), "g": (1, length, heads)}
-        dynamic = {f"{side}{end}": array(*size) for side in "qk" for end, size in sizes.items() if "p" in branches}
-        return ComposeWeights(**dynamic, **({"static": array(1, heads, heads)} if "s" in branches else {}))
-
-    pre, post = (weights(), weights()) if branches else (None, None)
-    kv = array(1, length, key_heads, 64)
-    mask = array(1, 1, length, length, kind=bool) if option == "mask" else None
-    ids = Segments(*[array(1, length, kind=jnp.int32)] * 2) if option == "segments" else None
-    window = 256 if option == "window" else None
-    names: list[str] = []
-    jax.eval_shape(
-        lambda inputs: names.extend(plan.candidates(*checked(inputs, causal=True, window=window))[0]),
-        Inputs(array(1, length, heads, 64), kv, kv, pre, post, mask, ids),
-    )
-    assert names[-1] == "blockwise"  # which supports every call
-    assert not any(plan.BACKENDS[name].holds_scores for name in names)
 
 
 def test_long_rows_with_dropout_are_left_to_the_reference_on_a_gpu(monkeypatch, log):
@@ -213,13 +175,6 @@ def test_a_not_implemented_error_of_jax_is_not_hidden_by_another_implementation(
         trace(256)
 
 
-def test_a_named_implementation_is_logged(log):
-    trace(16, implementation="blockwise")
-    (message,) = log.messages
-    assert message.startswith("attention: blockwise on cpu")
-    assert message.endswith("as requested")
-
-
 @pytest.mark.parametrize(("kind", "x64"), [("TPU v4", False), ("TPU v5 lite", True)])
 @pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
 def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64, queries, name, monkeypatch, log):
@@ -247,50 +202,6 @@ def test_on_tpu7x_operands_are_stored_in_complete_tiles_of_16_rows(monkeypatch, 
     assert config.family == ("matrix" if composed and heads in (16, 32) else "vector")
 
 
-@pytest.mark.parametrize(
-    ("queries", "case"),
-    [
-        (24, {"branches": None}),
-        (1, {"branches": None}),
-        (24, {}),
-        (1, {}),
-        (24, {"branches": "qpg", "groups": 2, "heads": 4, "key_heads": 2}),
-    ],
-)
-def test_few_functions_are_between_attention_and_the_backend_that_runs(queries, case):
-    """The first product of the arrays is in the backend, however its functions are called."""
-    args, options = random_case(queries, 24, **case)
-    package, call = Path(dcmha.__file__).parent, inspect.unwrap(dcmha.attention)
-    backends = {Path(row.load().__file__) for name, row in plan.BACKENDS.items() if name != "folded"}
-    depths = []
-
-    def count(frame, event, argument):
-        if event == "call" and Path(frame.f_code.co_filename) in backends and frame.f_code.co_name != "supports":
-            above = [*traceback.walk_stack(frame.f_back)]
-            codes = [f.f_code for f, _ in above if package in Path(f.f_code.co_filename).parents]
-            if call.__code__ in codes and not {Path(code.co_filename) for code in codes} & backends:
-                depths.append(codes.index(call.__code__))
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        call(*args, **options)
-    finally:
-        sys.setprofile(before)
-    assert 1 <= max(depths) <= 4
-
-
-def test_a_run_shows_each_choice_once(capsys, caplog):
-    """Handlers that other libraries add to the root logger must not show it again."""
-    with RunProgress("run", 1):
-        trace(256, composed=False)
-    assert capsys.readouterr().out.count("attention: blockwise") == 1
-    assert not caplog.messages
-    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
-        trace(256, composed=False)
-    assert len(caplog.messages) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "case"),
@@ -304,18 +215,6 @@ def test_a_run_shows_each_choice_once(capsys, caplog):
 )
 def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(implementation, case):
     check_on_a_mesh(implementation, *random_case(24, heads=4, batch=2, causal=True, rank=1, **case))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"key_heads": 1, "groups": 2, "mask": (2, 1, 1, 24)},
-        pytest.param({"key_heads": 2, "branches": None}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_output_and_gradients_of_one_query_on_a_mesh_equal_those_of_one_device(case):
-    check_on_a_mesh(None, *random_case(1, 24, heads=4, batch=2, **case))
 
 
 def check_on_a_mesh(implementation, args, options):

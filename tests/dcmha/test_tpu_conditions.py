@@ -72,15 +72,6 @@ def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, querie
     }
 
 
-@pytest.mark.slow
-def test_passes_of_the_queries_state_all_tiles_together(monkeypatch):
-    """A causal example of 8,192 queries is differentiated in several passes."""
-    found = stated(monkeypatch, queries=8192, keys=8192, causal=True, window=None)
-    tiles = sum(2 * (i + 1) for i in range(8192 // BLOCK_Q))
-    assert found["dcmha_delta"][0]["conditions"][1] == tiles
-    assert sum(one["conditions"][2] for one in found["dcmha_gradients"]) == tiles
-
-
 def test_delta_needs_a_kernel_only_after_a_compose_of_the_weights(monkeypatch):
     found = stated(monkeypatch, queries=512, keys=512, causal=True, window=None, composed=False)
     assert {*found} == {"dcmha_forward", "dcmha_gradients"}
