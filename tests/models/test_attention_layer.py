@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from dcvit.dcmha.segments import make_segments
 from dcvit.models.attention import Attention, LayerInputs
 from dcvit.models.dcmha import DCMHA, FlaxAttention, check_axes
-from dcvit.models.projections import HeadDense
 
 
 def random_input(*shape, seed=0):
@@ -105,19 +104,6 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
 
 
 @pytest.mark.exhaustive
-def test_gradients_of_the_parameters_alone_on_a_mesh():
-    """The gradients that a user computes; the inputs have none, and have two leading axes."""
-    layer, x = DCMHA(2, implementation="blockwise"), random_input(4, 2, 5, 16)
-    params = initialized(layer, x)
-    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer.apply(params, x)))))
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(EXPLICIT, EXPLICIT))
-    with jax.set_mesh(mesh):
-        found = gradient(*place(params, x, mesh, P("data"), split_heads=False))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(params, x)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, float(jnp.abs(b).max())))
-
-
-@pytest.mark.exhaustive
 def test_one_query_on_an_explicit_mesh():
     layer = DCMHA(2, implementation="decode")
     x, keys = random_input(8, 1, 16), random_input(8, 6, 16, seed=2)
@@ -139,17 +125,6 @@ def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *jax.device_get((found, initialized(layer, x)))
     )
-
-
-@pytest.mark.exhaustive
-def test_projections_of_heads_are_those_of_flax():
-    x = random_input(2, 3, 8)
-    init = nn.initializers.normal()
-    ours = HeadDense(2, 5, kernel_init=init, bias_init=init)
-    flax = nn.DenseGeneral((2, 5), kernel_init=init, bias_init=init)
-    params = initialized(flax, x)
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), initialized(ours, x), params))
-    np.testing.assert_allclose(ours.apply(params, x), flax.apply(params, x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -119,11 +119,6 @@ def test_intermediates_have_big_visions_names():
     assert logits.shape == out["logits"].shape == (8, 7)
 
 
-def test_config_without_model_builds_the_defaults():
-    model, _ = make(ConfigDict({"num_classes": 7}))
-    assert (model.num_classes, model.width, model.depth) == (7, 768, 12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
@@ -138,15 +133,6 @@ def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     loaded = vit.load(start, str(path), config.get("model"), **config.get("model_load", {}))
     assert_trees_equal(loaded["head"], start["head"])
     assert_trees_equal({**vit.unstack_blocks(loaded), "head": saved["head"]}, saved)
-
-
-@pytest.mark.slow
-def test_load_without_model_fields(tmp_path):
-    params = random_params(
-        jax.eval_shape(make(ConfigDict({"num_classes": 5, "model": SMALL}))[1], jax.random.PRNGKey(0))
-    )
-    path = save_npz(tmp_path / "checkpoint.npz", params)
-    assert_trees_equal(vit.load(jax.tree.map(jnp.zeros_like, params), str(path), ConfigDict({}).get("model")), params)
 
 
 def test_every_policy_of_jax_can_be_named():

@@ -73,27 +73,6 @@ def test_plain_nnx_layer_has_the_parameters_output_and_gradient_of_flax(x, field
     assert_close(layer(x, segments=ids), layer(x, mask=nn.make_attention_mask(ids, ids, jnp.equal)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_dropout_drops_the_weights_that_flax_drops(x, broadcast):
-    fields = {"dropout_rate": 0.3, "broadcast_dropout": broadcast}
-    library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
-    params = library.init(jax.random.key(1), x, deterministic=True)
-    outputs = [
-        net.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(3)}) for net in (library, layer)
-    ]
-    assert_close(outputs[1], outputs[0])
-    library, layer = (
-        cls(4, 24, decode=False, deterministic=False, rngs=nnx.Rngs(1), **fields, **more)
-        for cls, more in ((nnx.MultiHeadAttention, {}), (dcmha_nnx.DCMHA, {"compose": None}))
-    )
-    nnx.update(layer, nnx.state(library, nnx.Param))
-    assert_close(layer(x, rngs=nnx.Rngs(dropout=5)), library(x, rngs=nnx.Rngs(dropout=5)))
-    assert float(jnp.abs(layer(x) - layer(x)).max()) > 0, "its own stream advances"
-    layer.eval()
-    assert_close(layer(x), layer(x))
-
-
 def first_token_task():
     """Inputs, and targets that repeat the first token: only attention moves it to other positions."""
     x = jax.random.normal(jax.random.key(0), (8, 6, 24))
@@ -119,24 +98,6 @@ def test_linen_layer_composes_and_trains(library_promotion):
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads["params"]["pre"]))
-
-
-@pytest.mark.slow
-def test_nnx_layer_composes_and_trains(library_promotion):
-    x, target = first_token_task()
-    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(1))
-    optimizer = nnx.Optimizer(layer, optax.adam(0.01), wrt=nnx.Param)
-    before = layer.pre.w_q1[...]
-
-    @nnx.jit
-    def step(layer, optimizer):
-        loss, grads = nnx.value_and_grad(lambda layer: jnp.mean((layer(x) - target) ** 2))(layer)
-        optimizer.update(layer, grads)
-        return loss
-
-    losses = [float(step(layer, optimizer)) for _ in range(15)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert float(jnp.abs(layer.pre.w_q1[...] - before).max()) > 1e-3
 
 
 @pytest.mark.exhaustive

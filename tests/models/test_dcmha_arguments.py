@@ -224,16 +224,6 @@ def test_heads_with_masks_of_their_own_are_split_over_the_tensor_axis(caplog):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_another_call_of_a_layer_on_an_explicit_mesh_traces_nothing(caplog):
-    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0))
-    with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])):
-        layer(inputs())
-        with caplog.at_level("INFO", logger="dcvit.dcmha"):
-            layer(inputs())
-    assert caplog.messages == []
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_dropout_rate_of_one_removes_all_weights(broadcast):

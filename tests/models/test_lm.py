@@ -24,7 +24,7 @@ from small_models import (
     param_shapes,
 )
 
-from dcvit.models import lm, sharded_attention
+from dcvit.models import lm
 
 # The smallest preset of each architecture, further reduced: baselines, then models with composed attention.
 PLAIN = ("Transformer-405M", "Transformer++-405M", "Pythia-2.8B")
@@ -146,35 +146,6 @@ class TestReach:
             np.testing.assert_array_equal(alone([layer]), visible(window), err_msg=f"layer {layer}")
         local = [layer for layer, window in enumerate(windows(pattern, depth)) if window]
         np.testing.assert_array_equal(alone(local), visible(1 + len(local) * (WINDOW - 1)))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("pattern", "depth", "scan"),
-        [
-            ("none", 2, True), exhaustive("1:0", 2, True), ("1:1", 3, False), ("3:1", 6, True), ("7:1", 11, False),
-            exhaustive("1:1", 3, True), exhaustive("3:1", 6, False), exhaustive("7:1", 11, True),
-        ],
-    )  # fmt: skip
-    def test_attention_of_each_layer_is_given_its_window(self, pattern, depth, scan, monkeypatch):
-        given = []
-
-        def attention(inputs, options, **_):
-            given.append(options.window)
-            return inputs.q
-
-        monkeypatch.setattr(sharded_attention, "attention", attention)
-        net = lm.LM(VOCAB, width=8, depth=depth, num_heads=2, window_pattern=pattern, window=WINDOW, scan=scan)
-        param_shapes(net, make_tokens())
-        expected, period = windows(pattern, depth), len(PATTERNS[pattern])
-        if not scan:
-            assert given == expected
-            return
-        unrolled = expected[depth // period * period :]
-        body = given[: len(given) - len(unrolled)]
-        assert given == body + unrolled
-        traces = len(body) // period  # JAX traces the body of a scan one or more times
-        assert traces >= 1
-        assert body == expected[:period] * traces
 
     def test_layer_0_is_local_and_layer_1_global(self):
         assert {name: lm.layer_windows(lm.Model(VOCAB, window_pattern=name)) for name in PATTERNS} == {

@@ -172,15 +172,6 @@ class TestLoad:
         np.testing.assert_array_equal(at(loaded)["pre"]["w_qg"], at(init)["pre"]["w_qg"])
         np.testing.assert_array_equal(at(loaded)["pre"]["w_q1"], at(params)["pre"]["w_q1"])
 
-    def test_plain_checkpoint_loads_into_a_composed_model_with_dont_load(self, tmp_path, params):
-        _, plain = make_lm("Transformer++-405M", depth=5)
-        file = save_npz(tmp_path / "plain.npz", plain)
-        with pytest.raises(CheckpointError, match=r"40 only in the model: .*and 34 more") as e:
-            lm.load(params, file, {})
-        assert "\n" not in str(e.value)
-        loaded = lm.load(params, file, {}, dont_load=[".*/(pre|post)/.*", ".*_norm/scale"])
-        np.testing.assert_array_equal(loaded["head"]["kernel"], plain["head"]["kernel"])
-
     @pytest.mark.slow
     def test_checkpoint_of_another_depth_raises(self, file, params):
         fewer = make_lm("DCFormer++-405M", depth=3, branches="q")[1]
@@ -219,11 +210,8 @@ def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(patter
         *(({name: 0}, f"{name}=0 should be 1 or more") for name in ("context", "width", "num_heads", "window")),
         ({"vocab_size": 0}, "vocab_size=0 should be 1 or more"),
         ({"depth": -1}, "depth=-1 should not be negative"),
-        ({"mlp_dim": -8}, "mlp_dim=-8 should not be negative"),
-        ({"num_key_heads": -2}, "num_key_heads=-2 should not be negative"),
         ({"prefill_window": -1}, "prefill_window=-1 should not be negative"),
         ({"prefill_window": 9, "window_pattern": "none"}, "prefill_window=9 has no effect with window_pattern='none'"),
-        ({"mlp_groups": -4}, "mlp_groups=-4 should not be negative"),
         ({"mlp_dim": 40, "mlp_groups": 16}, "mlp_groups=16 does not divide mlp_dim=40"),
         ({"out_init_std": -0.1}, "out_init_std=-0.1 should not be negative"),
         *(({"rotary_fraction": x}, r"rotary_fraction should be in \(0, 1\]") for x in (0.0, 1.5)),
@@ -236,12 +224,9 @@ def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(patter
             )
             for numbers in ((), (0.0,), (2.0, 1.0), (2.0, 4.0, 4.0, 32), (2.0, 1.0, 4.0, -32))
         ),
-        ({"norm_epsilon": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
-        ({"init_std": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
         ({"position": "learned", "context": 11}, "12 tokens are more than the model's context of 11"),
         ({"num_heads": 3}, "num_heads=3 does not divide width=32"),
         ({"end_of_text": VOCAB}, "end_of_text=17 should be 0 or more, below vocab_size=17"),
-        ({"end_of_text": -1}, "end_of_text=-1 should be 0 or more, below vocab_size=17"),
         ({"rotary_fraction": 0.4}, "rotary=3 should be even and at most 8"),
         ({"num_key_heads": 3}, "num_key_heads=3 does not divide num_heads=4"),
         ({"qk_norm": "batch"}, "qk_norm='batch'"),

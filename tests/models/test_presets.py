@@ -62,14 +62,6 @@ def check_gradient(preset, **fields):
     assert all(jax.tree.leaves(same))
 
 
-def test_every_model_of_the_paper_has_a_name():
-    table_3, table_4, table_6 = ("405M", "834M", "1.4B"), ("2.8B", "6.9B"), ("2.8B", "6.9B", "13B", "33B")
-    names = {f"{kind}-{size}" for kind in ("Transformer", "DCFormer") for size in table_3}
-    names |= {f"{kind}-{size}" for kind in ("Transformer++", "DCFormer++", "DCFlash") for size in table_3 + table_6}
-    names |= {f"{kind}-{size}" for kind in ("Pythia", "DCPythia") for size in table_4} | {"Pythia-12B"}
-    assert PRESETS.keys() == names
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "layers", "width", "heads"), [("405M", 24, 1024, 16), ("834M", 24, 1536, 24), ("1.4B", 24, 2048, 32)]
