@@ -220,14 +220,7 @@ def test_name_of_a_released_file_prints_where_to_download_it(name):
         assert len(str(e.value).splitlines()) == 1
 
 
-def test_variants_of_big_vision_are_known():
-    sizes = {"g-opt": (1536, 40, 6144, 16), "G-opt": (1536, 48, 8192, 16), "e": (1792, 56, 15360, 16)}
-    for name, expected in sizes.items():
-        assert tuple(vit.decode_variant(f"{name}/14").values()) == (*expected, (14, 14))
-
-
 HEADS, RANK = 4, 2
-SIDES = ("pre/w_q", "pre/w_k", "post/w_q", "post/w_k")
 
 
 def of_the_authors(seed=0):

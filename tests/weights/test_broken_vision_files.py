@@ -218,15 +218,12 @@ CASES = {
     "object in a file of torch": (pickled, NO_TENSORS),
     **{f"{family}, channels": (configured(family, num_channels=1), r"num_channels=1, but .*patch\w+\S* has 3 channels")
        for family in ("hf_vit", "dinov2", "dinov3")},
-    "siglip, channels": (configured("siglip", num_channels=4), "num_channels=4, but .*embedding.weight has 3 channels"),
     "empty folder": (lambda folder: folder, "has no weights"),
     "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
     "pipe for an array": (pipe_in_bv, "has other entries than files"),
     "integers": (changed("timm", of_dtype("norm.bias", np.int8)), r"norm\.bias has numbers of int8; expected float32"),
-    "complex": (changed("big_vision", of_dtype("cls", np.complex64)), "cls has numbers of complex64|damaged"),
     "sparse": (sparse, r"pytorch_model\.bin: cannot read norm\.bias: "),
     "config is no JSON": (lambda f: save(f, model("timm")[0], "{"), "cannot read .*config.json"),
-    "config is a list": (lambda f: save(f, model("timm")[0], "[]"), "expected a JSON object"),
     "another kind of model": (lambda f: save(f, {"layer1.0.conv1.weight": np.ones(3)}), "those of no known model"),
     "timm, names": (
         changed("timm", rename("blocks.1.mlp.fc2.bias", "blocks.1.mlp.fc3.bias")),
@@ -240,60 +237,36 @@ CASES = {
     "timm, distilled": (changed("timm", add("head_dist.weight")), "1 only in the file: head_dist.weight"),
     "timm, distilled, one head": (changed("timm", add("dist_token")), "with its two classifiers only"),
     "timm, DINOv3": (changed("timm", add("blocks.0.gamma_1")), "of DINOv3, files of transformers are read"),
-    "timm, two last norms": (changed("timm", add("fc_norm.weight")), "2 only in the file: norm.bias, norm.weight"),
     "timm, CLIP": (changed("timm", add("norm_pre.weight")), "1 only in the file: patch_embed.proj.bias"),
     "timm, architecture": (configured("timm", architecture="vit_base_patch16_rpn_224"), "architecture 'vit_base_p"),
     "timm, argument": (configured("timm", model_args__scale_attn_norm=True), "model_args.scale_attn_norm=True"),
     "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
     "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
-    "timm, pooling in a list": (configured("timm", global_pool=["token"]), r"global_pool=\['token'\] is not supp"),
     "timm, crop to nothing": (configured("timm", pretrained_cfg__crop_pct=1e-320), "pretrained_cfg is not as timm wr"),
-    "timm, no deviation": (configured("timm", pretrained_cfg__std=[0, 1, 1]), "pretrained_cfg is not as timm wr"),
     "timm, heads": (configured("timm", model_args__num_heads=5), "5 heads do not divide the width 16"),
-    "timm, heads of another type": (configured("timm", model_args__num_heads="2"), "num_heads='2'; expected a pos"),
     "timm, positions": (changed("timm", reshape("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
     "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
-    "timm, mean": (configured("timm", pretrained_cfg__mean="0.5"), "pretrained_cfg is not as timm writes it"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
-    "ViT, type in a list": (configured("hf_vit", model_type=["vit"]), r"model_type=\['vit'\] is not supported"),
-    "ViT, activation in a list": (configured("hf_vit", hidden_act=["gelu"]), "hidden_act=.*expected a string"),
     "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
     "ViT, biases": (configured("hf_vit", qkv_bias=False), "6 only in the file: vit.encoder.layer.0.attention.att"),
     "ViT, width": (configured("hf_vit", hidden_size=32), r"\(file \(16, 3, 8, 8\), model \(32, any, 8, 8\)\)"),
-    "ViT, depth": (configured("hf_vit", num_hidden_layers=3), r"only in the model: vit\.encoder\.layer\.2\."),
     "ViT, huge depth": (configured("hf_vit", num_hidden_layers=10**9), "=1000000000; expected a number of layers up"),
-    "ViT, huge epsilon": (configured("hf_vit", layer_norm_eps=10**400), "layer_norm_eps=1.*expected a positive number"),
     "ViT, image": (configured("hf_vit", image_size=32), r"has 5 rows, expected 1 \+ 16, for patches of 8x8"),
-    "ViT, teacher": (changed("hf_vit", add("cls_classifier.weight")), "1 only in the file: cls_classifier.weight"),
     "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
     "SigLIP, fused weight": (
         changed("siglip", reshape("head.attention.in_proj_weight", (16, 16))), r"file \(16, 16\), model \(48, 16\)"
     ),
     "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
-    "DINOv2, epsilon": (configured("dinov2", layer_norm_eps="x"), "layer_norm_eps='x'; expected a positive number"),
     "DINOv3, ConvNeXt": (
         lambda f: save(f, {"stages.0.layers.0.gamma": np.ones(3)}, '{"model_type": "dinov3_convnext"}'),
         "model_type='dinov3_convnext' is not supported; supported: dinov3_vit",
-    ),
-    "DINOv3, no config": (changed("dinov3", lambda tensors, config: {}), "no config.json beside the weights"),
-    "DINOv3, missing tensor": (
-        changed("dinov3", lambda tensors, config: tensors.update(layer=tensors.pop("layer.1.mlp.up_proj.bias"))),
-        "1 only in the file: layer; 1 only in the model: layer.1.mlp.up_proj.bias",
-    ),
-    "DINOv3, bias of keys": (
-        changed("dinov3", add("layer.1.attention.k_proj.bias")), "1 only in the file: layer.1.attention.k_proj.bias"
     ),
     "DINOv3, biases": (configured("dinov3", value_bias=False), "biases of query_bias alone are not supported"),
     "DINOv3, registers": (
         configured("dinov3", num_register_tokens=2), r"register_tokens \(file \(1, 4, 16\), model \(1, 2, 16\)\)"
     ),
-    "DINOv3, no registers": (
-        configured("dinov3", num_register_tokens=0), r"register_tokens \(file \(1, 4, 16\), model \(1, 0, 16\)\)"
-    ),
-    "DINOv3, negative registers": (configured("dinov3", num_register_tokens=-4), "num_register_tokens=-4; expected a"),
     "DINOv3, gate": (configured("dinov3", use_gated_mlp=True), "hidden_act='gelu' with use_gated_mlp is not supported"),
     "DINOv3, period": (configured("dinov3", rope_theta=10000.0), "rope_theta=10000.0 is not supported, only 100.0"),
-    "DINOv3, heads": (configured("dinov3", num_attention_heads=3), "3 heads do not divide the width 16"),
     "big_vision, names": (without, "only in the file: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
     "big_vision, old and new name": (
         changed_npz(lambda tensors: {**tensors, "Transformer/pos_embedding": tensors["pos_embedding"] + 1}),
@@ -302,13 +275,10 @@ CASES = {
     "own, two names": (two_names, "head/bias and params/head/bias hold the same parameter head/bias"),
     "big_vision, subtree": (lambda f: npz(f, subtree=":img"), "has no subtree 'img'; it has Transformer, cls"),
     "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
-    "big_vision, pointer elsewhere": (pointer("../x"), "names step '../x', but there is no folder"),
     "big_vision, damaged array": (metadata(compressor={"id": "none"}), "params~cls is damaged"),
     "big_vision, lost chunk": (lambda f: bv(f, lambda path: (path / "params~cls/0.0.0").unlink()), "cls is damaged"),
-    "big_vision, no shape": (metadata(shape=None), "cannot read .*zarray"),
     "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
     "big_vision, huge chunks": (metadata(chunks=[1, 10**9, 10**9]), "of shape .1, 1000000000, 1000000000., more than"),
-    "big_vision, no chunks": (metadata(chunks=7), "cannot read .*zarray"),
 }  # fmt: skip
 OF_TORCH = ("object in a file of torch", "sparse")
 
@@ -388,22 +358,15 @@ def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
     ("family", "fields", "match"),
     [
         ("timm", {"compose": "both"}, r"timm cannot express compose='both', only None"),
-        ("timm", {"heads": "moh"}, r"timm cannot express heads='moh', only None"),
-        ("timm", {"norm_epsilon": 1e-3}, "norm_epsilon=0.001, only 1e-06"),
         ("timm", {"pool_type": "0"}, "pool_type='0', only"),
         ("hf_vit", {"num_outputs": None}, "cannot express features without pre_logits"),
         ("hf_vit", {"layer_scale": 0.1}, "layer_scale=0.1, only None"),
-        ("hf_vit", {"mlp": "swiglu"}, "mlp='swiglu', only"),
         ("hf_vit", {"posemb": "sincos2d"}, "posemb='sincos2d', only 'learn'"),
         ("siglip", {"registers": 2}, "registers=2, only 0"),
         ("dinov2", {"mlp_dim": 33}, "mlp_dim=33, only 64"),
         ("dinov2", {"patch_size": (4, 8)}, "DINOv2 cannot express patch_size=4x8, only squares"),
-        ("siglip", {"patch_size": (4, 8)}, "SigLIP cannot express patch_size=4x8, only squares"),
-        ("dinov2", {"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm', only None"),
         ("dinov2", {"qkv_bias": "qv"}, "DINOv2 cannot express qkv_bias='qv', only 'qkv'"),
         ("dinov3", {"posemb": "learn"}, "DINOv3 cannot express posemb='learn', only 'rotary2d'"),
-        ("dinov3", {"layer_scale": None}, "DINOv3 cannot express layer_scale=None, only 1.0"),
-        ("dinov3", {"compose": "both"}, "DINOv3 cannot express compose='both', only None"),
         ("dinov3", {"num_outputs": 5}, "DINOv3 has no classifier"),
     ],
 )

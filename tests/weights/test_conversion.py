@@ -25,18 +25,17 @@ import pytest
 import small_models
 import tensorstore as ts
 from jax.experimental.array_serialization import serialization
-from PIL import Image
 from trained_workdirs import load_params
 
 import dcvit
-from dcvit import cli, convert, evaluate, generate, predict, versions
+from dcvit import cli, convert, evaluate, generate, versions
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
-from dcvit.errors import CheckpointError, ConfigError
+from dcvit.errors import CheckpointError
 from dcvit.models import lm, vit
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training.saved import open_saved
-from dcvit.weights import dcvit_hf, own, preprocessing, siglip, timm_vit
+from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits, programs
 from dcvit.weights.family import Description
 from dcvit.weights.loading import open_parameters
@@ -45,7 +44,6 @@ from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 from input_pipeline import memory
 
-SHARD = 64 << 20  # bytes
 OWN = ("npz", "bv", "safetensors", "dcvit")
 NATIVE_VIT = "ViTForImageClassification"
 
@@ -290,15 +288,6 @@ def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_
 
 
 @pytest.mark.slow
-def test_foreign_images_become_runs_that_predict(tmp_path, capsys, library_promotion):
-    Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
-    conversion_models.convert(conversion_models.write(plain_image_model(), tmp_path / "vit"), tmp_path / "run", "dcvit")
-    argv = ["--workdir", str(tmp_path / "run"), str(tmp_path / "a.png"), "--format", "json"]
-    assert cli.run(predict.main, argv) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 5
-
-
-@pytest.mark.slow
 def test_foreign_texts_become_runs_that_generate_with_their_tokenizer(tmp_path, capsys, library_promotion):
     tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
     model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
@@ -488,11 +477,6 @@ def break_source(case, source, folders, monkeypatch):
         (source / "about").mkdir(parents=True)
 
 
-def test_errors_name_the_nearest_format(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
-        conversion_models.convert(tmp_path, tmp_path / "x", "safetensor")
-
-
 NATIVE = {
     "gpt2": dict(preset="Transformer-405M", compose=None),
     "llama": dict(preset="Transformer++-405M", num_key_heads=2),
@@ -537,16 +521,6 @@ def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, t
     assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
 
 
-def test_the_log_says_why_there_is_no_processor(tmp_path, caplog):
-    model = plain_image_model()
-    padded = model._replace(description=model.description._replace(pp="decode|resize(12)|pad(2)|value_range(-1, 1)"))
-    with caplog.at_level("INFO", "dcvit"):
-        formats.write_hf(padded, tmp_path)
-    assert "preprocessor_config.json is not written: pp='decode|resize(12)|pad(2)|value_range" in caplog.text
-    assert json.loads((tmp_path / "config.json").read_text())["image_size"] == 16
-    assert not (tmp_path / "preprocessor_config.json").exists()
-
-
 @pytest.mark.slow
 def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_path, monkeypatch, caplog):
     (tmp_path / "hf").mkdir()
@@ -561,49 +535,6 @@ def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_pa
     assert (report.source, report.difference) == ("dcvit", 0)
     (record,) = [record.getMessage() for record in caplog.records if "cannot evaluate" in record.getMessage()]
     assert record == f"transformers cannot evaluate {tmp_path / 'hf'}, so dcvit does: RuntimeError: no kernel"
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-
-from dcvit.training.saved import open_saved
-from dcvit.weights.export import conversion, formats
-
-formats.SHARD_BYTES = int(sys.argv[3])
-report = conversion.convert(Path(sys.argv[1]), Path(sys.argv[2]), "safetensors", open_saved)
-peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(peak.split()[1], report.difference)
-"""
-
-
-@pytest.mark.weekly
-def test_memory_holds_one_shard_at_a_time(tmp_path):
-    """A model of 1.2 GB in shards of 64 MB needs at most 500 MB more than a small one."""
-    sizes = {"small": dict(width=64, depth=1, mlp_dim=64), "large": dict(width=1024, depth=24, mlp_dim=2816)}
-    peaks = {}
-    for name, size in sizes.items():
-        net = lm.Model(512, preset="DCFormer++-405M", **{**size, "num_heads": 8, "context": 32, "window": 8})
-        shapes = small_models.param_shapes(net, jnp.zeros((1, 2), jnp.int32))
-        rng = np.random.default_rng(0)
-        arrays = (
-            (small_models.name_of(path), rng.normal(0, 0.02, x.shape).astype(np.float32))
-            for path, x in jax.tree.leaves_with_path(shapes)
-        )
-        description = Description("lm", 512, conversion_models.fields_of(net, "lm"))
-        (tmp_path / name).mkdir()
-        write_shards(tmp_path / name, arrays, max_shard_bytes=SHARD)
-        (tmp_path / name / "config.json").write_text(json.dumps(own.config(description)))
-        argv = [sys.executable, "-c", MEASURE, str(tmp_path / name), str(tmp_path / f"{name}_out"), str(SHARD)]
-        # glibc returns freed arrays to the system only above a threshold, which it raises by itself unless it is given.
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-        process = subprocess.run(argv, env=environment, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
-        kilobytes, difference = process.stdout.split()
-        assert float(difference) == 0
-        peaks[name] = int(kilobytes) * 1024
-    assert sum(path.stat().st_size for path in (tmp_path / "large").iterdir()) > 1.2e9
-    assert peaks["large"] - peaks["small"] < 5e8
 
 
 @pytest.mark.parametrize("to", ["timm", "stablehlo"])
@@ -718,14 +649,6 @@ def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
     """The name in a config.json is no reason to call any attribute of transformers."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": named}))
     assert libraries.transformers_logits(tmp_path, np.zeros((1, 4, 4, 3), np.float32)) is None
-
-
-def test_the_known_classes_are_those_that_are_written(folders):
-    for folder in folders.values():
-        model = open_saved(folder)
-        config = dcvit_hf.config(model.description)
-        assert libraries.class_name(config) in dcvit_hf.CLASSES[config["model_type"]].values()
-    assert libraries.class_name(formats.native_family(plain_image_model(), ("hf_vit",))[1]) == NATIVE_VIT
 
 
 @pytest.mark.usefixtures("hangup")

@@ -15,7 +15,7 @@ import torchvision_ops  # noqa: F401
 transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
 import torch
 from foreign_models import links_of, tensors_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from small_models import assert_trees_equal
 from vision_models import (
     DIFFERENCES,
@@ -199,43 +199,6 @@ def test_names_of_facebookresearch_are_read_without_config(tmp_path, name):
         tmp_path / "dinov2.pth", of_torch(model, pixels, result), pixels, f"facebookresearch {name}"
     )  # fmt: skip
     check_written_back(read, [n for n in ("cls_token", "register_tokens", "pos_embed") if n in tensors_of(read)])
-
-
-def test_preprocessor_config_gives_the_preprocessing(tmp_path):
-    model = create("ViT")
-    model.save_pretrained(tmp_path)
-    processor = dict(
-        image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.5], size={"shortest_edge": 40}, resample=3,
-        crop_size={"height": 32, "width": 32}, do_center_crop=True,
-    )  # fmt: skip
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    pp = weights.open_weights(tmp_path).description.pp
-    assert pp.startswith(
-        'decode|resize_small(40, "bicubic", True)|central_crop(32)|value_range(0, 1, [102.0, 127.5, 153.0], [153.0'
-    )
-    half = {**processor, "size": {"shortest_edge": 20}, "crop_size": {"height": 16, "width": 16}}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(half))
-    assert weights.open_weights(tmp_path).description.pp == pp  # for the position embeddings, which are for 32 pixels
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, "resample": 2}))
-    pp = weights.open_weights(tmp_path).description.pp
-    assert pp == 'decode|resize(32, "bilinear", True)|value_range(-1, 1)'
-
-
-@pytest.mark.slow
-def test_shards_are_read_as_one_file(tmp_path):
-    model, pixels = create("ViT"), images((32, 32))
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    check_read(tmp_path, of_torch(model, pixels, result), pixels, "transformers ViT, shards")
-
-
-def test_bfloat16_tensors_are_read_exactly(tmp_path):
-    model = create("ViT").to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    read, stored = weights.open_weights(tmp_path), load_file(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(
-        read.tree()["head"]["kernel"].astype(np.float32).T, stored["classifier.weight"].float().numpy()
-    )
 
 
 def test_values_that_transformers_refuses_are_an_error_of_one_line(tmp_path):

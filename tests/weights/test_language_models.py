@@ -298,28 +298,21 @@ def keep(tensors):
 # The model, the change of its tensors, the change of its config.json, and a part of the message.
 UNSUITABLE = [
     ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
-    ("llama", keep, dict(model_type="absent"), "model_type=None is not supported"),
     ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
     ("llama", keep, dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters of type 'yarn'"),
     ("llama", keep, dict(rope_parameters={"rope_type": "linear"}), "factor=None; expected a positive number"),
     ("llama", keep, dict(rope_parameters={"rope_type": "llama3", "factor": 8}), "low_freq_factor=None; expected"),
     ("llama", keep, dict(rope_scaling=LLAMA_3 | dict(high_freq_factor=1.0)), "low_freq_factor=1.0 should be below"),
     ("llama", keep, dict(rope_parameters={"full": {"rope_theta": 5e5}}), "each kind of layer (full)"),
-    ("llama", keep, dict(rope_parameters=[1]), "rope_parameters=[1]; expected an object"),
     ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
     ("llama", keep, dict(attention_bias=True), "mlp_bias=False is not supported, only True"),
     ("llama", keep, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only 'silu'"),
     ("llama", keep, dict(num_hidden_layers=0), "num_hidden_layers=0; expected a positive integer"),
-    ("llama", keep, dict(hidden_size="absent"), "hidden_size=None; expected a positive integer"),
-    ("llama", keep, dict(rms_norm_eps="small"), "rms_norm_eps='small'; expected a positive number"),
     ("llama", keep, dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'; expected true or false"),
     ("llama", keep, dict(num_key_value_heads=4), "6 heads should divide the width 48, and 4 key heads the heads"),
-    ("llama", keep, dict(num_hidden_layers=2), "9 only in the file: model.layers.2.input_layernorm.weight"),
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
-    ("llama", keep, dict(vocab_size=62), "model.embed_tokens.weight (file (61, 48), model (62, 48))"),
     ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the file: model.layers.0.self_attn.q_pro"),
     ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
-    ("llama", keep, dict(is_causal=False), "is_causal=False is not supported, only True"),
     ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
     ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
     ("mistral", keep, dict(sliding_window=0), "sliding_window=0; expected a positive integer"),
@@ -327,14 +320,9 @@ UNSUITABLE = [
     ("qwen3", keep, dict(layer_types=[LOCAL] * DEPTH), "sliding_window=None; expected a positive integer"),
     ("qwen3", keep, WINDOWS | dict(layer_types=["full_attention", LOCAL, LOCAL]), "layer_types=['full_attention', "),
     ("qwen3", keep, WINDOWS | dict(layer_types=None, max_window_layers=1), "max_window_layers=1 is not supported"),
-    ("qwen3", keep, WINDOWS | dict(layer_types=["chunked_attention"] * DEPTH), "layer_types=['chunked_attention', "),
     ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
     ("gpt2 tied", keep, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    ("gpt2 tied", keep, dict(add_cross_attention=True), "add_cross_attention=True is not supported"),
-    ("gpt2 tied", keep, dict(n_head=7), "7 heads should divide the width 48"),
-    ("gpt2 tied", keep, dict(tie_word_embeddings=False), "1 only in the model: lm_head.weight"),
     ("neox parallel .5", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size"),
-    ("neox parallel .5", keep, dict(attention_bias=False), "attention_bias=False is not supported, only True"),
     ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
     ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
 ]  # fmt: skip
@@ -365,15 +353,6 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(str(folder))
-
-
-@pytest.mark.interop
-@pytest.mark.slow
-def test_weights_without_config_are_refused(folders, tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes((folders / "llama" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"no config\.json beside the weights"):
-        open_weights(file)
 
 
 @pytest.mark.interop
