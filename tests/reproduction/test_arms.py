@@ -127,32 +127,9 @@ def test_runs_of_another_config_are_neither_skipped_nor_mixed_in(fields, tmp_pat
 
 
 @pytest.mark.usefixtures("measured")
-def test_evaluation_on_other_data_is_another_config(tmp_path):
-    train_group(tmp_path, [0], fake())
-    run = group(tmp_path).at_equal_steps(10)["plain"]
-    config = load(run.spec, [*run.words(0), "evals.validation.data.limit=7"])
-    with pytest.raises(ConfigError, match=r"config\.evals\.validation\.data\.limit"):
-        seeded.check_config(tmp_path / "plain" / "seed0", config)
-
-
-@pytest.mark.usefixtures("measured")
 def test_a_run_that_diverged_is_an_error_and_not_left_out(tmp_path):
     with pytest.raises(MetricsError, match=r"good/seed0: validation/bits_per_byte is not a number after the last step"):
         train_group(tmp_path, [0], fake({**VALUES, "good": None}))
-
-
-@pytest.mark.parametrize(
-    ("mean", "expected"),
-    [
-        (Mean(-1e-17, 0.5), "undecided (+0.0000 ± 0.5000)"),  # no sign of a rounding error
-        (Mean(2.0, None), "undecided (+2.0000)"),
-        (Mean(2.0, 3.0), "undecided (+2.0000 ± 3.0000)"),
-        (Mean(2.0, 1.0), "does not hold (+2.0000 ± 1.0000)"),
-        (Mean(-2.0, 1.0), "holds (-2.0000 ± 1.0000)"),
-    ],
-)
-def test_a_statement_is_decided_only_outside_of_the_interval(mean, expected):
-    assert arms.decision(mean) == expected
 
 
 def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeypatch):
@@ -212,25 +189,6 @@ def image_training():
 def image_times(monkeypatch):
     """A DCViT takes 1.6 times the time of a ViT."""
     set_times(monkeypatch, {"ViT": 10.0, "DCViT": 16.0}.__getitem__)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("image_times")
-def test_vits_differ_in_attention_and_steps_only_and_equal_time_follows_from_the_times(tmp_path):
-    train = image_training()
-    assert train_all(ablations.plan8(tmp_path, 80), [0], train) == 0
-    arms_and_steps = [(arm, config.total_steps) for arm, _, config in train.calls]
-    models = [f"{data}/{name}" for data in ("digits", "scenes") for name in ("ViT", "DCViT", "DCViT=time")]
-    assert arms_and_steps == list(zip(models, [80, 80, 50] * 2, strict=True))
-    for number, (arm, _, config) in enumerate(train.calls):
-        first = train.calls[number - number % 3][2]
-        assert config.model.compose == (None if arm.endswith("/ViT") else "both")
-        assert config.schedule.decay_type == "cosine"
-        assert config.schedule.warmup_percent == first.schedule.warmup_percent
-    assert train_all(ablations.plan8(tmp_path, 80), [0], train) == 0
-    assert len(train.calls) == 6
-    with pytest.raises(ConfigError, match="the runs of seed 1 are not complete"):
-        ablations.table8(tmp_path, [0, 1], 80)
 
 
 @pytest.mark.slow

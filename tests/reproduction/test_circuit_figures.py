@@ -11,7 +11,7 @@ from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli, reproduce
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-from dcvit.reproduction import catalog, circuits, in_context, tables
+from dcvit.reproduction import catalog, circuits, in_context
 from dcvit.training.trained import open_trained
 
 LENGTH = 9
@@ -80,14 +80,6 @@ def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, t
             a = np.zeros((1, HEADS, LENGTH, LENGTH))
             a[0, :, -1] = before.T
             np.testing.assert_allclose(oracle.compose(a, factors, 2)[0, :, -1].T, after, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_grid_of_matrices_is_drawn(case, tmp_path):
-    files = tables.write(circuits.figure8(tmp_path, [0], 5), tmp_path)
-    assert [file.name for file in files] == ["figure8.md", "figure8.csv", "figure8.png"]
-    assert files[-1].read_bytes().startswith(b"\x89PNG")
-    assert "“w0 w1 w2 w3 w4 w5 w6 w7 w8 ____”: DCMHA answers “right”" in files[0].read_text()
 
 
 @pytest.mark.weekly

@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import json
 
 import pytest
 from fake_training import write_run
@@ -105,47 +104,6 @@ def small_library(monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
     for name in (*harness_tasks.OFFLINE, "DISABLE_MULTIPROC"):
         monkeypatch.setenv(name, "1")
-
-
-@needs_library
-@pytest.mark.weekly
-@pytest.mark.usefixtures("small_library")
-def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    import numpy as np
-    from harness_library import CONTEXT, direct, made
-
-    from input_pipeline.text.tokenizer import ByteTokenizer
-
-    monkeypatch.setattr(downstream, "LONGEST_LINE", 12)
-    monkeypatch.setattr(downstream, "PER_FILE", 4)
-    files = downstream.held_out_files()[:2]
-    monkeypatch.setattr(downstream, "held_out_files", lambda: files)
-    downstream.write_tasks(tmp_path / "tasks", CONTEXT)
-    one = made("DCFormer++")
-    opened = SimpleNamespace(language_model=lambda: (one.net, one.params), tokenizer=ByteTokenizer)
-    monkeypatch.setattr(downstream, "open_trained", lambda *options: opened)
-    write_run(tmp_path, {"total_steps": 1}, {})
-    found = downstream.measured(tmp_path, tmp_path / "tasks")
-
-    def score(context, continuation):
-        return direct(one, [*(context + continuation).encode()], len(continuation))
-
-    cloze, choice = (
-        [json.loads(line) for line in (tmp_path / "tasks" / f"{name}.jsonl").read_text().splitlines()]
-        for name in (CLOZE, CHOICE)
-    )
-    scores = [score(question["context"], question["target"]) for question in cloze]
-    bits = -np.mean([nats for nats, _ in scores]) / np.log(2)
-    assert found[downstream.LOG_PERPLEXITY] == pytest.approx(bits, rel=1e-4)
-    assert found[f"{CLOZE} acc"] == np.mean([greedy for _, greedy in scores])
-    right = [
-        np.argmax([score(q["context"], text)[0] / len(text) for text in q["choices"]]) == q["label"] for q in choice
-    ]
-    assert found[f"{CHOICE} acc_norm"] == np.mean(right)
-    monkeypatch.setattr(downstream, "open_trained", lambda *options: pytest.fail("measured again"))
-    assert downstream.measured(tmp_path, tmp_path / "tasks") == found
 
 
 @needs_library

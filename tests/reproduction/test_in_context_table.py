@@ -34,12 +34,6 @@ def test_table_5_has_means_of_seeds_beside_the_paper(runs):
     assert (plain["accuracy %, paper"], composed["accuracy %, paper"]) == (31.9, 39.0)
 
 
-def test_figure_6_has_a_row_for_every_number_of_shots(runs):
-    rows = in_context.figure6(runs, [0, 1], 5).rows
-    assert [(row["model"], row["shots"]) for row in rows] == [(m, n) for m in ACCURACY for n in range(4)]
-    assert [row["accuracy %"] for row in rows[:4]] == pytest.approx([51, 52, 53, 54])
-
-
 def test_an_incomplete_seed_is_an_error(runs):
     (runs / "DCMHA" / "seed1" / "metrics.jsonl").write_text('{"step": 4}\n')
     for make in (in_context.table5, in_context.figure6):

@@ -7,7 +7,7 @@ import pytest
 
 from dcvit.config import load as config
 from dcvit.models import presets
-from dcvit.reproduction import arms, overhead, rounds, tables
+from dcvit.reproduction import arms, overhead, rounds
 from dcvit.training.model import make_model
 
 
@@ -72,20 +72,6 @@ def test_estimates_are_of_pairs_with_the_same_config_and_slice(tmp_path):
     large, small = overhead.estimates(path)
     assert (large["speed %"], large["paper %"]) == (75, 74.5)
     assert (small["speed %"], small["paper %"]) == (50, None)
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_a_table_without_estimates_says_so(installed, tmp_path, monkeypatch):
-    path = tmp_path / "tpu_step.json"
-    if not installed:
-        path.write_text("[]")
-    monkeypatch.setattr(overhead, "ESTIMATES", path)
-    rates = {arm: [1.0] for arm in (overhead.PLAIN, overhead.SAME, overhead.COMPOSED)}
-    row = overhead.measured_row("a", rates, overhead.PLAIN)
-    monkeypatch.setattr(overhead, "bounds", lambda: [row])
-    monkeypatch.setattr(overhead, "measured", lambda size: [row])
-    words = "are not part of an installed package" if installed else "has no estimates of the TPU compiler"
-    assert words in " ".join(tables.markdown(overhead.table()).split())
 
 
 @pytest.mark.weekly

@@ -9,25 +9,8 @@ import pytest
 
 from dcvit import cli, reproduce
 from dcvit.config.load import load
-from dcvit.reproduction import ablations, arms, catalog, costs, full, overhead, speeds, tables
+from dcvit.reproduction import ablations, arms, costs, full, overhead, speeds, tables
 from dcvit.training.model import make_model
-
-
-def test_every_table_and_figure_of_the_paper_is_listed(capsys):
-    numbered = {f"table{n}" for n in range(1, 12)} | {f"figure{n}" for n in range(1, 9)}
-    images = {"image_digits", "image_scenes", "photographs", "bfloat16_digits", "bfloat16_photographs"}
-    at_equal_time = {"forms", "layers", "tasks", "tasks_confirmed"}
-    at_equal_time |= {f"equal_time_{data}" for data in ("text", "scenes", "digits", "photographs")}
-    others = {"heads", "key_heads", "optimizers"}
-    assert set(catalog.ENTRIES) == numbered | images | at_equal_time | others
-    assert cli.run(reproduce.main, ["--list"]) == 0
-    assert "table9" in capsys.readouterr().out
-
-
-def test_entries_say_what_can_be_computed():
-    for name, entry in catalog.ENTRIES.items():
-        assert (entry.compute is not None) == (entry.desk != catalog.NOTHING), name
-        assert (name in full.RUNS) == (entry.full == catalog.COMMANDS), name
 
 
 @pytest.mark.parametrize(
@@ -145,14 +128,6 @@ def test_results_are_written_with_the_values_of_the_paper(tmp_path):
     )
     assert list(csv.reader(plain.read_text().splitlines()))[1] == ["a", "1.23456", "2"]
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_notes_are_wrapped_without_a_change_of_their_words():
-    note = "Settings: " + "a word " * 40 + "\n\n- one\n- two " + "more " * 40 + "\n- " + "x" * 200
-    lines = tables.wrapped(note).splitlines()
-    assert " ".join(lines).split() == note.split()
-    assert all(len(line) <= 120 for line in lines[:-2])  # a word of 200 letters is not broken
-    assert [line[:2] for line in lines if line and not line.startswith(("Settings", "word", "a "))][:2] == ["- ", "- "]
 
 
 @pytest.mark.weekly
