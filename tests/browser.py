@@ -11,9 +11,6 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--disable-background-networking", "--no-first-run", "--remote-debugging-pipe",
 )  # fmt: skip
-EVENTS = {
-    "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.requestWillBeSent",
-}  # fmt: skip
 
 
 class Browser:

@@ -55,17 +55,6 @@ def test_every_row_has_the_columns_of_all_evaluators(run):
     assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
 
 
-@pytest.mark.slow
-def test_a_file_with_other_columns_is_rejected_before_the_evaluation(run, monkeypatch, tmp_path):
-    out = tmp_path / "results.csv"
-    run[0](out)
-    assert out.read_text() == "evaluation,model,step,parameters,bytes,loss,tokens\n"
-    out.write_text("evaluation,model,step,parameters,top1\n")
-    monkeypatch.setattr(CountEvaluator, "run", None)
-    with pytest.raises(ConfigError, match=r"other columns, evaluation,.*expected .*,bytes,loss,tokens"):
-        run[0](out)
-
-
 @pytest.mark.parametrize("before", ["", "a,b\n", "a,b", "a,b\n1,2\n", "a,b\n1,2", "a,b\r\n1,2\r\n"])
 def test_rows_are_appended_under_one_header(tmp_path, before):
     path = tmp_path / "results.csv"

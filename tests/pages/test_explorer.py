@@ -1,4 +1,4 @@
-"""The file of the explorer: packed arrays, rollout, predictions, and the size of large models."""
+"""The file of the explorer: packed arrays, rollout, predictions, and the size of a page."""
 
 import html
 
@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import param_shapes
 
 from dcvit.interpret.activations import run_with_cache
-from dcvit.models import vit
 from dcvit.pages.explorer import samples
 
 
@@ -97,17 +95,6 @@ def test_names_are_escaped_and_a_page_has_the_layers_that_are_named():
     assert [layer["number"] for layer in pages.facts_of(text)["samples"][0]["layers"]] == [1]
     assert pages.facts_of(text)["samples"][0]["name"] == hostile
     assert html.escape("<title>explorer</title>") not in text
-
-
-@pytest.mark.exhaustive
-def test_an_image_in_a_small_vision_transformer_needs_less_than_8_megabytes():
-    """The numbers of its 12 layers are random, so that each layer has as many bytes as the last of two."""
-    net = vit.Model(1000, variant="DCViT-S/16", depth=2, compose="both", static=True, rep_size=True, posemb="sincos2d")
-    image = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, size=(1, 224, 224, 3)), jnp.float32)
-    shapes = param_shapes(net, image)
-    params = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(0, 0.05, x.shape), jnp.float32), shapes)
-    sample = pages.sample_of(0, 0, "image", net, params, image, ablate=False)
-    assert 4e6 < len(pages.page([sample])) + 10 * len(sample.blocks[sample.facts["layers"][1]["block"]]) < 8e6
 
 
 @pytest.mark.slow

@@ -62,15 +62,6 @@ def test_a_page_makes_no_request():
     assert policies[0].startswith("default-src 'none'; img-src data:")
 
 
-def test_few_classes_have_a_matrix_and_many_a_list():
-    few, many = page(evaluation(10)), page(evaluation(40))
-    assert "Confusion matrix" in few
-    assert "Most frequent confusions" not in few
-    assert "Confusion matrix" not in many
-    assert "Most frequent confusions" in many
-    assert "Top-5" not in page(evaluation(5))
-
-
 def test_the_matrix_holds_the_counts():
     made = evaluation(10)
     matrix = page(made).split("Confusion matrix</h3>")[1].split("</table>")[0]
@@ -113,17 +104,6 @@ def decoded(source):
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
 
 
-def test_notes_say_how_confidence_and_several_labels_are_treated():
-    made = evaluation(10, sigmoid=True, dtype=np.float32)
-    made.outcomes.several, made.outcomes.not_finite = 3, 2
-    text = Reader(page(made)).text
-    for note in (
-        "sigmoid of the logit", "need not add up to 1", "3 images have several labels", "do not count here",
-        "2 images without a finite confidence", "scaled to the range from black to white",
-    ):  # fmt: skip
-        assert note in text
-
-
 def test_the_baseline_and_classes_that_are_never_predicted_are_named():
     made = evaluation(3, names=["cat", "Donaudampfschiff", "fox"])
     pairs = made.outcomes.pairs = Counter({(0, 0): 5, (0, 2): 1, (1, 0): 3, (2, 2): 1})
@@ -134,10 +114,6 @@ def test_the_baseline_and_classes_that_are_never_predicted_are_named():
     assert "Never predicted" not in page(made)
     made.outcomes.pairs.clear()  # as with several labels of every image
     assert "Baseline" not in page(made)
-
-
-def test_a_perfect_classifier_has_no_mistakes():
-    assert "There is none" in page(evaluation(10, accuracy=1.1))
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -151,10 +127,3 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, message):
     with pytest.raises(ConfigError, match=message):
         report.check_path(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.html", "folder.html"]
-
-
-@pytest.mark.slow
-def test_an_existing_report_may_be_replaced(tmp_path):
-    (tmp_path / "report.html").write_text("old")
-    report.check_path(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == "old"
