@@ -212,14 +212,6 @@ def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batc
     assert config.examples == examples
 
 
-@pytest.mark.parametrize(("batch", "family"), [(8, "interleaved"), (6, "vector")])
-def test_the_family_of_kernels_is_logged(caplog, batch, family):
-    q = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
-    with caplog.at_level("INFO", logger=api.LOG.name):
-        jax.eval_shape(lambda q: api.attention(Inputs(q, q, q), Options()), q)
-    assert f"{family} TPU kernels" in caplog.text
-
-
 def test_race_detection_finds_two_cores_that_write_one_block(monkeypatch):
     def kernel(x, out):
         out[...] = x[0]
