@@ -218,6 +218,14 @@ def test_new_models_start_close_to_plain_attention():
         assert 0 < (composed(rows).logits - logits).abs().max() < 0.1 * logits.abs().max()
 
 
+def test_bfloat16_runs_without_a_change_of_dtype():
+    config = modeling.DCFormerConfig(width=32, depth=2, num_heads=4, vocab_size=17, static=True, qk_norm="rmsnorm")
+    model = modeling.DCFormerForCausalLM(config).to(torch.bfloat16).eval()
+    rows = torch.from_numpy(np.array(small_models.make_tokens())).long()
+    with torch.no_grad():
+        assert model(rows).logits.dtype == torch.bfloat16
+
+
 def new_model(**fields):
     """Return a random language model of the file, with weights large enough that tokens make a difference."""
     torch.manual_seed(0)
@@ -245,6 +253,16 @@ def test_generation_is_the_same_with_and_without_cache(fields, beams):
         assert found.sequences.tolist() == expected
         assert len({*found.sequences[:, 6:].flatten().tolist()}) > 1
         assert len(found[modeling.CACHE].layers) == 2
+
+
+@pytest.mark.parametrize("compose", ["pre", "both"])
+def test_a_static_cache_continues_rows_whose_documents_end(compose):
+    model, rows = new_model(compose=compose, end_of_text=END), PADDED["input_ids"]
+    cache = transformers.StaticCache(model.config, max_cache_len=9)
+    with torch.no_grad():
+        found = [model(part, attention_mask=PADDED["attention_mask"][:, :stop], cache=cache).logits
+                 for part, stop in ((rows[:, :4], 4), (rows[:, 4:5], 5), (rows[:, 5:], 6))]  # fmt: skip
+        torch.testing.assert_close(torch.cat(found, dim=1), model(**PADDED).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.exhaustive
@@ -312,6 +330,35 @@ def test_the_cache_has_both_names(name):
         torch.testing.assert_close(model(rows[:, 3:], **{name: cache}).logits, whole, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="are the same argument"):
         model(rows, past_key_values=cache, cache=cache)
+
+
+def test_a_tuple_states_and_weights_are_returned_if_asked_for():
+    for compose in ("both", None):
+        model, rows = new_model(compose=compose), PADDED["input_ids"][1:]
+        with torch.no_grad():
+            out = model(rows, output_hidden_states=True, output_attentions=True)
+            plain = model(rows)
+            torch.testing.assert_close(out.logits, plain.logits, atol=1e-5, rtol=0)
+            torch.testing.assert_close(model.lm_head(out.hidden_states[-1]), out.logits)
+            torch.testing.assert_close(model(rows, return_dict=False)[0], plain.logits)
+        assert [x.shape for x in out.hidden_states] == [(1, 6, 32)] * 3
+        assert [x.shape for x in out.attentions] == [(1, 4, 6, 6)] * 2
+        assert plain.hidden_states is None
+        assert plain.attentions is None
+        upper = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        assert not any(x[..., upper].any() for x in out.attentions)
+
+
+def test_images_have_states_and_weights_if_asked_for():
+    net = modeling.DCViTForImageClassification(modeling.DCViTConfig(
+        width=32, depth=2, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3
+    )).eval()  # fmt: skip
+    images = torch.randn(2, 3, 8, 8)
+    out = net(images, output_hidden_states=True, output_attentions=True)
+    assert [x.shape for x in out.hidden_states] == [(2, 4, 32)] * 3
+    assert [x.shape for x in out.attentions] == [(2, 4, 4, 4)] * 2
+    torch.testing.assert_close(net(images, return_dict=False)[0], out.logits)
+    assert net.get_input_embeddings() is net.patches
 
 
 def test_embeddings_positions_and_masks_are_honoured():
