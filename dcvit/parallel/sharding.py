@@ -15,17 +15,19 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
 
 from dcvit.dcmha.inputs import Composition
 from dcvit.errors import ConfigError, check_regex, matches, nearest
 from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")
 Spec = Sequence[Axis]  # the mesh axes that split each of the last dimensions of a parameter
