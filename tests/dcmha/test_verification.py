@@ -6,6 +6,7 @@ The candidates are functions that misbehave as kernels on a chip can: what exami
 import contextvars
 import dataclasses
 import json
+import logging
 import os
 import re
 import subprocess
@@ -143,6 +144,22 @@ def test_verification_works_while_a_function_is_traced():
     assert program(1.0) == 2
 
 
+def test_without_a_verdict_no_kernel_is_selected_and_one_line_says_what_to_run(caplog):
+    with selecting(Selection("known")):
+        assert order(case(right)) == order(case(right)) == ("plain",)
+    (message,) = caplog.messages
+    assert "right" in message
+    assert "dcvit check-kernels" in message
+
+
+def test_policies_without_verdicts():
+    with selecting(Selection("trust")):
+        assert order(case(right)) == ("right", "plain")
+    verified(case(right))
+    with selecting(Selection("off")):
+        assert order(case(right)) == ("plain",)
+
+
 def without_selection(function):
     """Call a function as code that is not inside `selecting`."""
     return contextvars.Context().run(function)
@@ -196,6 +213,11 @@ def test_an_unknown_policy_in_the_environment_is_an_error_also_without_kernels(m
         without_selection(lambda: dcmha.attention(q, q, q))
 
 
+def test_a_recorded_choice_is_used_without_verification():
+    with selecting(Selection("verify", chosen={"matmul": "does_not_compile"})):
+        assert order(case(does_not_compile)) == ("does_not_compile", "plain")
+
+
 def test_processes_agree_by_the_function_that_shares_choices():
     asked = []
 
@@ -206,6 +228,18 @@ def test_processes_agree_by_the_function_that_shares_choices():
     with selecting(Selection("verify", share=share)):
         assert order(case(right)) == ("plain",)
     assert asked == ["matmul"]
+
+
+def test_one_line_says_that_process_0_selected_what_was_wrong_here(caplog):
+    one = case(lambda x: right(x) * 2)
+    verified(one)
+    verification.warn_once.cache_clear()
+    caplog.clear()
+    for _ in range(2):
+        with selecting(Selection("verify", share=lambda key, choose: "<lambda>")):
+            assert order(one) == ("<lambda>", "plain")
+    (message,) = caplog.messages
+    assert "as process 0 selected it, although an earlier verdict on a device of process 0 is: wrong" in message
 
 
 def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
@@ -316,6 +350,21 @@ def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far
     assert verified(second, budget=1e6)[0] == ("quick", "plain")
 
 
+def test_the_default_is_measured_before_kernels_so_that_the_best_so_far_is_known():
+    order, budget = [], 1e6
+
+    def traced(name):
+        def function(x):
+            order.append(name)
+            return right(x)
+
+        function.__name__ = name
+        return function
+
+    verified(case(traced("kernel"), plain=traced("plain")), budget=budget)
+    assert order.index("plain") < order.index("kernel")
+
+
 @pytest.mark.parametrize("status", ["timed out", "failed"])
 @pytest.mark.parametrize(
     ("hours", "limit", "is_tried"), [(1, 60, False), (1, 61, True), (25, 60, True), (25, 10, True), (1, 10, False)]
@@ -328,9 +377,25 @@ def test_a_failure_is_tried_again_after_a_day_or_with_a_longer_limit(status, hou
     assert verdict(one, "right").passed == is_tried
 
 
+def test_a_failure_that_fails_again_is_kept_for_another_day():
+    old = Verdict("failed", reason="before", seconds=60, when=time.time() - 1e6)
+    store().write("matmul", "does_not_compile", old)
+    verified(case(does_not_compile))
+    found = verdict(case(does_not_compile), "does_not_compile")
+    assert found.when > old.when + 1e5
+    assert verified(case(does_not_compile))[0] == ("plain",)
+    assert verdict(case(does_not_compile), "does_not_compile") == found
+
+
 def test_what_is_wrong_stays_wrong():
     store().write("matmul", "right", Verdict("wrong", 0.5, reason="wrong", seconds=1, when=0))
     assert verified(case(right, plain=slow))[0] == ("plain",)
+
+
+def test_a_failure_is_forgotten_with_another_version():
+    here = verdicts.environment(jax.local_devices()[0])
+    Verdicts({**here, "jax": "0.0.1"}).write("matmul", "right", Verdict("failed", reason="old", seconds=1e9))
+    assert verified(case(right, plain=slow))[0] == ("right", "plain")
 
 
 def test_programs_without_gradients_use_what_is_fastest_without():
@@ -451,6 +516,13 @@ print(verified(case(waits, plain=slow))[0])
     assert sum("attention: verifying" in err for _, err in found) == 1
 
 
+def test_a_plain_implementation_that_is_slow_is_no_hung_device():
+    def sluggish(x):
+        return callback(lambda: (time.sleep(0.5), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
+
+    assert verified(case(right, plain=sluggish), seconds=1)[0] == ("right", "plain")
+
+
 def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached_one(monkeypatch):
     selection.set_default("verify")
     other = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
@@ -554,3 +626,10 @@ def test_arrays_have_padded_keys_and_a_row_without_keys():
 
     one = case(attends)
     assert examine(one, store(), 30)["attends"].passed
+
+
+def test_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        verified(case(right))
+        verified(case(right))
+    assert len([m for m in caplog.messages if "verifying" in m]) == 1
