@@ -240,7 +240,7 @@ def on_images(experiment: images.Experiment, pair: str, forms: Mapping[str, Fiel
     )  # fmt: skip
 
 
-PLAIN_AND_POST: dict[str, Fields] = {"mha": FORMS["mha"], "dcmha_post": {"compose": "post"}}
+PLAIN_AND_POST: dict[str, Fields] = {"mha": FORMS["mha"], "dcmha_post": ON_TASKS["dcmha, post"]}
 ON_SCENES: dict[str, Fields] = {
     **PLAIN_AND_POST, WIDER: {**FORMS["mha"], "mlp_dim": 180}, "dcmha": {"compose": "both"},
 }  # fmt: skip
