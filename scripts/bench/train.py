@@ -24,8 +24,9 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,10 +96,18 @@ def language(size: str, depth: int | None, batch: int, dtype: str) -> Build:
     return build
 
 
-def stepper(
-    net: nn.Module, inputs: jax.Array, targets: jax.Array, *, only_compiles: bool = False
-) -> tuple[Callable[[], None], int]:
-    """Return a function that runs one training step, and the temporary bytes of its program."""
+class Programs(NamedTuple):
+    """The programs of a row, before or after their compilation: of the initial carry, and of a training step."""
+
+    initial: Any
+    step: Any
+
+    def compiled(self) -> "Programs":
+        return Programs(self.initial.compile(), self.step.compile())
+
+
+def lowered(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> Programs:
+    """Return the programs of a model."""
     tx = optax.adam(1e-3)
 
     def update(
@@ -116,17 +125,20 @@ def stepper(
         params = net.init(jax.random.key(0), inputs)["params"]
         return [params, tx.init(params)]
 
-    shapes = jax.eval_shape(initial, inputs[:1])
-    program = jax.jit(update, donate_argnums=(0, 1)).lower(*shapes, inputs, targets).compile()
-    carry = [] if only_compiles else jax.jit(initial)(inputs[:1])
+    step = jax.jit(update, donate_argnums=(0, 1)).lower(*jax.eval_shape(initial, inputs[:1]), inputs, targets)
+    return Programs(jax.jit(initial).lower(inputs[:1]), step)
+
+
+def stepper(programs: Programs, inputs: jax.Array, targets: jax.Array) -> Callable[[], None]:
+    """Return a function that runs one training step."""
+    carry = programs.initial(inputs[:1])
 
     def step() -> None:
-        *carry[:], value = program(*carry, inputs, targets)
+        *carry[:], value = programs.step(*carry, inputs, targets)
         jax.block_until_ready((carry, value))
 
-    if not only_compiles:
-        step()
-    return step, program.memory_analysis().temp_size_in_bytes
+    step()
+    return step
 
 
 def torch_stepper(batch: int) -> Callable[[], None]:
@@ -196,14 +208,17 @@ def main() -> None:
         build = vision(args.batch, dtype)
     else:
         build = language(args.model, args.depth, args.batch, dtype)
-    steps: dict[str, tuple[Callable[[], None], int | None]] = {
-        name: stepper(*build(ROWS[name]), only_compiles=not args.rounds) for name in args.rows
-    }
+    built = {name: build(ROWS[name]) for name in args.rows}
+    before = {name: lowered(*row) for name, row in built.items()}  # kernels are verified here, one after the other
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(before, pool.map(Programs.compiled, before.values()), strict=True))
     if not args.rounds:
         return
+    steps = {name: stepper(programs[name], *row[1:]) for name, row in built.items()}
+    sizes = {name: program.step.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
     if args.torch:
-        steps[TORCH] = torch_stepper(args.batch), None
-    seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.rounds)
+        steps[TORCH] = torch_stepper(args.batch)
+    seconds = interleaved(steps, args.rounds)
     machine = device()
     if "GLIBC_TUNABLES" in os.environ:
         machine += f", GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"
@@ -211,8 +226,7 @@ def main() -> None:
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, high = 1e3 * min(times), 1e3 * max(times)
-        size = steps[name][1]
-        memory = "" if size is None else f"  {size / 2**20:9.1f} MiB temporary"
+        memory = f"  {sizes[name] / 2**20:9.1f} MiB temporary" if name in sizes else ""
         print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){memory}")
     ratios = {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
     print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))

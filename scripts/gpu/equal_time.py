@@ -20,6 +20,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -75,11 +76,17 @@ Carry: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
 class Arm(NamedTuple):
-    """The compiled programs of an arm: the initial carry of a seed, a chunk of steps, and bits per byte of the text."""
+    """The programs of an arm.
 
-    initial: Callable[[int], Carry]
-    train: Callable[[Carry, jax.Array, jax.Array], Carry]
-    evaluate: Callable[[Carry], float]
+    Fields:
+      initial: from a seed to the initial carry.
+      train: a chunk of steps, from the carry, the text, the rows of each step and its factor of the learning rate.
+      nats: from the parameters and the text held out to the sum of the losses of all tokens.
+    """
+
+    initial: Callable[..., Carry]
+    train: Callable[..., Carry]
+    nats: Callable[..., jax.Array]
 
 
 def text(split: str, size: Size) -> jax.Array:
@@ -89,20 +96,22 @@ def text(split: str, size: Size) -> jax.Array:
     return jnp.asarray(tokens[: rows * (size.context + 1)].reshape(rows, -1))
 
 
-def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax.Array) -> Arm:
-    """Return the programs of a model with these fields."""
+def lowered(
+    fields: dict[str, object], size: Size, text: jax.Array, held_out: jax.Array
+) -> tuple[jax.stages.Lowered, ...]:
+    """Return the programs of an `Arm` with these fields of the model, before they are compiled."""
     net = lm.Model(
         257, width=size.width, depth=size.depth, num_heads=size.num_heads, mlp_dim=size.mlp_dim, context=size.context,
         qk_norm="rmsnorm", init_std=0.02, dtype_mm="float32" if jax.default_backend() == "cpu" else "bfloat16",
         preset=None, **fields,
     )  # fmt: skip
+    composes = fields.get("compose", "both") is not None
+    options = dataclasses.replace(OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
 
-    def parameters(seed: jax.Array | int) -> optax.Params:
+    def parameters(seed: jax.Array) -> optax.Params:
         params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
         return params
 
-    composes = fields.get("compose", "both") is not None
-    options = dataclasses.replace(OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
     tx, _ = optim.make(jax.eval_shape(parameters, 0), 1, options)
 
     def nats(params: optax.Params, rows: jax.Array) -> jax.Array:
@@ -111,51 +120,63 @@ def build(fields: dict[str, object], size: Size, train: jax.Array, held_out: jax
         kernel = lm.head_kernel(params)
         return token_xent(lambda x: lm.unembed(x, kernel), out["pre_logits"], tokens[:, 1:])
 
-    @jax.jit
     def initial(seed: jax.Array) -> Carry:
         params = parameters(seed)
         return params, tx.init(params)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def steps(carry: Carry, order: jax.Array, factors: jax.Array) -> Carry:
+    def steps(carry: Carry, text: jax.Array, order: jax.Array, factors: jax.Array) -> Carry:
         def step(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
             (params, state), (rows, factor) = carry, now
-            gradient = jax.grad(lambda p: nats(p, train[rows]).mean())(params)
+            gradient = jax.grad(lambda p: nats(p, text[rows]).mean())(params)
             change, state = tx.update(gradient, state, params)
             return (optax.apply_updates(params, jax.tree.map(lambda x: factor * x, change)), state), None
 
         return jax.lax.scan(step, carry, (order, factors))[0]
 
-    parts = held_out[: size.evaluated].reshape(-1, size.rows, size.context + 1)
-    count = int((parts[..., 1:] < 256).sum())  # of bytes, without the ends of files
-    total = jax.jit(lambda params: jax.lax.map(lambda rows: nats(params, rows).sum(), parts).sum())
-    return Arm(initial, steps, lambda carry: float(total(carry[0])) / count / math.log(2))
+    def total(params: optax.Params, parts: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda rows: nats(params, rows).sum(), parts).sum()
+
+    seed, order, factors = jnp.int32(0), jnp.zeros((size.chunk, size.rows), jnp.int32), jnp.zeros(size.chunk)
+    carry = jax.eval_shape(initial, seed)
+    return (
+        jax.jit(initial).lower(seed),
+        jax.jit(steps, donate_argnums=0).lower(carry, text, order, factors),
+        jax.jit(total).lower(carry[0], held_out),
+    )
 
 
-def step_times(arms: dict[str, Arm], size: Size) -> dict[str, float]:
-    """Return the median time of a step of each arm, in seconds."""
+def build(size: Size, text: jax.Array, held_out: jax.Array) -> dict[str, Arm]:
+    """Return the compiled programs of each arm. They compile side by side, after the kernels have been verified."""
+    programs = {name: lowered(fields, size, text, held_out) for name, fields in ARMS.items()}
+    with ThreadPoolExecutor(3 * len(programs)) as pool:
+        compiling = {name: [pool.submit(x.compile) for x in found] for name, found in programs.items()}
+        return {name: Arm(*(x.result() for x in found)) for name, found in compiling.items()}
+
+
+def step_times(arms: dict[str, Arm], size: Size, text: jax.Array) -> dict[str, list[float]]:
+    """Return the times of steps of each arm in seconds, each the mean of a chunk."""
     order, factors = jnp.zeros((size.chunk, size.rows), jnp.int32), jnp.zeros(size.chunk)
-    carries = {name: arm.initial(0) for name, arm in arms.items()}
+    carries = {name: arm.initial(jnp.int32(0)) for name, arm in arms.items()}
 
     def chunk(name: str) -> None:
-        carries[name] = jax.block_until_ready(arms[name].train(carries[name], order, factors))
+        carries[name] = jax.block_until_ready(arms[name].train(carries[name], text, order, factors))
 
     seconds = interleaved({name: functools.partial(chunk, name) for name in arms}, size.rounds)
-    return {name: statistics.median(times) / size.chunk for name, times in seconds.items()}
+    return {name: [time / size.chunk for time in times] for name, times in seconds.items()}
 
 
-def train(arm: Arm, seed: int, steps: int, size: Size, rows: int) -> float:
-    """Train for a number of steps, rounded up to whole chunks, and return the bits per byte of the text held out."""
+def train(arm: Arm, seed: int, steps: int, size: Size, text: jax.Array) -> optax.Params:
+    """Train for a number of steps, rounded up to whole chunks, and return the parameters."""
     chunks = -(-steps // size.chunk)
-    total = chunks * size.chunk
+    total, rows = chunks * size.chunk, len(text)
     rng = np.random.default_rng(seed)
     epochs = [rng.permutation(rows) for _ in range(-(-total * size.rows // rows))]  # one if the text suffices
-    order = np.concatenate(epochs)[: total * size.rows].reshape(chunks, size.chunk, size.rows)
+    order = np.concatenate(epochs)[: total * size.rows].reshape(chunks, size.chunk, size.rows).astype(np.int32)
     factors = optim.schedule(total, warmup_steps=total // 20, end=0.1)(jnp.arange(total)).reshape(chunks, size.chunk)
-    carry = arm.initial(seed)
+    carry = arm.initial(jnp.int32(seed))
     for number in range(chunks):
-        carry = arm.train(carry, jnp.asarray(order[number]), factors[number])
-    return arm.evaluate(carry)
+        carry = arm.train(carry, text, jnp.asarray(order[number]), factors[number])
+    return carry[0]
 
 
 def differences(bits: dict[str, dict[int, float]]) -> dict[str, dict[str, object]]:
@@ -187,18 +208,24 @@ def main() -> None:
     set_default("verify")
     size = TINY if args.tiny else Size()
     rows, held_out = text("train", size), text("validation", size)
-    arms = {name: build(fields, size, rows, held_out) for name, fields in ARMS.items()}
-    seconds = step_times(arms, size)
-    counts = {name: 10 if args.tiny else max(1, round(args.seconds / time)) for name, time in seconds.items()}
+    held_out = held_out[: size.evaluated].reshape(-1, size.rows, size.context + 1)
+    count = int((held_out[..., 1:] < 256).sum())  # of bytes, without the ends of files
+    arms = build(size, rows, held_out)
+    seconds = step_times(arms, size, rows)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    counts = {name: 10 if args.tiny else max(1, round(args.seconds / time)) for name, time in medians.items()}
     bits: dict[str, dict[int, float]] = {name: {} for name in ARMS}
     result = {
         "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "optimizer": OPTIMIZER.optax_name,
         "learning rate": OPTIMIZER.lr, "multipliers of compositions": OF_COMPOSITIONS,
         "seconds per step": seconds, "steps": counts, "bits per byte": bits,
     }  # fmt: skip
+    print(*(f"{name}: {1e3 * time:.2f} ms per step" for name, time in medians.items()), sep="\n", flush=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
     for seed in range(max(SEEDS.values())):
         for name in (name for name in ARMS if seed < SEEDS[name]):
-            bits[name][seed] = train(arms[name], seed, counts[name], size, len(rows))
+            params = train(arms[name], seed, counts[name], size, rows)
+            bits[name][seed] = float(arms[name].nats(params, held_out)) / count / math.log(2)
             print(f"{name}, seed {seed}: {bits[name][seed]:.4f} bits per byte, {counts[name]} steps", flush=True)
             args.json.write_text(json.dumps({**result, "differences": differences(bits)}, indent=1) + "\n")
 
