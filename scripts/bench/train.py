@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,18 +96,8 @@ def language(size: str, depth: int | None, batch: int, dtype: str) -> Build:
     return build
 
 
-class Programs(NamedTuple):
-    """The programs of a row, before or after their compilation: of the initial carry, and of a training step."""
-
-    initial: Any
-    step: Any
-
-    def compiled(self) -> "Programs":
-        return Programs(self.initial.compile(), self.step.compile())
-
-
-def lowered(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> Programs:
-    """Return the programs of a model."""
+def lowered(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+    """Return the programs of the initial parameters and optimizer, and of a training step, before compilation."""
     tx = optax.adam(1e-3)
 
     def update(
@@ -126,15 +116,17 @@ def lowered(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> Programs:
         return [params, tx.init(params)]
 
     step = jax.jit(update, donate_argnums=(0, 1)).lower(*jax.eval_shape(initial, inputs[:1]), inputs, targets)
-    return Programs(jax.jit(initial).lower(inputs[:1]), step)
+    return jax.jit(initial).lower(inputs[:1]), step
 
 
-def stepper(programs: Programs, inputs: jax.Array, targets: jax.Array) -> Callable[[], None]:
+def stepper(
+    initial: jax.stages.Compiled, update: jax.stages.Compiled, inputs: jax.Array, targets: jax.Array
+) -> Callable[[], None]:
     """Return a function that runs one training step."""
-    carry = programs.initial(inputs[:1])
+    carry = initial(inputs[:1])
 
     def step() -> None:
-        *carry[:], value = programs.step(*carry, inputs, targets)
+        *carry[:], value = update(*carry, inputs, targets)
         jax.block_until_ready((carry, value))
 
     step()
@@ -211,11 +203,12 @@ def main() -> None:
     built = {name: build(ROWS[name]) for name in args.rows}
     before = {name: lowered(*row) for name, row in built.items()}  # kernels are verified here, one after the other
     with ThreadPoolExecutor() as pool:
-        programs = dict(zip(before, pool.map(Programs.compiled, before.values()), strict=True))
+        compiling = {name: [pool.submit(x.compile) for x in programs] for name, programs in before.items()}
+        programs = {name: (first.result(), step.result()) for name, (first, step) in compiling.items()}
     if not args.rounds:
         return
-    steps = {name: stepper(programs[name], *row[1:]) for name, row in built.items()}
-    sizes = {name: program.step.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+    steps = {name: stepper(*programs[name], *row[1:]) for name, row in built.items()}
+    memory = {name: update.memory_analysis() for name, (_, update) in programs.items()}
     if args.torch:
         steps[TORCH] = torch_stepper(args.batch)
     seconds = interleaved(steps, args.rounds)
@@ -226,8 +219,9 @@ def main() -> None:
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, high = 1e3 * min(times), 1e3 * max(times)
-        memory = f"  {sizes[name] / 2**20:9.1f} MiB temporary" if name in sizes else ""
-        print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){memory}")
+        found = memory.get(name)
+        size = f"  {found.temp_size_in_bytes / 2**20:9.1f} MiB temporary" if found else ""
+        print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){size}")
     ratios = {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
     print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))
     if args.json:
