@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,11 +189,31 @@ def test_the_times_on_a_gpu_are_those_of_their_files():
     for shape, words in shapes.items():
         for kind in ("forward", "forward + backward"):
             assert f"| {words} | {kind} | {' | '.join(times[shape, kind, column] for column in columns)} |" in page
-    steps = {(row["model"], row["row"]): row["ms"] for row in training}
-    for model, words in (("405M", "405M, batch 8"), ("6.9B", "6.9B, 4 layers, batch 2")):
-        xla, cudnn, composed = (steps[model, row] for row in ("plain, XLA", "plain, best", "DC, best"))
-        ratios = f"{composed / xla:.2f} | {composed / cudnn:.2f}"
-        assert f"| {words} | {xla} | {cudnn} | {composed} | {ratios} |" in page
+    steps = {row["row"]: row["ms"] for row in training if row["model"] == "405M"}
+    rows = ["plain, XLA", "plain, best", "DC, best", "grouped, best", "folded, best"]
+    assert f"| 405M, batch 8 | {' | '.join(str(steps[row]) for row in rows)} |" in page
+    composed, folded, plain = (steps[row] for row in ("DC, best", "folded, best", "plain, best"))
+    assert f"{folded / steps['grouped, best']:.2f} times the step of plain attention" in page
+    assert (
+        f"{folded / plain:.2f} times that of plain\nattention with 16; complete composition {composed / plain:.2f}"
+        in page
+    )
+
+
+def test_the_training_for_equal_time_on_a_gpu_is_that_of_its_file():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    result = json.loads((ROOT / "docs" / "gpu_equal_time.json").read_text())
+    arms = {
+        "grouped": "plain, 2 key heads", "folded": "folded, 2 key heads", "folded, post": "folded, post only",
+        "mha": "plain, 6 key heads",
+    }  # fmt: skip
+    for arm, words in arms.items():
+        milliseconds = 1e3 * statistics.median(result["seconds per step"][arm])
+        bits = ", ".join(f"{value:.3f}" for value in result["bits per byte"][arm].values())
+        assert f"| {words} | {milliseconds:.1f} | {result['steps'][arm]:,} | {bits} |" in page
+    for arm in ("folded", "folded, post"):
+        found = result["differences"][arm]
+        assert f"| {found['mean']:+.3f} ± {found['± 95 %']:.3f} |" in page
 
 
 def test_the_table_of_gpu_traffic_is_that_of_its_file():
