@@ -55,10 +55,10 @@ def _usage() -> str:
 
 def _keys() -> str:
     """Return the type, the default and the meaning of every config key."""
-    from dcvit.config import load as config
+    from dcvit.config import values
 
     lines = ["Keys of a config; --config.KEY=VALUE sets one on the command line.", ""]
-    for name, kind, default, text in config.describe_keys():
+    for name, kind, default, text in values.describe_keys():
         lines += [f"{name}: {kind}" + (f" = {default}" if default else ""), f"    {text}"]
     return "\n".join(lines)
 

@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
 
+    from dcvit.hub.data import with_hints
     from dcvit.runs.progress import ProgressBar
-    from dcvit.training.inputs import all_inputs, with_hints
+    from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
     from input_pipeline.check import check_data
 

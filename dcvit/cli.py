@@ -105,9 +105,9 @@ class Parser(argparse.ArgumentParser):
         if "." in name:
             return "did you mean '--config.KEY=VALUE'?"
         if "--config" in valid:
-            from dcvit.config import load as config
+            from dcvit.config import values
 
-            if name.removeprefix("--") in config.known_keys():
+            if name.removeprefix("--") in values.known_keys():
                 return f"did you mean '--config.{name.removeprefix('--')}=VALUE'?"
         return nearest(name, valid)
 
@@ -170,14 +170,14 @@ def folder(text: str) -> files.Folder:
 
 def model(text: str) -> files.Folder:
     """Convert an option's value to a folder: that of the package's model of this name, or else as in `folder`."""
-    from dcvit.weights import pretrained
+    from dcvit.hub import pretrained
 
     return folder(pretrained.resolve(text))
 
 
 def local_model(text: str) -> Path:
     """Convert an option's value as in `model`, to a path as in `utf8_path`."""
-    from dcvit.weights import pretrained
+    from dcvit.hub import pretrained
 
     return utf8_path(pretrained.resolve(text))
 
@@ -196,7 +196,7 @@ def add_model_options(parser: Parser, *, weights: bool = True) -> None:
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Raise ConfigError if the options of `add_model_options` name no model or an invalid config; imports no JAX."""
     from dcvit.config import load as config
-    from dcvit.weights import pretrained
+    from dcvit.hub import pretrained
 
     pretrained.check_options(args.workdir, args.config, args.checkpoint)
     config.check(args.config, overrides)

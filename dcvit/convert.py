@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_without_config(argv)
 
+    from dcvit.hub.saved import open_saved
     from dcvit.parallel import runtime
-    from dcvit.training.saved import open_saved
     from dcvit.weights.export.conversion import convert
 
     runtime.configure()

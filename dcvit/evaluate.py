@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.use_huge_pages()
     cli.check_model(args, overrides)
 
+    from dcvit.hub.model import open_trained
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.parallel import runtime
     from dcvit.runs.files import replace
-    from dcvit.training.trained import open_trained
 
     runtime.configure(forward_only=True)
     multihost.initialize(args)

@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
 
+    from dcvit.hub.model import load
     from dcvit.pages import report
     from dcvit.pages.exploration import Options, explore
     from dcvit.parallel import runtime
     from dcvit.runs.files import replace
-    from dcvit.training.trained import load
 
     report.check_path(args.out, "--out")
     runtime.configure(forward_only=True)

@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--stop: an empty string would end every text before it begins")
     cli.check_model(args, overrides)
 
+    from dcvit.hub.model import open_model
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts
     from dcvit.parallel import runtime
-    from dcvit.training.trained import open_model
 
     options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
     options.sampling.check()

@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--include_path: no folder {args.include_path}")
     cli.check_model(args, overrides)
 
+    from dcvit.hub.model import open_model
     from dcvit.inference import harness_tasks
     from dcvit.inference.texts import LanguageModel
     from dcvit.parallel import runtime
-    from dcvit.training.trained import open_model
 
     runtime.configure(forward_only=True)
     runtime.check_devices()

@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no image files: give files, or folders of them")
     cli.check_model(args, overrides)
 
+    from dcvit.hub.model import open_model
     from dcvit.inference import images
     from dcvit.parallel import runtime
-    from dcvit.training.trained import open_model
 
     runtime.configure(forward_only=True)
     runtime.check_devices()

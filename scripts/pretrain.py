@@ -16,12 +16,12 @@ from pathlib import Path
 
 import jax
 
+from dcvit.hub import pretrained
+from dcvit.hub.model import open_trained
+from dcvit.hub.saved import open_saved
 from dcvit.pages.evaluation import evaluate
 from dcvit.parallel import runtime
 from dcvit.runs import checksums, metrics
-from dcvit.training.saved import open_saved
-from dcvit.training.trained import open_trained
-from dcvit.weights import pretrained
 from dcvit.weights.export.card import CARD
 from dcvit.weights.export.conversion import convert
 

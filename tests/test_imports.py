@@ -22,6 +22,7 @@ LAYERS = [
     [*(f"dcvit.{command}" for command in COMMANDS), "dcvit.cli"],
     ["dcvit.reproduction", "dcvit.pages"],
     ["dcvit.training"],
+    ["dcvit.hub"],
     ["dcvit.interpret", "dcvit.inference", "dcvit.evaluators"],
     ["dcvit.weights", "dcvit.runs"],
     ["dcvit.models"],
@@ -31,9 +32,9 @@ LAYERS = [
 # Module -> what its functions import from a higher layer.
 UPWARDS = {
     "dcvit": ("dcvit",),  # `dcvit.load` is the entrance to the package
-    "dcvit.models.vit": ("dcvit.weights.loading",),  # big_vision's contract: a model loads its own checkpoints
-    "dcvit.models.lm": ("dcvit.weights.loading",),
-    "dcvit.config.load": ("dcvit.weights", "dcvit.runs.steps"),  # a config starts from the model that `init` names
+    "dcvit.models.vit": ("dcvit.hub.parameters",),  # big_vision's contract: a model loads its own checkpoints
+    "dcvit.models.lm": ("dcvit.hub.parameters",),
+    "dcvit.config.load": ("dcvit.hub.source",),  # a config starts from the model that `init` names
 }
 
 

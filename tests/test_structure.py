@@ -105,8 +105,10 @@ def test_config_is_read_in_few_files():
         "check_data.py",
         "config/durations.py",
         "config/load.py",
+        "config/values.py",
+        *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "model", "source")),
         "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
-        *(f"training/{name}.py" for name in ("inputs", "model", "plan", "run", "setup", "tasks", "trained")),
+        *(f"training/{name}.py" for name in ("inputs", "model", "plan", "run", "setup", "tasks")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {"tests/robustness/fuzz_targets.py"}

@@ -59,9 +59,12 @@ TEXT = {
 
 def load_params(source):
     """Load the parameters of a run or a checkpoint, the averaged ones if there are any, as a nested dict of arrays."""
-    from dcvit.weights.loading import open_parameters
+    from dcvit.hub.parameters import open_parameters
+    from dcvit.hub.source import ModelSource
 
-    return unflatten_dict({name: tensor.read() for name, tensor in open_parameters(source).items()}, sep="/")
+    return unflatten_dict(
+        {name: tensor.read() for name, tensor in open_parameters(ModelSource(source)).items()}, sep="/"
+    )
 
 
 def train_once(tmp_path_factory, config, overrides):

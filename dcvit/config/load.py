@@ -3,7 +3,7 @@
 A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
 Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
 `X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
-latter receives the config of the model that `init` names; see `init_config`.
+latter receives the config of the model that `init` names; see `dcvit.hub.source.init_config`.
 
 A config file of big_vision may be given, too. Its keys are translated; see `dcvit.config.big_vision`.
 """
@@ -14,38 +14,31 @@ import ast
 import functools
 import importlib.util
 import inspect
-import json
 import logging
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
-from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
 from dcvit.config.durations import is_duration
-from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
+from dcvit.config.keys import DURATIONS, KEYS, UNITS
+from dcvit.config.values import Json, check_types, defaults, known_keys
 from dcvit.errors import (
-    CheckpointError,
     ConfigError,
-    check_regex,
-    check_values,
     first_line,
-    has_type,
     nearest,
-    type_name,
     unknown_key,
 )
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
-Json: TypeAlias = dict[str, Any]
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -97,41 +90,6 @@ def check(spec: str | None, overrides: Sequence[str]) -> None:
         load(spec, overrides)
     finally:
         logging.disable(before)
-
-
-def defaults() -> Json:
-    """Return the default of every key."""
-    return {name: key.default for name, key in KEYS.items()}
-
-
-def read_json(path: Path | epath.Path) -> ConfigDict:
-    """Read the config.json of a workdir and return the checked and locked config.
-
-    Raises:
-      ConfigError: the file is missing or unreadable.
-    """
-    return _checked(_json_object(path), path)
-
-
-def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
-    """Return the content of a config.json as a checked and locked config."""
-    try:
-        check_values(found, "config")
-        config = ConfigDict(defaults() | found)
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
-    check_types(config)
-    return config.lock()
-
-
-def _json_object(path: Path | epath.Path) -> Json:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
-    return found
 
 
 def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
@@ -207,48 +165,10 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
             raise ConfigError(f"{path} takes no argument {key!r}; {hint}")
     given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
     if "init_config" in parameters:
+        from dcvit.hub.source import init_config  # late: a config without `init` needs no weights
+
         given["init_config"] = init_config(arguments.get("init", ""))
     return given
-
-
-def init_config(checkpoint: str) -> Json:
-    """Return the config of a run, or the keys that weights of another library determine; {} if the path is neither.
-
-    `input.pp` is the preprocessing of training, with an inception crop if the model has only one of prediction.
-
-    Raises:
-      ConfigError: the config or the weights are damaged or unsupported.
-    """
-    if not checkpoint:
-        return {}
-    from dcvit.runs.steps import ABOUT  # late: a config without `init` needs none of these
-    from dcvit.weights import preprocessing, pretrained
-    from dcvit.weights.families import open_weights
-
-    found, path = run_config(checkpoint), expand(pretrained.resolve(checkpoint))
-    try:
-        if not found and path.exists() and not (path / ABOUT).is_dir():
-            found = open_weights(path).config()
-        if found.get("pp_predict") and "pp" not in found.get("input", {}):
-            found["input"] = {**found.get("input", {}), **preprocessing.training(found["pp_predict"])}
-    except CheckpointError as e:
-        raise ConfigError(f"init={checkpoint}: {e}") from None
-    return found
-
-
-def run_config(checkpoint: str) -> Json:
-    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path.
-
-    The config.json of another library has no `model_name`.
-    """
-    if not checkpoint or "://" in checkpoint:
-        return {}
-    place = expand(checkpoint).absolute()
-    for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
-        if (folder / "config.json").is_file():
-            found = _json_object(folder / "config.json")
-            return _checked(found, folder / "config.json").to_dict() if "model_name" in found else {}
-    return {}
 
 
 def _module(path: Path) -> ModuleType:
@@ -345,54 +265,3 @@ def _override(config: ConfigDict, override: str) -> None:
         del target[other]
     with target.ignore_type():
         target[last] = value
-
-
-def describe_keys() -> list[tuple[str, str, str, str]]:
-    """Return (key, type, default, meaning) of every key of a config, with durations first."""
-    units = "|".join(UNITS)
-    rows = [(f"{name}_({units})", "number", "", text) for name, text in DURATIONS.items()]
-    for prefix, keys in (("", KEYS), ("input.", INPUT_KEYS)):
-        rows += [(f"{prefix}{name}", type_name(key.type), repr(key.default), key.doc) for name, key in keys.items()]
-    return rows
-
-
-def known_keys() -> list[str]:
-    """Return every key that a config may hold."""
-    return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
-
-
-def check_types(config: ConfigDict) -> None:
-    """Raise ConfigError for a top-level value of the wrong type or outside its range; see also `check_values`."""
-    check_values(config.to_dict(), "config")
-    for key, (hint, _, _) in KEYS.items():
-        value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
-        if not has_type(value, hint):
-            expected = type_name(hint)
-            raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
-    for key, (holds, expected) in RANGES.items():
-        if not holds(config[key]):
-            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
-    for key in ("wd_mults", "lr_mults", "frozen"):
-        paired = key != "frozen"
-        for rule in config[key]:
-            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and is_rate(rule[1])):
-                raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, finite multiplier, 0 or more)")
-            check_regex(rule[0] if paired else rule, f"config.{key}")
-
-
-def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
-    """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
-    filled = replaced(config, num_classes=num_classes).unlock()
-    for holder in (filled.input, *filled.evals.values()):
-        if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
-            holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
-    return filled.lock()
-
-
-def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
-    """Return a copy with some keys replaced."""
-    changed = config.copy_and_resolve_references().unlock()
-    with changed.ignore_type():
-        for key, value in values.items():
-            changed[key] = value
-    return changed.lock()

@@ -13,14 +13,13 @@ import jax
 
 import dcvit
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
+from dcvit.hub.model import TrainedModel
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
 from dcvit.runs.files import Folder
-from dcvit.runs.restoring import is_checkpoint
 from dcvit.runs.steps import is_step, step_folder
-from dcvit.training.trained import TrainedModel
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
 Row = dict[str, object]
@@ -56,21 +55,21 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
         append_csv(out, columns)
-    checkpoint = trained.checkpoint
+    source = trained.source
     first, *others = evaluators.values()
     params = trained.params(first.example, mesh, strategy)
     for evaluator in others:
-        trained.check_params(params, evaluator.example, str(checkpoint))
+        trained.check_params(params, evaluator.example, str(source))
     shared = {
         "model": trained.label,
-        "step": _step(checkpoint) if is_checkpoint(checkpoint) else None,
+        "step": _step(source.path) if source.is_checkpoint else None,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
         metrics = evaluator.run(params)
         if wrong := [key for key, value in metrics.items() if not math.isfinite(value)]:
-            raise CheckpointError(f"{checkpoint}: {name}/{wrong[0]} is {NOT_FINITE}")
+            raise CheckpointError(f"{source}: {name}/{wrong[0]} is {NOT_FINITE}")
         rows += [shared | row for row in evaluator.rows(name, metrics, trained.model)]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
     return [{key: row.get(key) for key in columns} for row in rows], page
@@ -88,8 +87,8 @@ def _report(
         names = [*names, *map(str, range(len(names), trained.num_outputs))]
         options = trained.evaluator_options(name)
         evaluations.append(Evaluation(name, by_name[name], outcomes, names, source.describe, options))
-    row, checkpoint = by_name[evaluations[0].name], trained.checkpoint
-    folder = step_folder(checkpoint) if is_checkpoint(checkpoint) else checkpoint
+    row, source = by_name[evaluations[0].name], trained.source
+    folder = step_folder(source.path) if source.is_checkpoint else source
     facts = {
         "Checkpoint": str(folder),
         "Parameters": f"{row['parameters']:,}",

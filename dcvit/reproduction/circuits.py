@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float, Float64
 
 from dcvit.errors import ConfigError
 from dcvit.evaluators.in_context import Evaluator
+from dcvit.hub.model import TrainedModel, open_trained
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import captured_variance, circuits, pair_terms
 from dcvit.models.lm import LM
 from dcvit.reproduction import arms, in_context
 from dcvit.reproduction.tables import Cell, Curves, Maps, Row, Table, grid
 from dcvit.training.seeds import workdir_of
-from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.source import Example
 
 COMPOSITIONS = {"pre": ("scores", "composed_scores"), "post": ("weights", "composed_weights")}

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.config.load import load
+from dcvit.hub.kinds import make_model
 from dcvit.models import flops, lm
 from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
 from dcvit.reproduction.tables import Chart, Row, Table
-from dcvit.training.model import make_model
 
 CONTEXT, VOCABULARY = 2048, 50_257  # of the paper's models
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from dcvit.hub.model import open_trained
 from dcvit.inference import harness_tasks
 from dcvit.reproduction import arms, scaling
 from dcvit.reproduction.arms import CONTEXT, METRIC, Mean
@@ -22,7 +23,6 @@ from dcvit.reproduction.seeded import Run, all_finals, run_checksum, stored
 from dcvit.reproduction.tables import Cell, Chart, Row, Table
 from dcvit.runs.files import replace
 from dcvit.training.seeds import workdir_of
-from dcvit.training.trained import open_trained
 from input_pipeline.text.stdlib import Source
 
 CLOZE, CHOICE = "stdlib_cloze", "stdlib_choice"

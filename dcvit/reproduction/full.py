@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from dcvit.config.load import load, recommended
+from dcvit.hub.kinds import make_model
 from dcvit.models import flops
 from dcvit.parallel.topologies import topology
 from dcvit.reproduction.seeded import folder_of
 from dcvit.reproduction.tables import Row, Table
-from dcvit.training.model import make_model
 
 UTILIZATION = 0.4  # the share of the peak that is assumed
 IMAGES = 1_268_355  # of train[:99%]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from dcvit.hub.model import open_trained
 from dcvit.pages.evaluation import evaluate
 from dcvit.reproduction import arms
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import Run, all_finals, run_checksum, stored
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
 from dcvit.training.seeds import workdir_of
-from dcvit.training.trained import open_trained
 from input_pipeline.text.synthetic import Source
 from input_pipeline.text.synthetic_tasks import DOMAINS, TASKS
 

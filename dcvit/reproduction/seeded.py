@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import ConfigError, MetricsError, first_line
+from dcvit.hub.kinds import kind_of
 from dcvit.runs import identity, metrics
 from dcvit.runs.files import replace
 from dcvit.training.seeds import workdir_of
-from dcvit.training.tasks import task_class
 
 Train = Callable[[Sequence[str]], int]  # the command `dcvit train`, which returns its exit status
 Value = TypeVar("Value", bound=object)
@@ -107,7 +108,7 @@ def final(path: Path, metric: str) -> float | None:
     if not (path / "config.json").is_file():
         return None
     rows = metrics.read(path / "metrics.jsonl")
-    if not rows or rows[-1]["step"] != configs.read_json(path / "config.json").get("total_steps"):
+    if not rows or rows[-1]["step"] != values.read_json(path / "config.json").get("total_steps"):
         return None
     if (value := rows[-1].get(metric)) is None:
         raise MetricsError(f"{path}: {metric} is not a number after the last step; the run has diverged")
@@ -147,14 +148,14 @@ def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[
 def check_config(path: Path, config: configs.ConfigDict) -> None:
     """Raise ConfigError if a workdir holds a run of another config than `config`; the data may complete a config."""
     if (path / "config.json").is_file():
-        saved = configs.read_json(path / "config.json")
-        completed = task_class(config).complete(config, saved)
+        saved = values.read_json(path / "config.json")
+        completed = kind_of(config).complete(config, saved)
         _check(path, json.loads(saved.to_json()), json.loads(completed.to_json()))
 
 
 def check_same_config(paths: Sequence[Path]) -> None:
     """Raise ConfigError if the configs of runs differ in more than their seed, or the run that they start from."""
-    records = [json.loads(configs.read_json(path / "config.json").to_json()) for path in paths]
+    records = [json.loads(values.read_json(path / "config.json").to_json()) for path in paths]
     for path, record in zip(paths, records, strict=True):
         _check(path, record, {**records[0], **{key: record.get(key) for key in OF_A_SEED}})
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline import InputError, Source
@@ -83,7 +83,7 @@ def devices() -> Record:
 
 def check_accepted(accept: Sequence[str]) -> None:
     """Raise ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
-    valid = ["data", *configs.known_keys()]
+    valid = ["data", *values.known_keys()]
     for name in accept:
         if name.partition(".")[0] not in valid:
             raise ConfigError(f"--accept {name}; {nearest(name, valid)}")
@@ -121,7 +121,7 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
     found: dict[str, str] = {}
     if "config" in saved:
         before = saved["config"]
-        defaults = json.loads(json.dumps(configs.defaults()))  # of keys that an older version did not have
+        defaults = json.loads(json.dumps(values.defaults()))  # of keys that an older version did not have
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
     if "data" in saved and data is not None:

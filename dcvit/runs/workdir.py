@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError, first_line, first_line_with_type
 from dcvit.runs import checksums, metrics
 from dcvit.runs.files import Folder, absolute, replace
@@ -57,7 +57,7 @@ def existing(workdir: Folder) -> Record:
     """
     found: Record = {}
     if (workdir / "config.json").is_file():
-        found["config"] = configs.read_json(workdir / "config.json").to_dict()
+        found["config"] = values.read_json(workdir / "config.json").to_dict()
     if (workdir / "data.json").is_file():
         found["data"] = _read(workdir / "data.json")
     return found

@@ -5,79 +5,28 @@ from __future__ import annotations
 import importlib
 import logging
 import shlex
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 from ml_collections import ConfigDict
 
 from dcvit.config.keys import is_rate
-from dcvit.config.load import defaults, run_config
+from dcvit.config.values import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex, first_line
+from dcvit.hub.kinds import make_model
+from dcvit.hub.model import listed
+from dcvit.hub.source import find
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
 from dcvit.models.trees import shapes_of
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.workdir import check_checkpoint
-from dcvit.training.tasks import task_class
-from dcvit.weights import pretrained
 from dcvit.weights.families import Weights
-from dcvit.weights.loading import open_described
-from dcvit.weights.modules import build, errors_name_file
 from dcvit.weights.placement import period_of
-from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
-
-
-@typing.runtime_checkable
-class Device(typing.Protocol):
-    """A device of JAX or of a topology. Those of GPUs also have a `compute_capability`."""
-
-    platform: str
-
-
-def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
-    """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
-
-    The value "auto" of `config.model.dtype_mm` is bfloat16 on TPUs and GPUs, and float32 on CPUs and on NVIDIA GPUs
-    older than compute capability 8.0, which do not multiply bfloat16 numbers.
-
-    Args:
-      config: the config.
-      device: a device of the model; by default JAX's first one.
-
-    Raises:
-      ConfigError: an unknown model, variant or field, or a value of the wrong type.
-    """
-    task = task_class(config)
-    module = importlib.import_module(f"dcvit.models.{config.model_name}")
-    # Tuples, because jax.jit needs a module to be hashable.
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
-    if fields.get("dtype_mm") == "auto":
-        fields["dtype_mm"] = _automatic_dtype(jax.devices()[0] if device is None else device)
-    variant = fields.pop(task.variant_key, None)
-    for key in (task.outputs_key, "name", "parent"):
-        if key in fields:
-            raise ConfigError(
-                f"config.model.{key} cannot be set in a config; the number of outputs is config.{task.outputs_key}"
-            )
-    outputs = 1 if config[task.outputs_key] is None else config[task.outputs_key]
-    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
-    try:
-        model: nn.Module = module.Model(outputs, **{task.variant_key: variant}, **fields)
-    except (ValueError, AttributeError) as e:
-        raise ConfigError(f"config.model: {e}") from None
-    return model
-
-
-def _automatic_dtype(device: Device) -> str:
-    """Return the dtype of the computation of a device where the config leaves it open."""
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are like "gfx942"
-    multiplies = device.platform == "tpu" or (device.platform == "gpu" and capability[:2] not in ("5.", "6.", "7."))
-    return "bfloat16" if multiplies else "float32"
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:
@@ -94,9 +43,9 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
         check_regex(pattern, "config.model_load.dont_load")
 
     def load_initial(shapes: Params) -> Params:
-        start = expand(pretrained.resolve(config.model_init))
-        check_checkpoint(start)
-        weights = open_described(start)
+        start = find(config.model_init)
+        check_checkpoint(start.path)
+        weights = start.weights
         source = _source_model(config, weights) if weights or upcycles(config) else None
         _check_same_function(config, source, model)
         try:
@@ -161,30 +110,13 @@ def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn
     different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
         return
-    found = _listed(different)
+    found = listed(different)
     words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
     if upcycles(config):
         raise ConfigError(
             f"config.model: upcycling preserves the function of {config.model_init}, but {found}; set {words}"
         )
     LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
-
-
-def warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:
-    """Log a warning if weights describe a model of another function, or other preprocessing, than a config has."""
-    described = weights.description
-    with errors_name_file(weights.path):
-        source = build(described)
-    different = fields_that_change_the_function(source, model) if type(source) is type(model) else {}
-    if described.pp and described.pp != pp:
-        different |= {"pp_predict": (described.pp, pp)}
-    if different:
-        LOG.warning("the config differs from the model of %s: %s", weights.path, _listed(different))
-
-
-def _listed(different: Mapping[str, tuple[object, object]]) -> str:
-    """Return fields with their value here and, in parentheses, that of the model elsewhere."""
-    return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
 
 
 def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:

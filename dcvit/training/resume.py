@@ -16,6 +16,10 @@ import numpy as np
 
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
+from dcvit.hub.data import TOKENIZER
+from dcvit.hub.parameters import load_params, open_parameters, path_from
+from dcvit.hub.source import ModelSource, find
+from dcvit.models import Params
 from dcvit.models.trees import shapes_of
 from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
@@ -25,12 +29,9 @@ from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.watchdog import Watchdog
 from dcvit.training import kernels, memory
-from dcvit.training.inputs import TOKENIZER
-from dcvit.training.setup import Params, Setup
+from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
-from dcvit.weights import adapters, pretrained
-from dcvit.weights.loading import load_params, open_parameters, path_from
-from input_pipeline.files import expand
+from dcvit.weights import adapters
 
 LOG = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
         return {}
     source = setup.record["model_init"]
     shapes = shapes_of(setup.model.shapes)
-    tensors = open_parameters(expand(pretrained.resolve(source)))
+    tensors = open_parameters(find(source))
     return {"base": adapters.checksums(tensors, shapes, setup.model.lora, source), **path_from(folder, source)}
 
 
@@ -253,7 +254,7 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
         if setup.model.lora is not None:
             raise CheckpointError(f"{checkpoint} is a whole model; to adapt it: another --workdir, model_init={folder}")
         LOG.info("training starts from the converted model in %s", checkpoint)
-        loaded = load_params(checkpoint, lambda _: fresh.shapes.params)
+        loaded = load_params(ModelSource(checkpoint), lambda _: fresh.shapes.params)
         return dataclasses.replace(fresh, about=steps.about(checkpoint), loaded=loaded)
     restoring.check_compatible(checkpoint, fresh.shapes.items())
     return dataclasses.replace(fresh, step=step, about=steps.about(checkpoint))

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, check_values, checked
+from dcvit.hub import model as hub
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
-from dcvit.training import trained, trainer
+from dcvit.training import trainer
 from dcvit.training.seeds import check_no_seeds
 from dcvit.training.setup import make_setup
 
@@ -39,7 +40,7 @@ class TrainingRun:
 
     def load(self) -> ImageModel | LanguageModel:
         """Load the model of the latest checkpoint; see `dcvit.load`."""
-        return trained.load(str(self.workdir))
+        return hub.load(str(self.workdir))
 
 
 @checked

@@ -17,12 +17,13 @@ from jaxtyping import PyTree
 from dcvit.dcmha.plan import NotFusedError, fused_only
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
+from dcvit.models import Params
 from dcvit.models.lora import Adaptation
 from dcvit.models.trees import by_name
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.optim import at_step
-from dcvit.training.setup import Params, Setup
+from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch
 
 LORA = 1 << 30  # distinguishes the random key of adapters from those of the steps

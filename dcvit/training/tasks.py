@@ -2,12 +2,8 @@
 
 Each task class has
 
-  outputs_key, variant_key  config key of the model's number of outputs, and argument of `Model` that names a variant
-  evaluator_types           the evaluators of such models
-  create                    checks a config against its data; returns the task and the completed config
-  complete                  completes a config for evaluation from the config of a training run
-  stand_in                  a source in place of data that is not on this host
-  evaluator_example         shape of an evaluator's model input
+  create    checks a config against its data; returns the task and the completed config
+  stand_in  a source in place of data that is not on this host
 
 and each task
 
@@ -33,13 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit.config.durations import Options
-from dcvit.config.load import replaced, with_classes
-from dcvit.errors import ConfigError, nearest
+from dcvit.config.values import with_classes
+from dcvit.errors import ConfigError
+from dcvit.hub.data import as_text, image_example, text_example
+from dcvit.hub.kinds import check_loss, kind_of, with_text
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
 from dcvit.training.augment import Augmentation
-from dcvit.training.inputs import as_text, check_predict, image_example, require, text_example
+from dcvit.training.inputs import check_predict
 from input_pipeline import CorruptPolicy, Source, TokenSource
 
 Batch = dict[str, jax.Array]
@@ -52,9 +49,6 @@ STAND_IN_EXAMPLES = 1_000_000
 class ImageTask:
     """Classification: batches of `image` B H W C and `labels` B C, smoothed, erased and mixed as the config says."""
 
-    outputs_key: ClassVar[str] = "num_classes"
-    variant_key: ClassVar[str] = "variant"
-    evaluator_types: ClassVar[tuple[str, ...]] = ("classification", "fewshot")
     rate: ClassVar[tuple[str, int]] = ("img/s", 1)
 
     example: jax.ShapeDtypeStruct
@@ -86,20 +80,6 @@ class ImageTask:
         fields = {"num_classes": classes}
         return cls(example, fields, host_pp, to_float, config.loss, config.label_smoothing, augmentation), config
 
-    @classmethod
-    def complete(cls, config: ConfigDict, run: Options) -> ConfigDict:
-        """Set the number of classes of `config`, if it has none, from the config of a training run.
-
-        Raises:
-          ConfigError: neither config states the number of classes.
-        """
-        classes = run.get("num_classes") if config.num_classes is None else config.num_classes
-        if classes is None:
-            raise ConfigError(
-                "config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER"
-            )
-        return with_classes(config, classes)
-
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
         """Return black JPEG images, for compiling without the data."""
@@ -108,11 +88,6 @@ class ImageTask:
         encoded = io.BytesIO()
         Image.new("RGB", (500, 375)).save(encoded, "JPEG")
         return StandIn({"image": encoded.getvalue(), "label": 0, "labels": np.zeros(1, np.int64)})
-
-    @staticmethod
-    def evaluator_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-        """Return the shape of the evaluator's model input; see `inputs.image_example`."""
-        return image_example(evaluator.source, evaluator.pp, config, f"{what}.pp", evaluator.corrupt, evaluator.target)
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raise ConfigError if an evaluator's images or classes differ from those of the training `source`.
@@ -152,10 +127,6 @@ class ImageTask:
 class TokenTask:
     """Language modeling: rows `tokens` B T+1, and `is_target` B T+1, True for the tokens that the loss counts."""
 
-    outputs_key: ClassVar[str] = "vocab_size"
-    variant_key: ClassVar[str] = "preset"
-    evaluator_types: ClassVar[tuple[str, ...]] = ("perplexity", "in_context")
-
     example: jax.ShapeDtypeStruct
     model_fields: Mapping[str, Any]
     pp: str
@@ -173,7 +144,7 @@ class TokenTask:
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
         example = text_example(source, config, "config.input.data")
         text = as_text(source, config, "config.input.data")
-        config = _with_text(config, text.vocab_size, text.context, text.end_of_text)
+        config = with_text(config, text.vocab_size, text.context, text.end_of_text)
         context = config.model.context
         if context < text.context:
             raise ConfigError(f"config.model.context={context} is less than the data's {text.context}")
@@ -181,30 +152,12 @@ class TokenTask:
         pp, rate = config.input.get("pp", ""), ("tok/s", text.context)
         return cls(example, fields, pp, rate, config.loss_chunk, config.z_loss), config
 
-    @classmethod
-    def complete(cls, config: ConfigDict, run: Options) -> ConfigDict:
-        """Set the vocabulary size, context and end of text that `config` lacks from the config of a training run.
-
-        Raises:
-          ConfigError: neither config states one of them.
-        """
-        model, data = run.get("model", {}), config.input.get("data", {})
-        if not isinstance(model, Mapping | ConfigDict) or not isinstance(data, Mapping | ConfigDict):
-            raise ConfigError("config.model and config.input.data should be dicts")
-        context = model.get("context", data.get("context"))
-        return _with_text(config, run.get("vocab_size"), context, model.get("end_of_text"))
-
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
         """Return rows of token 0, for compiling without the data."""
         context = config.model.get("context") or config.input.data.get("context")
         row = np.zeros(context + 1, np.int32)
         return TextStandIn({"tokens": row, "is_target": np.ones_like(row, bool)}, context, config.vocab_size)
-
-    @staticmethod
-    def evaluator_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-        """Return the shape of the evaluator's model input; see `inputs.text_example`."""
-        return text_example(evaluator.source, config, f"{what}.data")
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raise ConfigError if the documents of an evaluator end with another token than those of training."""
@@ -238,31 +191,8 @@ TASKS: dict[str, type[Task]] = {"vit": ImageTask, "lm": TokenTask}
 
 def task_class(config: ConfigDict) -> type[Task]:
     """Return the task of `config.model_name`. Raise ConfigError if there is no such model."""
-    if config.model_name not in TASKS:
-        raise ConfigError(f"config.model_name={config.model_name!r}; {nearest(config.model_name, TASKS)}")
+    kind_of(config)
     return TASKS[config.model_name]
-
-
-def check_loss(name: object, what: str) -> None:
-    """Raise ConfigError if `name` is not a loss of image models."""
-    if name not in losses.NAMES:
-        raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")
-
-
-def _with_text(config: ConfigDict, vocab_size: int | None, context: int | None, end_of_text: int | None) -> ConfigDict:
-    """Return the config with the properties of its text: `vocab_size`, `model.context` and, with a document mask,
-    `model.end_of_text`; values of the config take precedence.
-
-    Raises:
-      ConfigError: one of them is not known.
-    """
-    model = {"context": context, **config.model.to_dict()}
-    if config.document_mask:
-        model = {"end_of_text": end_of_text, **model}
-        require(model["end_of_text"], "model.end_of_text")
-    vocab_size = require(vocab_size if config.vocab_size is None else config.vocab_size, "vocab_size")
-    require(model["context"], "model.context")
-    return replaced(config, vocab_size=vocab_size, model=model)
 
 
 @dataclasses.dataclass(frozen=True)

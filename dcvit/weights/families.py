@@ -78,6 +78,7 @@ class Weights(NamedTuple):
       params: the parameters by path in the tree of unrolled layers.
       record: the content of the run's config.json; empty for others than runs.
       workdir: the folder of the run.
+      adapts: the weights of another library that the run adapts.
     """
 
     path: Path
@@ -86,6 +87,7 @@ class Weights(NamedTuple):
     params: Tensors
     record: Mapping[str, Any] = MappingProxyType({})
     workdir: Path | None = None
+    adapts: Weights | None = None
 
     @property
     def size(self) -> int:

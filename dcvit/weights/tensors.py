@@ -20,7 +20,7 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.models.trees import Tensor, Tensors
 from dcvit.runs import checksums
-from dcvit.weights import big_vision_files, pretrained
+from dcvit.weights import big_vision_files
 from input_pipeline.errors import InputError
 from input_pipeline.files import expand, read_regular
 
@@ -168,7 +168,7 @@ def _open_one(path: Path) -> Tensors:
     """Open a file; its first bytes determine the format."""
     try:
         if not path.is_file():  # opening a named pipe would block
-            raise CheckpointError(f"no file {path}{pretrained.hint(path)}")
+            raise CheckpointError(f"no file {path}")
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except OSError as e:

@@ -12,9 +12,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dcvit.evaluators.in_context import Evaluator
+from dcvit.hub.model import open_trained
 from dcvit.models import Params
 from dcvit.reproduction.seeded import run_checksum, stored
-from dcvit.training.trained import open_trained
 
 BRANCHES = [f"{where}, {side}" for where in ("pre", "post") for side in ("query-wise", "key-wise")]
 

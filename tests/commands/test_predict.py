@@ -18,10 +18,11 @@ from trained_workdirs import load_params
 import input_pipeline
 from dcvit import predict
 from dcvit.cli import run
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import escaped
+from dcvit.hub import evaluate as hub_evaluate
+from dcvit.hub import kinds
 from dcvit.inference import images as inference
-from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -58,10 +59,10 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, imag
     assert status == 0
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["file"] for row in rows[::3]] == list(images)
-    config = configs.read_json(workdir / "config.json")
+    config = values.read_json(workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
     params = jax.tree.map(jnp.asarray, load_params(workdir))
-    logits = setup.predictor(setup.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
+    logits = hub_evaluate.predictor(kinds.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
     for i in range(0, len(rows), 3):

@@ -7,10 +7,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
+from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
-from dcvit.training.model import make_model
 
 FILE = """
 from ml_collections import ConfigDict
@@ -80,7 +81,7 @@ def test_a_path_needs_no_suffix(file):
 def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     config = configs.load(str(file))
     (tmp_path / "config.json").write_text(config.to_json())
-    again = configs.read_json(tmp_path / "config.json")
+    again = values.read_json(tmp_path / "config.json")
     assert json.loads(again.to_json()) == json.loads(config.to_json())
 
 

@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 from dcvit import __main__ as entry
 from dcvit import cli, dcmha
 from dcvit.config import load as configs
-from dcvit.weights import pretrained
+from dcvit.config import values
+from dcvit.hub import pretrained
 
 LIBRARY = "<!-- run by tests/docs/test_pages.py -->"  # before blocks that open workdirs
 RUN_ELSEWHERE = "<!-- run by .* -->"  # a line before blocks that need workdirs
@@ -136,7 +137,7 @@ def test_python_blocks_run_and_set_known_keys():
             config = ConfigDict({"input": {}})
             exec(compile(block, str(page), "exec"), {"config": config})
             found |= {*config}
-    assert {"mesh", "sharding_strategy"} <= found <= {*configs.known_keys()}
+    assert {"mesh", "sharding_strategy"} <= found <= {*values.known_keys()}
 
 
 @pytest.mark.slow

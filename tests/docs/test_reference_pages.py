@@ -10,6 +10,7 @@ from reference_pages import PAGES
 
 from dcvit import __main__ as entry
 from dcvit.config import load as config
+from dcvit.config import values
 from dcvit.models import attention, dcmha, lm, presets, vit
 from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS
@@ -39,7 +40,7 @@ def test_every_command_and_option_is_listed(texts):
 
 def test_every_config_key_is_listed_with_a_meaning(texts):
     listed = first_cells(texts["config_keys"])
-    assert listed >= {*config.KEYS, *config.INPUT_KEYS, *config.known_keys()}
+    assert listed >= {*config.KEYS, *config.INPUT_KEYS, *values.known_keys()}
     assert all(key.doc for key in [*config.KEYS.values(), *config.INPUT_KEYS.values()])
 
 

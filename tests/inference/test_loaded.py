@@ -17,12 +17,12 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError, checked
+from dcvit.hub import model as hub
 from dcvit.inference import images as image_models
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
 from dcvit.models import lm, vit
-from dcvit.training import trained
 from dcvit.weights import families
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -272,13 +272,12 @@ class TestErrors:
         params["head"]["bias"] = np.where(np.arange(10) == 2, value, params["head"]["bias"])
         flat = flax.traverse_util.flatten_dict(params, sep="/")
         np.savez(tmp_path / "a.npz", **flat)
-        opened = trained.open_trained(digits_workdir, None, tmp_path / "a.npz")
         with pytest.raises(CheckpointError, match=rf"a\.npz: head/bias has numbers .*float32, such as {value};"):
-            trained.load_trained(opened, digits_workdir)
+            hub.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
-        monkeypatch.setattr(trained, "folder", PurePosixPath)
-        monkeypatch.setattr(trained.workdirs, "find", lambda _: None)
+        monkeypatch.setattr(hub, "folder", PurePosixPath)
+        monkeypatch.setattr(hub.ModelSource, "workdir", None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
 

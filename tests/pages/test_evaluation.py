@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dcvit.errors import ConfigError
+from dcvit.hub import model as hub
 from dcvit.pages import evaluation
 from dcvit.pages.evaluation import append_csv
 from dcvit.parallel import sharding
-from dcvit.training import trained
 
 
 class CountEvaluator:
@@ -36,11 +36,11 @@ def run(monkeypatch, tmp_path):
     checkpoint = tmp_path / "weights.npz"
     checkpoint.touch()
     fields = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": (4, 4)}
-    opened = trained.open_trained(None, "vit_digits", checkpoint, [f"model.{k}={v}" for k, v in fields.items()])
+    opened = hub.open_trained(None, "vit_digits", checkpoint, [f"model.{k}={v}" for k, v in fields.items()])
     params = jax.jit(opened.model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
     evaluators = {"a": CountEvaluator("bytes", "loss"), "b": CountEvaluator("loss", "tokens")}
-    monkeypatch.setattr(trained.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
-    monkeypatch.setattr(trained.TrainedModel, "params", lambda *_: params)
+    monkeypatch.setattr(hub.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
+    monkeypatch.setattr(hub.TrainedModel, "params", lambda *_: params)
     return lambda *args: evaluation.evaluate(opened, *args), len(jax.tree.leaves(params))
 
 

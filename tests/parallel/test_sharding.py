@@ -11,12 +11,15 @@ import pytest
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
+from dcvit.hub import evaluate as hub_evaluate
+from dcvit.hub import kinds
+from dcvit.hub.parameters import load_params
+from dcvit.hub.source import ModelSource
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding, topologies
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training import hooks, setup, step
-from dcvit.weights import loading
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -333,14 +336,14 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
     leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
     assert all(leaf.sharding == place.sharding for leaf, place in leaves)
-    loaded = loading.load_params(tmp_path, lambda _: placed.ema)
+    loaded = load_params(ModelSource(tmp_path), lambda _: placed.ema)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
 
 
 def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     """The config's mesh is for sixteen devices, and there are eight."""
     config = configured("vit", mesh=[("data", 16)])
-    mesh, strategy = setup.evaluation_mesh(config, setup.make_model(config))
+    mesh, strategy = hub_evaluate.evaluation_mesh(config, kinds.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
     assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text
 

@@ -9,13 +9,14 @@ import pytest
 from fake_training import FakeTraining, set_times
 from training_runs import LM_TINY
 
-from dcvit.config.load import load, read_json
+from dcvit.config.load import load
+from dcvit.config.values import read_json
 from dcvit.errors import ConfigError, MetricsError
+from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
 from dcvit.reproduction import ablations, arms, full, heads, rounds, seeded, speeds
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import train_all
-from dcvit.training.model import make_model
 
 ARMS = {"plain": {"compose": None}, "good": {"rank": 1}, "bad one": {"rank": 3}}
 MS = {"plain": 10.0, "good": 12.5, "bad one": 5.0}

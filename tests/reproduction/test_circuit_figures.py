@@ -10,9 +10,9 @@ import pytest
 from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli, reproduce
+from dcvit.hub.model import open_trained
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.reproduction import catalog, circuits, in_context
-from dcvit.training.trained import open_trained
 
 LENGTH = 9
 

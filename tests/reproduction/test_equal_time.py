@@ -8,6 +8,7 @@ import pytest
 from fake_training import FakeTraining, set_times
 
 from dcvit.config.load import load
+from dcvit.hub.kinds import make_model
 from dcvit.reproduction.arms import METRIC
 from dcvit.reproduction.equal_time import (
     ANSWERS,
@@ -28,7 +29,6 @@ from dcvit.reproduction.equal_time import (
     Stage,
 )
 from dcvit.reproduction.seeded import train_all
-from dcvit.training.model import make_model
 
 TOKENS, SCENE = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 27, 27, 1))
 GROUPED, FOLDED = "grouped, K=2", "folded, K=2, R=1, both"

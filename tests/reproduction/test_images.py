@@ -6,10 +6,10 @@ from markdown_pages import ROOT
 
 from dcvit.config.load import load
 from dcvit.errors import ConfigError
+from dcvit.hub.kinds import make_model
 from dcvit.reproduction import images
 from dcvit.reproduction.images import Experiment
 from dcvit.reproduction.seeded import train_all
-from dcvit.training.model import make_model
 
 EXPERIMENTS = [found for found in vars(images).values() if isinstance(found, Experiment)]
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from dcvit.config import load as config
+from dcvit.hub.kinds import make_model
 from dcvit.models import presets
 from dcvit.reproduction import arms, overhead, rounds
-from dcvit.training.model import make_model
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from dcvit import cli, reproduce
 from dcvit.config.load import load
+from dcvit.hub.kinds import make_model
 from dcvit.reproduction import ablations, arms, costs, full, overhead, speeds, tables
-from dcvit.training.model import make_model
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dcvit.config import load as config
+from dcvit.hub.kinds import make_model
 from dcvit.models import presets
 from dcvit.reproduction import arms, costs, scaling
-from dcvit.training.model import make_model
 
 
 @pytest.mark.exhaustive

@@ -135,9 +135,12 @@ def training(folder):
 def loading_weights(folder):
     import numpy as np
 
-    from dcvit.weights.loading import open_parameters
+    from dcvit.hub.parameters import open_parameters
+    from dcvit.hub.source import ModelSource
 
-    np.savez(folder / "weights.npz", **{name: t.read() for name, t in open_parameters(folder / "vit").items()})
+    np.savez(
+        folder / "weights.npz", **{name: t.read() for name, t in open_parameters(ModelSource(folder / "vit")).items()}
+    )
     call("evaluate", "--workdir", folder / "vit", "--checkpoint", folder / "weights.npz")
     initial = f"--config.model_init={folder / 'weights.npz'}"
     train(folder, "vit_digits", "more", initial, "--config.total_steps=1", "--config.ckpt_steps=1")

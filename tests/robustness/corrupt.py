@@ -30,10 +30,11 @@ import numpy as np
 
 from dcvit import cli, train
 from dcvit.errors import CheckpointError, ConfigError, MetricsError
+from dcvit.hub.model import open_trained
+from dcvit.hub.parameters import open_parameters
+from dcvit.hub.source import ModelSource
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training.trained import open_trained
-from dcvit.weights.loading import open_parameters
 
 SAVED, STEPS, INTERVAL = 6, 9, 3  # the step at which the run was stopped, all steps, steps between checkpoints
 KINDS = ("bit flip", "truncation", "deletion", "swap")
@@ -50,7 +51,7 @@ TINY = {
 
 
 def load_params(source: Path) -> dict[str, np.ndarray]:
-    return {name: tensor.read() for name, tensor in open_parameters(source).items()}
+    return {name: tensor.read() for name, tensor in open_parameters(ModelSource(source)).items()}
 
 
 class Result(NamedTuple):
@@ -190,7 +191,7 @@ class Checks:
         """Open the model and its parameters."""
         try:
             model = open_trained(self.workdir, None, None)
-            params = load_params(model.checkpoint)
+            params = load_params(model.source.path)
         except (CheckpointError, ConfigError) as e:
             return self.reported(str(e), "load")
         except Exception as e:

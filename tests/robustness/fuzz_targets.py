@@ -17,10 +17,11 @@ from PIL import Image
 
 import input_pipeline
 from dcvit.config import load as configs
+from dcvit.config import values
+from dcvit.hub.model import open_trained
 from dcvit.inference.task_files import check_task_files
 from dcvit.runs import checksums, curves, identity, metrics, steps, workdir
 from dcvit.training.setup import make_setup
-from dcvit.training.trained import open_trained
 from dcvit.weights import big_vision_files
 from input_pipeline.images import decode
 from input_pipeline.preprocess import ops
@@ -168,9 +169,9 @@ def overrides() -> st.SearchStrategy[bytes]:
     children = st.sampled_from(
         ("width", "depth", "num_heads", "patch_size", "compose", "variant", "kind", "pp", "type")
     )
-    keys = st.sampled_from(configs.known_keys()) | st.tuples(parents, children).map(".".join) | st.text(max_size=8)
-    values = VALUES.map(repr) | st.sampled_from(("", "none", "True", "[", "('a', 1)", "0x10", "1_0", *WORDS))
-    return text(st.tuples(keys, values).map("=".join))
+    keys = st.sampled_from(values.known_keys()) | st.tuples(parents, children).map(".".join) | st.text(max_size=8)
+    texts = VALUES.map(repr) | st.sampled_from(("", "none", "True", "[", "('a', 1)", "0x10", "1_0", *WORDS))
+    return text(st.tuples(keys, texts).map("=".join))
 
 
 def read_override(data: bytes, folder: Path) -> None:
@@ -186,12 +187,12 @@ def complete_configs() -> list[Json]:
 
 
 def read_config(path: Path) -> None:
-    configs.read_json(path)
+    values.read_json(path)
     open_trained(path.parent, None, None)
 
 
 def read_setup(path: Path) -> None:
-    make_setup(configs.read_json(path))
+    make_setup(values.read_json(path))
 
 
 def image_files() -> list[bytes]:

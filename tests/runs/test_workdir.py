@@ -11,7 +11,7 @@ from trained_workdirs import DIGITS, load_params
 from training_runs import same
 
 from dcvit import cli, train
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.inference.images import read_class_names
 from dcvit.pages.report import html
@@ -88,7 +88,7 @@ def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_pat
     for seed in (1, 0):
         assert run(tmp_path, seed=seed) == 2
         assert "error: out of memory" in capsys.readouterr().err
-        assert configs.read_json(tmp_path / "config.json").seed == seed
+        assert values.read_json(tmp_path / "config.json").seed == seed
 
 
 @pytest.mark.exhaustive
@@ -99,7 +99,7 @@ def test_accepted_difference_is_reported_and_recorded(folder, capsys):
     assert run(folder, *accept, total_steps=62) == 0
     assert "accepted: config.total_steps (saved: 60, now: 62)" in capsys.readouterr().err
     assert saved_steps(folder)[-1] == 62
-    assert configs.read_json(folder / "config.json").total_steps == 62
+    assert values.read_json(folder / "config.json").total_steps == 62
 
 
 def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder, capsys):

@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 from small_models import logits_of, make_tokens, param_shapes, random_params
 
 import dcvit
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
+from dcvit.hub.kinds import make_model
+from dcvit.hub.saved import open_saved
 from dcvit.models import lm
-from dcvit.training.model import make_loader, make_model
-from dcvit.training.saved import open_saved
+from dcvit.training.model import make_loader
 from dcvit.weights import llama
 from dcvit.weights.export import conversion
 from dcvit.weights.family import Description
@@ -47,7 +48,7 @@ def weights(tmp_path_factory):
 def settings(init, **model):
     fields = {**FIELDS, **model}
     return ConfigDict(
-        {**configs.defaults(), "model_name": "lm", "vocab_size": VOCAB, "model": fields, "model_init": str(init)}
+        {**values.defaults(), "model_name": "lm", "vocab_size": VOCAB, "model": fields, "model_init": str(init)}
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dcvit import cli, errors, generate, tokenize, train
 from dcvit.config import load as configs
+from dcvit.hub import kinds
 from dcvit.models.presets import PRESETS
 from dcvit.runs import metrics
 from dcvit.training import optim, setup
@@ -39,7 +40,7 @@ SMALLEST = {name.rpartition("-")[0]: name for name in reversed(PRESETS)}.values(
 def test_table_of_presets_states_counted_parameters_and_steps(preset):
     """Parameters, steps, batch and tokens as the docstring of configs/lm_pile.py lists them."""
     config = configs.load(f"{PILE}:preset={preset}")
-    shapes = setup.param_shapes(setup.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    shapes = setup.param_shapes(kinds.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     steps, batch = config.total_steps, config.input.batch_size
     (line,) = re.findall(rf"^    {re.escape(preset)} .*", lm_pile().__doc__, re.MULTILINE)
@@ -58,7 +59,7 @@ def test_recipe_is_that_of_the_released_configs():
     assert rates["Transformer++-1.4B"] == 2e-4
     assert (rates["DCPythia-2.8B"], rates["DCPythia-6.9B"], rates["Pythia-12B"]) == (1.6e-4, 1.2e-4, 1.2e-4)
     assert rates["DCFormer++-2.8B"] == 3.2e-4
-    shapes = setup.param_shapes(setup.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    shapes = setup.param_shapes(kinds.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
     decays = optim.first_match(shapes, config.wd_mults, 0.0, "wd_mults")
     for path, rate in jax.tree_util.tree_leaves_with_path(decays):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -14,12 +14,12 @@ from training_runs import interrupted_before, refusal, same, small_setup
 import dcvit
 from dcvit import cli, evaluate, train
 from dcvit.errors import CheckpointError
+from dcvit.hub.saved import open_saved
 from dcvit.models.lora import Adaptation
 from dcvit.models.trees import Tensor
 from dcvit.parallel import sharding
 from dcvit.runs import metrics, restoring
 from dcvit.training import step
-from dcvit.training.saved import open_saved
 from dcvit.weights import adapters
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]

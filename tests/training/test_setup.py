@@ -12,6 +12,7 @@ from training_runs import LM_TINY, small_setup
 from dcvit.config import load as configs
 from dcvit.dcmha import device
 from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.hub import kinds
 from dcvit.training import inputs, plan, setup
 from input_pipeline import CorruptPolicy
 
@@ -159,15 +160,15 @@ def test_missing_training_data_has_a_stand_in_for_compilation(labels):
 def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_open(spec):
     config = configs.load(spec, ["num_classes=10"])
     assert config.model.dtype_mm == "auto"
-    assert setup.make_model(config).dtype_mm == "float32"  # the tests run on CPUs
+    assert kinds.make_model(config).dtype_mm == "float32"  # the tests run on CPUs
     capabilities = {"tpu": None, "gpu": "9.0", "gpu, AMD": "gfx942", "gpu, old": "7.5"}
     found = {
-        name: setup.make_model(config, SimpleNamespace(platform=name[:3], compute_capability=value)).dtype_mm
+        name: kinds.make_model(config, SimpleNamespace(platform=name[:3], compute_capability=value)).dtype_mm
         for name, value in capabilities.items()
     }
     assert found == {"tpu": "bfloat16", "gpu": "bfloat16", "gpu, AMD": "bfloat16", "gpu, old": "float32"}
     chosen = configs.load(spec, ["num_classes=10", "model.dtype_mm=float32"])
-    assert setup.make_model(chosen, SimpleNamespace(platform="tpu")).dtype_mm == "float32"
+    assert kinds.make_model(chosen, SimpleNamespace(platform="tpu")).dtype_mm == "float32"
 
 
 def test_images_of_another_name_are_not_a_traceback_with_pp_predict():

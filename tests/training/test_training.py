@@ -9,11 +9,11 @@ import pytest
 from trained_workdirs import TEXT, load_params
 from training_runs import digits_command, interrupted_before, lm_command, same, small_setup
 
-from dcvit.config import load as configs
+from dcvit.config import values
+from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks, resume
-from dcvit.training.saved import open_saved
 from dcvit.training.trainer import Trainer
 from dcvit.weights.export import conversion
 
@@ -51,7 +51,7 @@ def test_run_writes_config_data_and_one_row_per_logged_step(complete, tmp_path, 
     assert [row["step"] for row in metrics.read(workdir / "timing.jsonl")] == [2, 4, 6]
     data = json.loads((workdir / "data.json").read_text())
     assert (data["examples"], data["class_names"]) == (1437, list("0123456789"))
-    assert configs.read_json(workdir / "config.json").total_steps == 6
+    assert values.read_json(workdir / "config.json").total_steps == 6
     table = (workdir / "parameters.txt").read_text()
     assert "head/kernel" in table
     assert f"{rows[0]['num_params']:,}" in table

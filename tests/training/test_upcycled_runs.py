@@ -11,9 +11,10 @@ from trained_workdirs import load_params
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
+from dcvit.hub.kinds import make_model
 from dcvit.models.upcycling import COMPOSITION
 from dcvit.runs import metrics
-from dcvit.training.model import make_loader, make_model
+from dcvit.training.model import make_loader
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import small_models
 
+from dcvit.hub.saved import open_saved
 from dcvit.models import lm, vit
-from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf
 from dcvit.weights.export import conversion, formats
 from dcvit.weights.families import Weights

@@ -31,14 +31,15 @@ import dcvit
 from dcvit import cli, convert, evaluate, generate, versions
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
+from dcvit.hub.parameters import open_parameters
+from dcvit.hub.saved import open_saved
+from dcvit.hub.source import ModelSource
 from dcvit.models import lm, vit
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits, programs
 from dcvit.weights.family import Description
-from dcvit.weights.loading import open_parameters
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
@@ -102,7 +103,7 @@ def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(to, folders
         if path.name == card.CARD:
             open_saved(folder)
             continue
-        for read in (dcvit.load, open_saved, open_parameters):
+        for read in (dcvit.load, open_saved, lambda path: open_parameters(ModelSource(path))):
             with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
                 read(folder)
         path.unlink()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import dcvit
 from dcvit.errors import CheckpointError
+from dcvit.hub.saved import open_saved
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
-from dcvit.training.saved import open_saved
 from dcvit.weights.export import formats
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 import small_models
 
-from dcvit.training.saved import open_saved
+from dcvit.hub.saved import open_saved
 from dcvit.weights import dcvit_hf
 from dcvit.weights import links as linking
 from dcvit.weights.export import formats

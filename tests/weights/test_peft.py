@@ -14,9 +14,9 @@ from small_models import param_shapes, random_params
 
 from dcvit import cli, convert, train
 from dcvit.errors import CheckpointError
+from dcvit.hub.saved import open_saved
 from dcvit.models import lm
 from dcvit.runs import checksums
-from dcvit.training.saved import open_saved
 from dcvit.weights import peft
 from dcvit.weights.export import formats, logits
 from dcvit.weights.families import Weights, open_weights

@@ -13,8 +13,8 @@ import dcvit
 from dcvit import cli, convert, evaluate, explore, generate, predict
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError
+from dcvit.hub import pretrained
 from dcvit.runs import checksums
-from dcvit.weights import pretrained
 
 NAMES = ("digits", "tasks", "text")
 FOLDER = ROOT / "dcvit" / "pretrained"

@@ -10,8 +10,10 @@ import pytest
 from conversion_models import PP, image_model, language_model, write
 
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.training.model import make_loader, make_model
+from dcvit.hub.kinds import make_model
+from dcvit.training.model import make_loader
 from dcvit.weights import hf_processor
 from dcvit.weights.export import formats
 from dcvit.weights.families import open_weights
@@ -29,7 +31,7 @@ def written(model, kind, folder):
 
 def loaded(config, example, **outputs):
     """Return the parameters with which a run of the config starts, and its model."""
-    net = make_model(configs.replaced(config, **outputs))
+    net = make_model(values.replaced(config, **outputs))
     params = net.init(jax.random.key(1), example)["params"]
     found = make_loader(config, net, params)(params)
     return jax.tree.map(lambda new, old: old if new is None else new, found, params), net

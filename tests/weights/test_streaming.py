@@ -19,11 +19,12 @@ from ml_collections import ConfigDict
 from small_models import param_shapes
 
 import dcvit
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError
+from dcvit.hub.kinds import make_model
 from dcvit.models import lm
 from dcvit.parallel.sharding import make_mesh, shardings
-from dcvit.training.model import make_loader, make_model
+from dcvit.training.model import make_loader
 from dcvit.weights import families as weights_module
 from dcvit.weights.families import open_weights
 from dcvit.weights.placement import place_params, unrolled
@@ -144,7 +145,7 @@ def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, s
     folder = small[0].path
     fields = {**small[0].description.fields, "scan": scan, "compose": compose}
     load = {"upcycle": True} if compose else {}
-    config = ConfigDict({**configs.defaults(), "model_name": "lm", "vocab_size": 48, "model": fields,
+    config = ConfigDict({**values.defaults(), "model_name": "lm", "vocab_size": 48, "model": fields,
                          "model_init": str(folder), "model_load": load})  # fmt: skip
     net = make_model(config)
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.models.lora import is_adapter
@@ -46,7 +46,6 @@ from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, WrittenFamily
-from dcvit.weights.loading import adapted_model, open_described
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
@@ -111,7 +110,7 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
         raise CheckpointError(f"{weights.path}: the model has no head, which a run needs; choose another format")
     params = nested(dict(weights.read()))
     tokenizer = tokenizer_of(weights.path)
-    record = {**json.loads(json.dumps(configs.defaults())), **_config(weights.description, tokenizer), **weights.record}
+    record = {**json.loads(json.dumps(values.defaults())), **_config(weights.description, tokenizer), **weights.record}
     if isinstance(record["model"], dict):
         record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
     if weights.workdir:
@@ -225,12 +224,12 @@ def write_peft(weights: Weights, folder: Path) -> None:
     arrays = restoring.open_params(weights.path) if weights.workdir else {}
     if not is_adapter(arrays):
         raise CheckpointError(f"{weights.path} has no adapters: --to peft needs a run with config.lora")
-    about = steps.about(checkpoint := steps.step_folder(weights.path))
+    about = steps.about(steps.step_folder(weights.path))
     lora, init = adapters.described(about, str(weights.path))
     factors = adapters.single_layers({name: restoring.as_tensor(array, name) for name, array in arrays.items()})
     if whole := sorted(name for name in factors if not name.endswith(adapters.FACTORS)):
         raise CheckpointError(f"{weights.path} trains {whole[0]} as a whole, but --to peft writes adapters only")
-    base = open_described(adapted_model(checkpoint, about, init))
+    base = weights.adapts
     family = "dcvit" if not base else "peft" if adapted_base(base.path) else base.family
     if not base or family not in NATIVE["lm"]:
         raise CheckpointError(f"{weights.path} adapts {init} ({family}): --to peft needs {', '.join(NATIVE['lm'])}")

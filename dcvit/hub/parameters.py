@@ -9,96 +9,76 @@ from pathlib import Path
 from typing import Any
 
 from dcvit.errors import CheckpointError
+from dcvit.hub.source import ModelSource, find
 from dcvit.models import Params
 from dcvit.models.lora import is_adapter
 from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder, absolute
-from dcvit.weights import adapters, big_vision_files, pretrained
-from dcvit.weights.families import Weights, is_weights, open_weights
+from dcvit.weights import adapters, big_vision_files
 from dcvit.weights.placement import check_finite, in_layout, place_params
 from dcvit.weights.tensors import Json, open_file
-from input_pipeline.files import expand
 
 BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
 
-def holds_weights(path: Folder) -> bool:
-    """Return True for weights of another library or in a format of big_vision, unless a checkpoint is there."""
-    if not isinstance(path, Path) or restoring.is_checkpoint(path):
-        return False
-    return is_weights(path) or big_vision_files.locate(path) is not None
-
-
-def open_described(source: Folder) -> Weights | None:
-    """Open weights that describe their model; None for a run, even with such weights in its folder, and for others.
-
-    Raises:
-      CheckpointError: see `dcvit.weights.families.open_weights`.
-    """
-    is_described = isinstance(source, Path) and not restoring.is_checkpoint(source) and is_weights(source)
-    return open_weights(source) if is_described else None
-
-
-def open_parameters(source: Folder | Weights, adapted_by: Sequence[Folder] = ()) -> Tensors:
+def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> Tensors:
     """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
 
     Args:
-      source: a workdir (its latest checkpoint) or a checkpoint of this project, or a file or folder that
-        `dcvit.weights.families.open_weights` reads, or has read.
+      source: a workdir (its latest checkpoint), one of its checkpoints, or weights of any format.
       adapted_by: the checkpoints of adapters whose base this is, directly or through another one.
 
     Raises:
       CheckpointError: the source is missing, damaged, or of an unknown format; or adapters have no base but themselves.
     """
-    if isinstance(source, Weights):
-        return source.params
-    if weights := open_described(source):
-        return weights.params
-    if isinstance(source, Path) and not restoring.is_checkpoint(source):
-        if big_vision_files.locate(source):
-            return open_file(source).tensors
-        if not source.exists():
-            big_vision_files.check_named(str(source))
-    arrays = restoring.open_params(source)
-    tensors = {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
+    if source.weights:
+        return source.weights.params
+    path = source.path
+    if isinstance(path, Path) and not source.is_checkpoint:
+        if big_vision_files.locate(path):
+            return open_file(path).tensors
+        if not path.exists():
+            big_vision_files.check_named(str(path))
+    arrays = restoring.open_params(path)
+    tensors = {name: restoring.as_tensor(array, f"{name} of {path}") for name, array in arrays.items()}
     if not is_adapter(tensors):
         return tensors
-    about = steps.about(checkpoint := steps.step_folder(source))
-    _, init = adapters.described(about, str(source))
+    about = steps.about(checkpoint := steps.step_folder(path))
+    _, init = adapters.described(about, str(path))
     if (checkpoint := absolute(checkpoint)) in adapted_by:
         raise CheckpointError(f"{checkpoint} is its own base")
     try:
-        base = open_parameters(adapted_model(checkpoint, about, init), (*adapted_by, checkpoint))
+        base = open_parameters(adapted(checkpoint, about, init), (*adapted_by, checkpoint))
     except CheckpointError as e:
-        raise CheckpointError(f"{source} adapts config.model_init={init!r}: {e}") from None
-    return adapters.merged(base, tensors, about, str(source))
+        raise CheckpointError(f"{path} adapts config.model_init={init!r}: {e}") from None
+    return adapters.merged(base, tensors, about, str(path))
 
 
-def adapted_model(checkpoint: Folder, about: Json, init: str) -> Path:
-    """Return the path of the `model_init` that a checkpoint of adapters adapts.
+def adapted(checkpoint: Folder, about: Json, init: str) -> ModelSource:
+    """Return the `model_init` that a checkpoint of adapters adapts.
 
     The description has a relative one as the path from the workdir; that of an older version has none.
     """
     if path := about.get(BASE_PATH):
         moved = Path(absolute(checkpoint).parent.parent, path).resolve()
         if moved.exists():
-            return moved
-    return expand(pretrained.resolve(init))
+            return ModelSource(moved)
+    return find(init)
 
 
 def path_from(workdir: Folder, init: str) -> dict[str, str]:
     """Return the entry of `about` with the path of a relative `model_init` from the workdir; {} for others."""
-    path = expand(pretrained.resolve(init))
+    path = find(init).path
     if path.is_absolute() or not isinstance(workdir, Path):
         return {}
     return {BASE_PATH: os.path.relpath(path.resolve(), workdir.resolve())}
 
 
 def load_params(
-    source: Folder | Weights,
+    source: ModelSource,
     make_like: Callable[[Tensors], Params],
     convert: Callable[[Tensors], Tensors] | None = None,
 ) -> Params:
@@ -113,18 +93,17 @@ def load_params(
     Raises:
       CheckpointError: see `open_parameters`; or the parameters are not those of the model.
     """
-    checkpoint = None
-    if not isinstance(source, Weights) and restoring.is_checkpoint(source):
-        source = checkpoint = steps.step_folder(source)  # a running training may save a later one meanwhile
+    if source.is_checkpoint:
+        source = ModelSource(steps.step_folder(source.path))  # a running training may save a later one meanwhile
     tensors = open_parameters(source)
     tensors = convert(tensors) if convert else tensors
     like = make_like(tensors)
     same_layout = not convert and {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
-    if same_layout and checkpoint is not None and not steps.about(checkpoint).get("base"):
-        params = restoring.restore_params(checkpoint, like)  # each process reads its part only
-        check_finite(params, str(checkpoint))
+    if same_layout and source.is_checkpoint and not steps.about(source.path).get("base"):
+        params = restoring.restore_params(source.path, like)  # each process reads its part only
+        check_finite(params, str(source))
         return params
-    return place_params(tensors, like, str(source.path if isinstance(source, Weights) else source))
+    return place_params(tensors, like, str(source.weights.path if source.weights else source))
 
 
 def load_params_into(
@@ -148,7 +127,7 @@ def load_params_into(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    tensors = convert(open_parameters(expand(pretrained.resolve(init_file))))
+    tensors = convert(open_parameters(find(init_file)))
     names = in_layout(tensors, shapes_of(init_params))
     if upcycle:
         gained = "|".join(map(re.escape, gained_compositions(names, init_params, init_file)))

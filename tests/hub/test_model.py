@@ -12,11 +12,13 @@ from training_runs import LM_TINY, nats, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.evaluators.perplexity import Evaluator, Options
+from dcvit.hub.evaluate import predictor
+from dcvit.hub.model import TrainedModel, open_trained
+from dcvit.hub.source import ModelSource
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
-from dcvit.training.setup import predictor
-from dcvit.training.trained import TrainedModel, open_trained
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -106,7 +108,7 @@ def test_tokenizer_is_that_of_the_training_data(tmp_path):
 
     def of(data, given=None, vocab_size=1000):
         config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}"])
-        return TrainedModel(configs.replaced(config, input={"data": data}), tmp_path).tokenizer(given)
+        return TrainedModel(values.replaced(config, input={"data": data}), ModelSource(tmp_path)).tokenizer(given)
 
     assert of({"kind": "stdlib"}).vocab_size == 257
     assert of(text).encode("a") == of(tokens, path).encode("a") == of({**tokens, "tokenizer": path}).encode("a")

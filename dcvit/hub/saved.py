@@ -8,20 +8,23 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
+from dcvit.hub import pretrained
+from dcvit.hub.model import TrainedModel, open_trained
+from dcvit.hub.parameters import adapted, open_parameters
+from dcvit.hub.source import ModelSource
 from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
 from dcvit.models.lora import is_adapter
 from dcvit.models.trees import check_tree
+from dcvit.runs import steps
+from dcvit.runs.files import Folder
 from dcvit.runs.restoring import as_tensor, open_params
-from dcvit.runs.workdir import find
-from dcvit.training.trained import TrainedModel, open_trained
-from dcvit.weights import pretrained
-from dcvit.weights.families import Weights, open_weights
+from dcvit.weights import adapters
+from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
-from dcvit.weights.loading import open_parameters
 from dcvit.weights.modules import checked, param_shapes
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Tensor
@@ -33,13 +36,13 @@ def open_saved(path: Path) -> Weights:
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
+    source = ModelSource(path)
     if pretrained.is_pretrained(path):
-        record = configs.read_json(path / pretrained.RUN).to_dict()
-        return checked(open_weights(path))._replace(record=record)
-    workdir = find(path)
+        return checked(source.open_weights())._replace(record=source.config().to_dict())
+    workdir = source.workdir
     if not isinstance(workdir, Path):
-        return checked(open_weights(path))
-    trained = open_trained(workdir, None, None if workdir == path else path)
+        return checked(source.open_weights())
+    trained = open_trained(workdir, checkpoint=None if workdir == path else path)
     return _from_run(path, workdir, trained)
 
 
@@ -58,12 +61,19 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
     ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
     description = Description(name, outputs, fields, pp, tuple(names), ends)
-    arrays = open_params(trained.checkpoint)
-    params = open_parameters(trained.checkpoint) if is_adapter(arrays) else _unrolled(arrays)
+    source, arrays = trained.source, open_params(trained.source.path)
+    params = open_parameters(source) if is_adapter(arrays) else _unrolled(arrays)
+    adapts = _adapted(source.path) if is_adapter(arrays) else None
     shapes = param_shapes(description, params)
-    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))
-    record = configs.read_json(workdir / "config.json").to_dict()
-    return Weights(path, "dcvit", description, params, record, workdir)
+    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(source))
+    record = values.read_json(workdir / "config.json").to_dict()
+    return Weights(path, "dcvit", description, params, record, workdir, adapts)
+
+
+def _adapted(path: Folder) -> Weights | None:
+    """Return the weights that a run of adapters adapts; None for another run."""
+    about = steps.about(checkpoint := steps.step_folder(path))
+    return adapted(checkpoint, about, adapters.described(about, str(path))[1]).weights
 
 
 def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:

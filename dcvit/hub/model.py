@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,69 +16,70 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-import input_pipeline
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError, checked, nearest
+from dcvit.hub import pretrained
+from dcvit.hub.data import stored_tokenizer, tokenizer_of, trains_tokenizer, with_tokenizer
+from dcvit.hub.evaluate import evaluation_mesh, make_evaluators, predictor
+from dcvit.hub.kinds import kind_of, make_model
+from dcvit.hub.parameters import load_params
+from dcvit.hub.source import ModelSource
 from dcvit.inference.images import ImageModel, read_class_names
 from dcvit.inference.model import Kind, LoadedModel, of_kind
 from dcvit.inference.texts import LanguageModel, check_tokenizer, tokenizer_beside
+from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.trees import Tensors, check_tree, param_shapes, shapes_of
+from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import Strategy, check_model, make_mesh, with_shardings
-from dcvit.runs import workdir as workdirs
 from dcvit.runs.files import Folder, folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.workdir import check_checkpoint
-from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
-from dcvit.training.model import make_model, warn_of_other_function
-from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, predictor
-from dcvit.training.tasks import task_class
-from dcvit.weights import pretrained
-from dcvit.weights.families import open_weights
+from dcvit.weights import tensors as files
+from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
-from dcvit.weights.loading import holds_weights, load_params, open_described
 from dcvit.weights.modules import at_image_size, build, errors_name_file, example
 from dcvit.weights.placement import place_params
 from dcvit.weights.preprocessing import at_size
-from dcvit.weights.tensors import Json, tokenizer_of
-from input_pipeline.text.megatron_format import find_prefix, read_description
-from input_pipeline.text.synthetic_tasks import WORDS
-from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
+from dcvit.weights.tensors import Json
+from input_pipeline.text.tokenizer import Tokenizer
 
+LOG = logging.getLogger(__name__)
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
 class TrainedModel:
-    """A model as its config describes it, and the checkpoint of its parameters; `open_trained` finds both."""
+    """A model as its config describes it, and the source of its parameters; `open_trained` finds both."""
 
     def __init__(
         self,
         config: ConfigDict,
-        checkpoint: Folder,
+        source: ModelSource,
         tokenizer: str | None = None,
         image_size: tuple[int, int] | None = None,
     ):
         """
         Args:
-          config: must be complete: see `complete` of the tasks.
-          checkpoint: the parameters.
+          config: must be complete: see `ModelKind.complete`.
+          source: the parameters.
           tokenizer: the tokenizer.json of the run.
           image_size: height and width of images, if other than those of the config.
         """
         self._pp, self._image_size = config.pp_predict, image_size
         if image_size:
             config = _at_image_size(config, image_size)
-        self._config, self._task, self._tokenizer = config, task_class(config), tokenizer
-        self.checkpoint = checkpoint
-        self.num_outputs: int = config[self._task.outputs_key]
+        self._config, self._kind, self._tokenizer = config, kind_of(config), tokenizer
+        self.source = source
+        self.num_outputs: int = config[self._kind.outputs_key]
         self.pp_predict: str = config.pp_predict
         self.is_multilabel = config.loss == "sigmoid_xent"
 
     @property
     def label(self) -> str:
         """The variant or preset of the model, or else its kind: "ViT", "DCViT", "Transformer" or "DCFormer"."""
-        if name := self._config.model.get(self._task.variant_key):
+        if name := self._config.model.get(self._kind.variant_key):
             return str(name)
         plain, composed = {"vit": ("ViT", "DCViT"), "lm": ("Transformer", "DCFormer")}[self._config.model_name]
         return composed if getattr(self.model, "compose", None) else plain
@@ -94,7 +96,7 @@ class TrainedModel:
 
     def settings(self) -> dict[str, Any]:
         """Return the config keys that determine the parameters, without those that have their default."""
-        config, defaults = json.loads(self._config.to_json()), json.loads(json.dumps(configs.defaults()))
+        config, defaults = json.loads(self._config.to_json()), json.loads(json.dumps(values.defaults()))
         return {key: value for key, value in config.items() if not is_free(key) and value != defaults.get(key)}
 
     def evaluator_options(self, name: str) -> dict[str, Any]:
@@ -117,22 +119,21 @@ class TrainedModel:
 
         def make_like(tensors: Tensors) -> Params:
             description = Description(self._config.model_name, self.num_outputs, {}, self.pp_predict)
-            with errors_name_file(self.checkpoint):
+            with errors_name_file(self.source.path):
                 like_inputs = inputs or example(description, tensors)
             shapes = param_shapes(self.model, like_inputs)
             like: Params = with_shardings(shapes, mesh, strategy)
             return like
 
-        weights = open_described(self.checkpoint)
-        if weights:
-            warn_of_other_function(weights, self.model, self._pp)
-        return load_params(weights or self.checkpoint, make_like, self._at_size if self._image_size else None)
+        if self.source.weights:
+            _warn_of_other_function(self.source.weights, self.model, self._pp)
+        return load_params(self.source, make_like, self._at_size if self._image_size else None)
 
     def _at_size(self, tensors: Tensors) -> Tensors:
         """Return the parameters for images of the size that was asked for."""
         assert self._image_size
         description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
-        with errors_name_file(self.checkpoint):
+        with errors_name_file(self.source.path):
             return at_image_size(description, tensors, self._image_size)[1]
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
@@ -165,23 +166,7 @@ class TrainedModel:
         """
         self._check_language_model()
         with with_tokenizer(self._config, self._tokenizer) as config:
-            return self._open_tokenizer(_text_options(config), path)
-
-    def _open_tokenizer(self, options: Mapping[str, Any], path: str | None) -> Tokenizer:
-        path = path or options.get("tokenizer")
-        if path is None and options.get("kind") == "synthetic":
-            return WordTokenizer(WORDS)
-        if path is None and options.get("kind") in ("megatron", "input_ids") and "tokenizer" not in options:
-            raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
-        end_of_text = options.get("end_of_text", END_OF_TEXT)
-        try:
-            found = open_tokenizer(path, end_of_text if isinstance(end_of_text, str) else None)
-        except input_pipeline.InputError:
-            if "end_of_text" in options:
-                raise
-            found = open_tokenizer(path, None)  # the tokenizer has no END_OF_TEXT, and nothing names another one
-        if isinstance(found, FileTokenizer) and isinstance(end_of_text, int):  # data of tokens states the number only
-            found.end_of_text = end_of_text
+            found = tokenizer_of(config, path)
         check_tokenizer(found, self.num_outputs)
         return found
 
@@ -212,8 +197,8 @@ def _at_image_size(config: ConfigDict, size: tuple[int, int]) -> ConfigDict:
 
 def open_trained(
     workdir: Folder | None,
-    config: str | None,
-    checkpoint: Folder | None,
+    config: str | None = None,
+    checkpoint: Folder | None = None,
     overrides: Sequence[str] = (),
     image_size: tuple[int, int] | None = None,
 ) -> TrainedModel:
@@ -232,32 +217,23 @@ def open_trained(
       ConfigError: too few options, or a config that is invalid or incomplete.
     """
     pretrained.check_options(workdir, config, checkpoint)
-    if pretrained.is_pretrained(workdir):
-        run = configs.read_json(workdir / pretrained.RUN)
-    elif workdir is not None and config is None and holds_weights(workdir):
-        raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
-    else:
-        run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
-    found = configs.load(config, overrides) if config is not None else run
-    folder = checkpoint or workdir
-    assert folder is not None
-    check_checkpoint(folder)
-    return TrainedModel(
-        task_class(found).complete(found, run),
-        folder,
-        stored_tokenizer(workdir or folder) if trains_tokenizer(found) else None,
-        image_size,
-    )
+    run = None if workdir is None else ModelSource(workdir)
+    source = run if checkpoint is None else ModelSource(checkpoint)
+    assert source is not None
+    return _open(source, run, None if config is None else configs.load(config, overrides), image_size)
 
 
-def _text_options(config: ConfigDict) -> Mapping[str, Any]:
-    """Return the options of the training data, with those that a Megatron pair of files states itself."""
-    options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
-    stated: Mapping[str, object] = {}
-    if options.get("kind") == "megatron":
-        with contextlib.suppress(input_pipeline.MissingDataError):
-            stated = read_description(find_prefix(options["path"]))
-    return {**stated, **options}
+def _open(
+    source: ModelSource, run: ModelSource | None, config: ConfigDict | None, image_size: tuple[int, int] | None
+) -> TrainedModel:
+    """Return the model of a source with the config of a run, or another one."""
+    if run and config is None and run.holds_weights and not pretrained.is_pretrained(run.path):
+        raise ConfigError(f"{run} is not the folder of a training run; give --config CONFIG --checkpoint {run}")
+    saved = run.config() if run else ConfigDict()
+    found = saved if config is None else config
+    check_checkpoint(source.path)
+    tokenizer = stored_tokenizer((run or source).path) if trains_tokenizer(found) else None
+    return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size)
 
 
 @checked
@@ -287,19 +263,25 @@ def load(
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
     size = None if image_size is None else _height_and_width(image_size)
     try:
-        path = folder(pretrained.resolve(str(source)))
+        found = ModelSource(folder(pretrained.resolve(str(source))))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    workdir: Folder | None = None
-    if config is None:
-        workdir = path if pretrained.is_pretrained(path) else workdirs.find(path)
+    return _load(found, None if config is None else configs.load(config), sharding, size)
+
+
+def _load(
+    source: ModelSource, config: ConfigDict | None, sharding: str | None = None, size: tuple[int, int] | None = None
+) -> ImageModel | LanguageModel:
+    """Load the model of a source, with the config of its run or another one; see `load`."""
+    workdir = source.workdir if config is None else None
     if config is None and workdir is None:
-        if not isinstance(path, Path):
+        if not isinstance(source.path, Path):
             raise CheckpointError(
                 f"{source} is no run; copy weights of other libraries to a local folder, to read them"
             )
-        return _load_weights(path, sharding, size)
-    return load_trained(open_trained(workdir, config, path, image_size=size), workdir, sharding)
+        return _load_weights(source, sharding, size)
+    run = None if workdir is None else source if workdir == source.path else ModelSource(workdir)
+    return _load_trained(_open(source, run, config, size), workdir, sharding)
 
 
 def _height_and_width(image_size: object) -> tuple[int, int]:
@@ -332,14 +314,15 @@ def open_model(
       ConfigError: see `load` and `open_trained`; or the model is of another kind.
     """
     alone = config is None and checkpoint is None and not overrides
-    if workdir is not None and alone and (workdirs.find(workdir) not in (None, workdir) or holds_weights(workdir)):
-        model: LoadedModel = load(str(workdir), image_size=image_size)
+    source = ModelSource(workdir) if workdir is not None and alone else None
+    if source and (source.workdir not in (None, source.path) or source.holds_weights):
+        model: LoadedModel = _load(source, None, size=image_size)
     else:
-        model = load_trained(open_trained(workdir, config, checkpoint, overrides, image_size), workdir)
+        model = _load_trained(open_trained(workdir, config, checkpoint, overrides, image_size), workdir)
     return of_kind(model, kind, config or workdir)
 
 
-def load_trained(
+def _load_trained(
     trained: TrainedModel, workdir: Folder | None, sharding: str | None = None
 ) -> ImageModel | LanguageModel:
     """Load the parameters of a model that a command has opened; see `load`."""
@@ -348,7 +331,7 @@ def load_trained(
     mesh = _mesh(sharding, module)
     params = trained.params(mesh=mesh, strategy=sharding or "ddp")
     common: Json = {
-        "params": params, "config": trained.record(), "source": trained.checkpoint.name or str(trained.checkpoint),
+        "params": params, "config": trained.record(), "source": trained.source.path.name or str(trained.source),
         "mesh": mesh, "open_evaluators": lambda: trained.evaluators()[2],
     }  # fmt: skip
     if isinstance(module, LM):
@@ -359,9 +342,11 @@ def load_trained(
     )
 
 
-def _load_weights(path: Path, sharding: str | None, size: tuple[int, int] | None) -> ImageModel | LanguageModel:
+def _load_weights(
+    source: ModelSource, sharding: str | None, size: tuple[int, int] | None
+) -> ImageModel | LanguageModel:
     """Load weights of another library."""
-    weights = open_weights(path)
+    path, weights = source.path, source.open_weights()
     described, tensors = weights.description, weights.params
     with errors_name_file(path):
         if size:
@@ -373,7 +358,7 @@ def _load_weights(path: Path, sharding: str | None, size: tuple[int, int] | None
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     common: Json = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
     if isinstance(module, LM):
-        file = tokenizer_of(weights.path)
+        file = files.tokenizer_of(weights.path)
         open_tokenizer = functools.partial(
             tokenizer_beside, default=str(file) if file else None, outputs=described.num_outputs
         )
@@ -389,3 +374,20 @@ def _mesh(sharding: str | None, module: nn.Module) -> Mesh | None:
     mesh = make_mesh([(SHARDINGS[sharding], -1)])
     check_model(mesh, module)
     return mesh
+
+
+def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:
+    """Log a warning if weights describe a model of another function, or other preprocessing, than a config has."""
+    described = weights.description
+    with errors_name_file(weights.path):
+        source = build(described)
+    different = fields_that_change_the_function(source, model) if type(source) is type(model) else {}
+    if described.pp and described.pp != pp:
+        different |= {"pp_predict": (described.pp, pp)}
+    if different:
+        LOG.warning("the config differs from the model of %s: %s", weights.path, listed(different))
+
+
+def listed(different: Mapping[str, tuple[object, object]]) -> str:
+    """Return fields with their value here and, in parentheses, that of the model elsewhere."""
+    return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())

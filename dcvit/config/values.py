@@ -1,0 +1,117 @@
+"""Values of a config: defaults, checks of the top level, config.json of a run, and changed copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
+from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, type_name
+from input_pipeline.files import expand
+
+Json: TypeAlias = dict[str, Any]
+
+
+def defaults() -> Json:
+    """Return the default of every key."""
+    return {name: key.default for name, key in KEYS.items()}
+
+
+def known_keys() -> list[str]:
+    """Return every key that a config may hold."""
+    return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
+
+
+def describe_keys() -> list[tuple[str, str, str, str]]:
+    """Return (key, type, default, meaning) of every key of a config, with durations first."""
+    units = "|".join(UNITS)
+    rows = [(f"{name}_({units})", "number", "", text) for name, text in DURATIONS.items()]
+    for prefix, keys in (("", KEYS), ("input.", INPUT_KEYS)):
+        rows += [(f"{prefix}{name}", type_name(key.type), repr(key.default), key.doc) for name, key in keys.items()]
+    return rows
+
+
+def check_types(config: ConfigDict) -> None:
+    """Raise ConfigError for a top-level value of the wrong type or outside its range; see also `check_values`."""
+    check_values(config.to_dict(), "config")
+    for key, (hint, _, _) in KEYS.items():
+        value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
+        if not has_type(value, hint):
+            expected = type_name(hint)
+            raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
+    for key, (holds, expected) in RANGES.items():
+        if not holds(config[key]):
+            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
+    for key in ("wd_mults", "lr_mults", "frozen"):
+        paired = key != "frozen"
+        for rule in config[key]:
+            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and is_rate(rule[1])):
+                raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, finite multiplier, 0 or more)")
+            check_regex(rule[0] if paired else rule, f"config.{key}")
+
+
+def read_json(path: Path | epath.Path) -> ConfigDict:
+    """Read the config.json of a workdir and return the checked and locked config.
+
+    Raises:
+      ConfigError: the file is missing or unreadable.
+    """
+    return _checked(_json_object(path), path)
+
+
+def run_config(checkpoint: str) -> Json:
+    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path.
+
+    The config.json of another library has no `model_name`.
+    """
+    if not checkpoint or "://" in checkpoint:
+        return {}
+    place = expand(checkpoint).absolute()
+    for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
+        if (folder / "config.json").is_file():
+            found = _json_object(folder / "config.json")
+            return _checked(found, folder / "config.json").to_dict() if "model_name" in found else {}
+    return {}
+
+
+def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
+    """Return the content of a config.json as a checked and locked config."""
+    try:
+        check_values(found, "config")
+        config = ConfigDict(defaults() | found)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    check_types(config)
+    return config.lock()
+
+
+def _json_object(path: Path | epath.Path) -> Json:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    return found
+
+
+def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
+    """Return a copy with some keys replaced."""
+    changed = config.copy_and_resolve_references().unlock()
+    with changed.ignore_type():
+        for key, value in values.items():
+            changed[key] = value
+    return changed.lock()
+
+
+def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
+    """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
+    filled = replaced(config, num_classes=num_classes).unlock()
+    for holder in (filled.input, *filled.evals.values()):
+        if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
+            holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
+    return filled.lock()
