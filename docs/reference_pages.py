@@ -21,6 +21,7 @@ from unittest import mock
 
 from dcvit import __main__ as entry
 from dcvit import cli
+from dcvit.config import keys
 from dcvit.config import load as config
 from dcvit.config.keys import Key
 from dcvit.errors import type_name
@@ -183,9 +184,9 @@ def commands() -> str:
 
 def config_keys() -> str:
     """The keys of a config with type, default and meaning, and the keys that give durations."""
-    units = ", ".join(code(f"X_{unit}") for unit in config.UNITS)
+    units = ", ".join(code(f"X_{unit}") for unit in keys.UNITS)
     durations = [
-        (", ".join(code(f"{name}_{unit}") for unit in config.UNITS), text) for name, text in config.DURATIONS.items()
+        (", ".join(code(f"{name}_{unit}") for unit in keys.UNITS), text) for name, text in keys.DURATIONS.items()
     ]
     return "\n\n".join(
         [
@@ -194,12 +195,12 @@ def config_keys() -> str:
             "unknown key or a value of the wrong type is an error before anything is compiled, and the message "
             "suggests the nearest key. `--config.KEY=VALUE` sets a key on the command line, and "
             "`--config.model.rank=1` sets a key inside a dict.",
-            _keys(config.KEYS),
+            _keys(keys.KEYS),
             "## Durations",
             f"A duration is given in one of four units: {units}. A percentage is relative to the length of the run.",
             table(("keys", "meaning"), durations),
             "## Keys of input",
-            _keys(config.INPUT_KEYS),
+            _keys(keys.INPUT_KEYS),
             "[Data kinds](data_kinds.md) lists the options of `data`, and [preprocessing ops](preprocessing.md) those "
             "of `pp`.",
             "## Keys of schedule",

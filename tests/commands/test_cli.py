@@ -12,7 +12,7 @@ import pytest
 
 from dcvit import cli
 from dcvit.__main__ import COMMANDS, dispatch
-from dcvit.config import load as config
+from dcvit.config import keys
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorflow", "torch", "lm_eval", "matplotlib", "sklearn"}
@@ -69,7 +69,7 @@ def test_weights_of_the_package_are_read_without_orbax():
 def test_help_lists_every_config_key_with_type_default_and_meaning(capsys):
     assert cli.run(dispatch, ["help", "config"]) == 0
     out = capsys.readouterr().out
-    for key in (*config.KEYS, *(f"input.{key}" for key in config.INPUT_KEYS), *config.DURATIONS):
+    for key in (*keys.KEYS, *(f"input.{key}" for key in keys.INPUT_KEYS), *keys.DURATIONS):
         assert f"\n{key}" in out
     assert "\nlabel_smoothing: float = 0.0\n    " in out
 

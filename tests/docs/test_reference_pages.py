@@ -9,8 +9,7 @@ from markdown_pages import ROOT
 from reference_pages import PAGES
 
 from dcvit import __main__ as entry
-from dcvit.config import load as config
-from dcvit.config import values
+from dcvit.config import keys, values
 from dcvit.models import attention, dcmha, lm, presets, vit
 from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS
@@ -40,8 +39,8 @@ def test_every_command_and_option_is_listed(texts):
 
 def test_every_config_key_is_listed_with_a_meaning(texts):
     listed = first_cells(texts["config_keys"])
-    assert listed >= {*config.KEYS, *config.INPUT_KEYS, *values.known_keys()}
-    assert all(key.doc for key in [*config.KEYS.values(), *config.INPUT_KEYS.values()])
+    assert listed >= {*keys.KEYS, *keys.INPUT_KEYS, *values.known_keys()}
+    assert all(key.doc for key in [*keys.KEYS.values(), *keys.INPUT_KEYS.values()])
 
 
 def test_every_shipped_config_is_listed(texts):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 
 import flax.traverse_util
 import image_datasets
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from PIL import Image
 from trained_workdirs import load_params
 
@@ -276,7 +276,7 @@ class TestErrors:
             hub.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
-        monkeypatch.setattr(hub, "folder", PurePosixPath)
+        monkeypatch.setattr(hub, "folder", epath.Path)
         monkeypatch.setattr(hub.ModelSource, "workdir", None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
