@@ -32,8 +32,8 @@ LAYERS = [
 # Module -> what its functions import from a higher layer.
 UPWARDS = {
     "dcvit": ("dcvit",),  # `dcvit.load` is the entrance to the package
-    "dcvit.models.vit": ("dcvit.hub.parameters",),  # big_vision's contract: a model loads its own checkpoints
-    "dcvit.models.lm": ("dcvit.hub.parameters",),
+    "dcvit.models.vit": ("dcvit.hub.source",),  # big_vision's contract: a model loads its own checkpoints
+    "dcvit.models.lm": ("dcvit.hub.source",),
     "dcvit.config.load": ("dcvit.hub.source",),  # a config starts from the model that `init` names
 }
 

@@ -59,8 +59,7 @@ TEXT = {
 
 def load_params(source):
     """Load the parameters of a run or a checkpoint, the averaged ones if there are any, as a nested dict of arrays."""
-    from dcvit.hub.parameters import open_parameters
-    from dcvit.hub.source import ModelSource
+    from dcvit.hub.source import ModelSource, open_parameters
 
     return unflatten_dict(
         {name: tensor.read() for name, tensor in open_parameters(ModelSource(source)).items()}, sep="/"

@@ -23,8 +23,7 @@ from dcvit.hub import pretrained
 from dcvit.hub.data import stored_tokenizer, tokenizer_of, trains_tokenizer, with_tokenizer
 from dcvit.hub.evaluate import evaluation_mesh, make_evaluators, predictor
 from dcvit.hub.kinds import kind_of, make_model
-from dcvit.hub.parameters import load_params
-from dcvit.hub.source import ModelSource
+from dcvit.hub.source import ModelSource, load_params
 from dcvit.inference.images import ImageModel, read_class_names
 from dcvit.inference.model import Kind, LoadedModel, of_kind
 from dcvit.inference.texts import LanguageModel, check_tokenizer, tokenizer_beside

@@ -13,8 +13,7 @@ from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.parameters import adapted, open_parameters
-from dcvit.hub.source import ModelSource
+from dcvit.hub.source import ModelSource, adapted, open_parameters
 from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
 from dcvit.models.lora import is_adapter

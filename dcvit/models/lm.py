@@ -315,7 +315,7 @@ def load(
 
     Args:
       init_params: parameters of the model.
-      init_file: a workdir, a checkpoint or weights of any format; see `dcvit.hub.parameters.open_parameters`.
+      init_file: a workdir, a checkpoint or weights of any format; see `dcvit.hub.source.open_parameters`.
       model_cfg: unused; big_vision's trainer passes it.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
@@ -325,6 +325,6 @@ def load(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    from dcvit.hub.parameters import load_params_into  # late: the models import where Orbax is not installed
+    from dcvit.hub.source import load_params_into  # late: the models import where Orbax is not installed
 
     return load_params_into(init_params, init_file, dont_load, lambda tensors: tensors, upcycle)

@@ -17,8 +17,7 @@ import numpy as np
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.data import TOKENIZER
-from dcvit.hub.parameters import load_params, open_parameters, path_from
-from dcvit.hub.source import ModelSource, find
+from dcvit.hub.source import ModelSource, find, load_params, open_parameters, path_from
 from dcvit.models import Params
 from dcvit.models.trees import shapes_of
 from dcvit.parallel import multihost

@@ -13,8 +13,7 @@ from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
-from dcvit.hub.parameters import load_params
-from dcvit.hub.source import ModelSource
+from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding, topologies
 from dcvit.runs import restoring

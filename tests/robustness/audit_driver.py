@@ -135,8 +135,7 @@ def training(folder):
 def loading_weights(folder):
     import numpy as np
 
-    from dcvit.hub.parameters import open_parameters
-    from dcvit.hub.source import ModelSource
+    from dcvit.hub.source import ModelSource, open_parameters
 
     np.savez(
         folder / "weights.npz", **{name: t.read() for name, t in open_parameters(ModelSource(folder / "vit")).items()}

@@ -31,8 +31,7 @@ import numpy as np
 from dcvit import cli, train
 from dcvit.errors import CheckpointError, ConfigError, MetricsError
 from dcvit.hub.model import open_trained
-from dcvit.hub.parameters import open_parameters
-from dcvit.hub.source import ModelSource
+from dcvit.hub.source import ModelSource, open_parameters
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
 

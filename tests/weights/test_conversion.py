@@ -31,9 +31,8 @@ import dcvit
 from dcvit import cli, convert, evaluate, generate, versions
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
-from dcvit.hub.parameters import open_parameters
 from dcvit.hub.saved import open_saved
-from dcvit.hub.source import ModelSource
+from dcvit.hub.source import ModelSource, open_parameters
 from dcvit.models import lm, vit
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
