@@ -37,14 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports, listed = [], set[str]()  # inputs may read the same files
     for name, data, pp, optional in all_inputs(config):
         with ProgressBar(name, 0, lines=True) as progress:
-
-            def show(completed: int, total: int, progress: ProgressBar = progress) -> None:
-                progress.total = total
-                progress.show(completed)
-
             try:
                 with with_hints(data):
-                    report = check_data(data, pp, show)
+                    report = check_data(data, pp, progress.show)
             except MissingDataError as e:
                 if not optional:
                     raise

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError, escaped
-from dcvit.runs.progress import ByteProgress
+from dcvit.errors import escaped
+from dcvit.runs.progress import ProgressBar
 from input_pipeline.text.megatron_writer import tokenize_files
 from input_pipeline.text.tokenizer import END_OF_TEXT
 
@@ -39,18 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, required=True, help="path of the files to write, without suffix")
     parser.add_argument("--key", default="text", help="key of the text in the JSON object of a line")
     parser.add_argument("--end-of-text", default=END_OF_TEXT, help="the tokenizer's special token that ends a document")
-    args, overrides = parser.parse(argv)
-    if overrides:
-        raise ConfigError(f"tokenize takes no --config.{overrides[0]}")
+    args = parser.parse_without_config(argv)
     start = time.monotonic()
-    with ByteProgress("tokenizing", "tok") as progress:
+    with ProgressBar("tokenizing", 0, in_bytes=True, lines=True) as progress:
+
+        def show(read: int, total: int, tokens: int) -> None:
+            progress.show(read, total, f"{tokens / (time.monotonic() - start) / 1e6:.2f} Mtok/s")
+
         description = tokenize_files(
             str(args.data),
             None if args.tokenizer is None else str(args.tokenizer),
             str(args.out),
             key=args.key,
             end_of_text=args.end_of_text,
-            on_progress=progress.update,
+            on_progress=show,
         )
     seconds, tokens = time.monotonic() - start, description["tokens"]
     print(

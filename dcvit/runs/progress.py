@@ -8,18 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 
+from rich import progress as columns
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from dcvit.errors import escaped
 from dcvit.parallel import multihost
@@ -87,11 +78,11 @@ class ProgressBar:
         self.title, self.total, self.in_bytes, self.lines = escaped(title), total, in_bytes, lines
         self.console = Console(stderr=stderr, soft_wrap=True, highlight=False)
         self.live = self.console.is_terminal
-        self.bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(),
-            DownloadColumn() if in_bytes else MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False),
-            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-            console=self.console, disable=not self.live,
+        self.bar = columns.Progress(
+            columns.TextColumn("{task.description}", markup=False), columns.BarColumn(),
+            columns.DownloadColumn() if in_bytes else columns.MofNCompleteColumn(),
+            columns.TextColumn("{task.fields[status]}", markup=False), columns.TimeElapsedColumn(),
+            columns.TextColumn("ETA"), columns.TimeRemainingColumn(), console=self.console, disable=not self.live,
         )  # fmt: skip
         self.task = self.bar.add_task(self.title, total=total, completed=start, status="")
         self.started = self.shown = time.monotonic()
@@ -100,14 +91,12 @@ class ProgressBar:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def show(self, completed: int, status: str = "") -> None:
-        """Show how much is completed, and a status, unless the last update was shortly before."""
-        now = time.monotonic()
+    def show(self, completed: int, total: int | None = None, status: str = "") -> None:
+        """Show how much is completed of a total, and a status, unless the last update was shortly before."""
+        self.total, now = total or self.total, time.monotonic()
         if now < self.shown + (LIVE_SECONDS if self.live else LINE_SECONDS):
             return
         self.shown = now
@@ -121,29 +110,6 @@ class ProgressBar:
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one; characters that cannot be printed are escaped."""
         self.bar.console.print(escaped(text), markup=False, emoji=False)
-
-
-class ByteProgress(ProgressBar):
-    """Progress of a conversion of files: the bytes that are read, and the speed of the output."""
-
-    def __init__(self, title: str, unit: str):
-        """Prepare the display.
-
-        Args:
-          title: name of the operation.
-          unit: unit of the output, such as "tok"; the speed is shown in millions of it per second.
-        """
-        super().__init__(title, 0, in_bytes=True, lines=True)
-        self.unit = unit
-
-    def __enter__(self) -> ByteProgress:
-        super().__enter__()
-        return self
-
-    def update(self, completed: int, total: int, produced: int) -> None:
-        """Show that `completed` of `total` bytes are read and `produced` units are written."""
-        self.total = total
-        self.show(completed, f"{produced / (time.monotonic() - self.started) / 1e6:.2f} M{self.unit}/s")
 
 
 class RunProgress(ProgressBar):
@@ -175,12 +141,10 @@ class RunProgress(ProgressBar):
             log.attach()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for log in self.logs:
             log.detach()
-        super().__exit__(kind, error, traceback)
+        super().__exit__()
 
     def advance(self, step: int) -> None:
         """Show the number of completed steps: in the bar, or as a line every `LINE_SECONDS` after the first step."""

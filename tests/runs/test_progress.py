@@ -30,7 +30,7 @@ def test_names_are_shown_literally_and_escaped(terminal, capsys):
 def test_bar_is_lines_or_nothing_elsewhere(monkeypatch, capsys, lines, expected):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     with ProgressBar("reading", 1000, lines=lines) as bar:
-        bar.show(500, "fast")
+        bar.show(500, status="fast")
         assert not bar.live
     out, err = capsys.readouterr()
     assert (out, err.partition("ETA ")[0] + "ETA " * bool(err)) == ("", expected)
