@@ -33,9 +33,10 @@ def file(tmp_path):
 
 
 def test_arguments_take_the_types_of_their_defaults(file):
-    config = configs.load(f"{file}:width=16,rate=1,name=S/16,flag=true")
-    assert config.model.to_dict() == {"width": 16, "name": "S/16", "flag": True}
-    assert isinstance(config.lr, float)
+    for path in (file, file.with_suffix("")):
+        config = configs.load(f"{path}:width=16,rate=1,name=S/16,flag=true")
+        assert config.model.to_dict() == {"width": 16, "name": "S/16", "flag": True}
+        assert isinstance(config.lr, float)
 
 
 def test_overrides_reach_every_key_and_replace_durations(file):
@@ -74,10 +75,6 @@ def test_attention_names_a_head_variant_whose_fields_can_be_overridden(name):
         assert make_model(configs.load(f"lm_synthetic:attention={name}", ["model.compose=pre"])).compose == "pre"
 
 
-def test_a_path_needs_no_suffix(file):
-    assert configs.load(f"{file.with_suffix('')}:width=16").model.width == 16
-
-
 def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     config = configs.load(str(file))
     (tmp_path / "config.json").write_text(config.to_json())
@@ -97,19 +94,14 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("vit_digits", ["batch_size=1"], "unknown key 'config.batch_size'; did you mean 'input.batch_size'"),
         ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
         ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
-        ("vit_digits", ["seed=4294967296"], "config.seed=4294967296 should be in"),
         ("vit_digits", ["lr={[]:1}"], "should be of type float, not str"),
         ("vit_digits", ["lr=none"], "config.lr=None should be of type float"),
         ("vit_digits", ["wd=1e999"], "config.wd=inf should be finite"),
-        ("vit_digits", ["mixup=1e999"], "config.mixup=inf should be finite"),
         ("vit_digits", ["grad_clip_norm=-1.0"], "config.grad_clip_norm=-1.0 should be finite and above 0"),
         ("vit_digits", ["wd_mults=[('.*','b')]"], "should be pairs"),
         ("vit_digits", ["lr_mults=[('.*',-1.0)]"], "should be pairs"),
         ("vit_digits", ["profile=('a','b')"], r"should be of type Sequence\[int\]"),
-        ("vit_digits", ["profile=(1.5,2)"], r"should be of type Sequence\[int\]"),
-        ("vit_digits", ["grad_accum=0"], "config.grad_accum=0 should be 1 or more"),
         ("vit_digits", ["grad_clip_norm=big"], "config.grad_clip_norm=big should be of type float"),
-        ("vit_digits", ["wd_mults=[1]"], "should be pairs"),
         ("vit_digits", ["wd_mults=[('(', 1.0)]"], "is not a regular expression"),
         ("vit_digits", ["frozen=['*']"], "is not a regular expression"),
     ],
@@ -118,14 +110,6 @@ def test_a_bad_config_is_one_line(spec, overrides, message):
     with pytest.raises(ConfigError, match=message) as e:
         configs.load(spec, overrides)
     assert "\n" not in str(e.value)
-
-
-def test_a_value_of_another_type_in_a_config_file_is_named(tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({'lr': '1'})"
-    )
-    with pytest.raises(ConfigError, match="lr='1' should be"):
-        configs.load(str(tmp_path / "broken.py"))
 
 
 def test_value_from_the_command_line_replaces_a_required_placeholder(tmp_path):

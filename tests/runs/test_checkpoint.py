@@ -88,20 +88,10 @@ def test_checksums_are_verified_by_sha256sum_and_files_follow_the_umask(three):
     assert json.loads((folder / "about" / "metadata").read_text())["step"] == 3
 
 
-@pytest.mark.parametrize(
-    ("keep", "keep_every", "best", "kept"),
-    [
-        (1, None, None, [6]),
-        (2, None, None, [5, 6]),
-        (1, 2, None, [2, 4, 6]),
-        (1, None, 3, [3, 6]),
-        (2, 4, 1, [1, 4, 5, 6]),
-        (9, None, None, [1, 2, 3, 4, 5, 6]),
-    ],
-)
-def test_latest_best_and_periodic_steps_are_kept(keep, keep_every, best, kept):
-    removed = steps.steps_to_remove([0, 1, 2, 3, 4, 5, 6], keep, keep_every, best)
-    assert sorted({0, 1, 2, 3, 4, 5, 6} - {*removed}) == [0, *kept]  # that of step 0 is a converted model
+def test_latest_best_and_periodic_steps_are_kept():
+    for options, kept in (((1, None, None), [6]), ((2, 4, 1), [1, 4, 5, 6]), ((9, None, None), [1, 2, 3, 4, 5, 6])):
+        removed = steps.steps_to_remove([0, 1, 2, 3, 4, 5, 6], *options)
+        assert sorted({0, 1, 2, 3, 4, 5, 6} - {*removed}) == [0, *kept]  # that of step 0 is a converted model
 
 
 def test_steps_are_removed_after_each_save_and_the_best_is_kept_until_a_better_one(tmp_path):
@@ -260,11 +250,8 @@ def test_file_is_replaced_atomically(tmp_path):
 
 ABOUT_ERRORS = {
     "[]": "expected a JSON object with a step",
-    "7": "expected a JSON object with a step",
     "{}": "expected a JSON object with a step",
     '{"step": "7"}': "'step' is of type str",
-    '{"step": 7, "row": []}': "'row' is of type list",
-    '{"step": 7, "config": "x"}': "'config' is of type str",
     '{"step": 7, "seconds": null}': "'seconds' is of type NoneType",
     '{"step": 7': "Expecting",
     "[" * 100_000: "recursion",

@@ -46,16 +46,12 @@ def test_line_truncated_by_a_kill_is_ignored(tmp_path):
 DAMAGED = {
     "zeros": "\0\0\0",
     "list": "[1]",
-    "no step": "{}",
     "step of another type": '{"step": "x"}',
-    "number": "3",
     "nested": "[" * 100_000,
-    "byte order mark": '\ufeff{"step": 1}',
-    "not a number": '{"step": 1, "loss": NaN}',
     "infinite": '{"step": 1, "loss": 1e999}',
     "long number": '{"step": ' + "1" * 5000 + "}",
     "text": '{"step": 1, "loss": "low"}',
-    "descending step": '{"step": 0}',
+    "step of the line before": '{"step": 0}',
 }
 
 
@@ -76,14 +72,6 @@ def four_rows(tmp_path):
         rows.write(step, {"loss": 1 / (step + 1), "count": step})
     rows.close()
     return tmp_path / "metrics.jsonl"
-
-
-@pytest.mark.parametrize(("order", "number"), [((0, 0, 1, 2, 3), 2), ((0, 2, 1, 3), 3)])
-def test_repeated_and_exchanged_lines_are_found(four_rows, order, number):
-    lines = four_rows.read_text().splitlines(keepends=True)
-    four_rows.write_text("".join(lines[i] for i in order))
-    with pytest.raises(errors.MetricsError, match=rf"metrics\.jsonl:{number} is damaged"):
-        metrics.read(four_rows)
 
 
 @pytest.mark.parametrize("kept", [(0, 1), (2, 3), ()])

@@ -3,9 +3,8 @@
 import shutil
 
 import pytest
-from training_runs import interrupted_before
 
-from dcvit.runs import lock, metrics
+from dcvit.runs import lock
 from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks
 
@@ -64,16 +63,6 @@ def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, cap
     assert err.startswith(f"error: {workdir / file} was removed or replaced during the run")
     assert err.count("\n") == 1
     assert saved_steps(workdir) == []
-
-
-@pytest.mark.exhaustive
-def test_resuming_reports_rows_that_are_missing(digits_run, capsys, monkeypatch):
-    with interrupted_before(monkeypatch, 4):
-        _, workdir = digits_run(ckpt_steps=2, log_steps=1)
-    (workdir / "metrics.jsonl").unlink()
-    status, workdir = digits_run(ckpt_steps=2, log_steps=1)
-    assert (status, metrics.read(workdir / "metrics.jsonl")[0]["step"]) == (0, 2)
-    assert "metrics.jsonl: 3 of the 3 rows before the checkpoint are missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

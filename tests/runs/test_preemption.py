@@ -146,28 +146,23 @@ def stop(process, number=signal.SIGTERM, status=preemption.SAVED):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["stays", "returns", "raises"])
-def test_stop_is_completed_in_any_state_of_the_main_thread(then):
-    err = stop(start(LISTENING, "ending", then))
+@pytest.mark.parametrize(
+    ("then", "number", "status", "again"),
+    [
+        ("stays", signal.SIGTERM, 75, ""),
+        ("returns", signal.SIGTERM, 75, ""),
+        ("raises", signal.SIGTERM, 75, ""),
+        ("stays", signal.SIGINT, 130, "; press Ctrl-C again to end without saving"),
+        ("stays", signal.SIGHUP, 75, ""),  # of a terminal that is closed
+    ],
+)
+def test_stop_is_completed_in_any_state_of_the_main_thread(hangup, then, number, status, again):
+    err = stop(start(LISTENING, "ending", then), number, status)
+    name = preemption.NAMES[number]
     assert err.splitlines() == [
-        "SIGTERM: saving and stopping",
-        "stopped by SIGTERM: step 3 is saved; re-run the same command to resume",
+        f"{name}: saving and stopping{again}",
+        f"stopped by {name}: step 3 is saved; re-run the same command to resume",
     ]
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_says_what_is_saved():
-    err = stop(start(LISTENING, "ending", "stays"), signal.SIGINT, 130)
-    assert err.splitlines() == [
-        "Ctrl-C: saving and stopping; press Ctrl-C again to end without saving",
-        "stopped by Ctrl-C: step 3 is saved; re-run the same command to resume",
-    ]
-
-
-@pytest.mark.slow
-def test_a_closed_terminal_saves(hangup):
-    err = stop(start(LISTENING, "ending", "stays"), signal.SIGHUP)
-    assert err.splitlines()[1] == "stopped by SIGHUP: step 3 is saved; re-run the same command to resume"
 
 
 def test_sighup_stays_ignored_under_nohup():
