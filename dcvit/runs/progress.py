@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import sys
 import threading
@@ -17,9 +18,6 @@ from dcvit.parallel import multihost
 
 LIVE_SECONDS = 0.2  # between updates of a live bar
 LINE_SECONDS = 10.0  # between lines without a terminal
-DAY = 24 * 60 * 60.0  # seconds; the length of a run above which its estimated time is reported
-ESTIMATE_AFTER = 3  # logged steps; the time between the first and the last of them gives the estimate
-_estimated: set[str] = set()  # titles of the runs of this process whose estimated time was reported
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ class ProgressBar:
             left = (now - self.started) * (self.total - completed) / max(1, completed)
             scale, unit = (1e6, " MB") if self.in_bytes else (1, "")
             amount = f"{completed / scale:,.0f} of {self.total / scale:,.0f}{unit}"
-            self.line(f"{self.title}: {amount}  {status}  ETA {left:.0f}s")
+            self.line(f"{self.title}: {amount}  {status}  ETA {_duration(left)}")
 
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one; characters that cannot be printed are escaped."""
@@ -130,7 +128,6 @@ class RunProgress(ProgressBar):
         """
         super().__init__(title, total, start=start, stderr=False)
         self.rate, self.start = rate, start
-        self.logged: list[tuple[int, float]] = []  # the first logged steps and their times
         self.logs = [_LogLines("dcvit.dcmha", self, distinct=True)]
         if self.live:
             self.logs += [_LogLines("dcvit", self), _LogLines("input_pipeline", self)]
@@ -167,11 +164,9 @@ class RunProgress(ProgressBar):
                 status += f"  MFU {timing['mfu']:.1%}"
         self.bar.update(self.task, completed=step, status=status)
         if not self.live and status:
-            left = (self.total - step) * timing["step_seconds"] if timing else 0
-            self.line(f"step {step}/{self.total}  {status}" + (f"  ETA {left:.0f}s" if timing else ""))
+            left = f"  ETA {_duration((self.total - step) * timing['step_seconds'])}" if timing else ""
+            self.line(f"step {step}/{self.total}  {status}{left}")
             self.shown = time.monotonic()
-        if timing:
-            self._estimate(step)
         evaluations: dict[str, list[str]] = {}
         for name, value in metrics.items():
             evaluator, slash, metric = name.partition("/")
@@ -181,20 +176,10 @@ class RunProgress(ProgressBar):
         for evaluator, values in evaluations.items():
             self.line(f"step {step}  {evaluator}: {'  '.join(values)}")
 
-    def _estimate(self, step: int) -> None:
-        """Print a line about a run of more than a day, once for each run of a process, at the third logged step."""
-        if len(self.logged) >= ESTIMATE_AFTER:
-            return
-        self.logged.append((step, time.monotonic()))
-        (first, since), (last, now) = self.logged[0], self.logged[-1]
-        steps = self.total - self.start
-        days = steps * (now - since) / max(1, last - first) / DAY
-        if len(self.logged) == ESTIMATE_AFTER and days > 1 and self.title not in _estimated:
-            _estimated.add(self.title)
-            self.line(
-                f"estimated time: {days:,.1f} days for {steps:,} steps; fewer steps, a smaller model, or more or faster"
-                " devices reduce it"
-            )
+
+def _duration(seconds: float) -> str:
+    """Return a time such as "0:01:30" or "10 days, 0:00:00"."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 class _LogLines(logging.Handler):

@@ -1,9 +1,8 @@
-"""Progress on the console: lines without a terminal, log records above the bar, and estimated times."""
+"""Progress on the console: lines without a terminal, and log records above the bar."""
 
 import logging
 import re
 import threading
-import types
 
 import pytest
 
@@ -58,41 +57,14 @@ def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys)
     with RunProgress("run", 10, rate=("tok/s", 2)) as shown:
         shown.report(4, metrics, TIMING)
         shown.report(6, {"loss": None}, {})
+        shown.total = 1_728_006
+        shown.report(6, {"loss": 1.0}, {**TIMING, "mfu": 0.5})
     assert capsys.readouterr().out.splitlines() == [
-        "step 4/10  loss 1.2346  200 tok/s  500.0 ms/step  MFU 25.0%  ETA 3s",
+        "step 4/10  loss 1.2346  200 tok/s  500.0 ms/step  MFU 25.0%  ETA 0:00:03",
         "step 4  test: top1 0.5000  n 360",
         "step 4  val: loss None",
+        "step 6/1728006  loss 1.0000  200 tok/s  500.0 ms/step  MFU 50.0%  ETA 10 days, 0:00:00",
     ]
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock of seconds that only a test advances, in a process that has estimated no run."""
-    now = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
-    monkeypatch.setattr(progress, "_estimated", set())
-    return now
-
-
-def estimates(clock, capsys, *, total, start=0, seconds_per_step=60.0, title="run"):
-    """The lines about the estimated time of a run that logs every 10 steps, after a compilation of an hour."""
-    with RunProgress(title, total, start) as shown:
-        clock.seconds += 3600
-        for step in range(start + 10, min(start + 100, total) + 1, 10):
-            clock.seconds += 10 * seconds_per_step
-            shown.report(step, {"loss": 1.0}, TIMING)
-            shown.report(step, {"val/loss": 1.0}, {})
-            if step < start + 30:
-                assert "estimated" not in (out := capsys.readouterr().out), out
-    return [line for line in capsys.readouterr().out.splitlines() if "estimated" in line]
-
-
-def test_estimated_time_of_a_long_run_is_reported_once_also_if_it_is_resumed(clock, capsys):
-    assert estimates(clock, capsys, total=14400) == [
-        "estimated time: 10.0 days for 14,400 steps; fewer steps, a smaller model, or more or faster devices reduce it"
-    ]
-    assert estimates(clock, capsys, total=14400, start=100) == []
-    assert estimates(clock, capsys, total=14400, title="another") != []
 
 
 @pytest.mark.slow
