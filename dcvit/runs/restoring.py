@@ -39,13 +39,28 @@ def latest(workdir: Folder, on_corrupt: str = "fail") -> int | None:
       CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
     """
     folder = workdir / steps.FOLDER
-    step, damaged = steps.latest_intact(folder, on_corrupt, lambda number: _problems(folder / str(number)))
-    if damaged:
-        if multihost.is_first():
-            for number, message in damaged.items():
-                LOG.warning("%s; set aside as %s", message, steps.set_aside(folder / str(number)).name)
-        multihost.wait_for_all("damaged checkpoints set aside")
-    return step
+    damaged: dict[int, str] = {}  # the message by step
+    intact = None
+    for step in reversed(steps.complete_steps(folder)):
+        if not (found := _problems(folder / str(step))):
+            intact = step
+            break
+        damaged[step] = steps.damage_message(folder / str(step), found)
+    if not damaged:
+        return intact
+    first = next(iter(damaged.values()))
+    if intact is None:
+        raise CheckpointError(f"{first}; no earlier checkpoint is intact. Remove {folder} to start from step 0")
+    if on_corrupt != "previous":
+        raise CheckpointError(
+            f"{first}; the latest intact checkpoint is {folder / str(intact)}; "
+            "--config.on_corrupt=previous resumes from it"
+        )
+    if multihost.is_first():
+        for step, message in damaged.items():
+            LOG.warning("%s; set aside as %s", message, steps.set_aside(folder / str(step)).name)
+    multihost.wait_for_all("damaged checkpoints set aside")
+    return intact
 
 
 def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -91,14 +106,8 @@ def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
     Raises:
       CheckpointError: they cannot be read.
     """
-    import orbax.checkpoint as ocp
-
-    item = _params(source)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params: dict[str, Any] = checkpointer.restore(absolute(item), like)
-    except Exception as e:
-        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+    item = _params(source).name
+    params: dict[str, Any] = restore(source, {item: like})[item]
     return params
 
 

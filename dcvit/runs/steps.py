@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,37 +136,6 @@ def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, 
 def damage_message(path: Folder, found: Sequence[str]) -> str:
     """Return the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
     return f"checkpoint {path} is damaged: {checksums.listed(found)}"
-
-
-def latest_intact(
-    folder: Folder, on_corrupt: str, find_problems: Callable[[int], Sequence[str]]
-) -> tuple[int | None, dict[int, str]]:
-    """Return the latest intact step, or None if there is no checkpoint, and a message for each damaged step after it.
-
-    Args:
-      folder: the run's folder of checkpoints.
-      on_corrupt: "fail", or "previous", which accepts damaged steps if an earlier one is intact.
-      find_problems: returns the damaged files of a step.
-
-    Raises:
-      CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
-    """
-    damaged: dict[int, str] = {}
-    for step in reversed(complete_steps(folder)):
-        if found := find_problems(step):
-            damaged[step] = damage_message(folder / str(step), found)
-            continue
-        if damaged and on_corrupt != "previous":
-            raise CheckpointError(
-                f"{next(iter(damaged.values()))}; the latest intact checkpoint is {folder / str(step)}; "
-                "--config.on_corrupt=previous resumes from it"
-            )
-        return step, damaged
-    if damaged:
-        raise CheckpointError(
-            f"{next(iter(damaged.values()))}; no earlier checkpoint is intact. Remove {folder} to start from step 0"
-        )
-    return None, {}
 
 
 def earlier_checkpoint_hint(path: Folder) -> str:
