@@ -39,8 +39,7 @@ def shard_alike(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Floa
     Raises:
       NotImplementedError: when lowered with `jax_use_shardy_partitioner=False`, which JAX 0.10 and 0.11 allow.
     """
-    alike: Float[Array, "*shape"] = _shard_alike().bind(x, like)[0]
-    return alike
+    return _shard_alike().bind(x, like)[0]
 
 
 @functools.cache
@@ -70,10 +69,8 @@ def _shard_alike() -> Primitive:
 
     def batch(args: Value, axes: Value) -> Value:
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-        return primitive.bind(*(batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True))), (
-            0,
-            0,
-        )
+        fronted = (batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True))
+        return primitive.bind(*fronted), (0, 0)
 
     primitive.def_impl(lambda *args: jax.jit(primitive.bind)(*args))
     primitive.def_abstract_eval(lambda x, like: (x, like))
@@ -139,8 +136,7 @@ def load_any(ref: Value) -> Array:
 
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
     index: list[tuple[()]] = [] if parameter is None or parameter.default is not parameter.empty else [()]
-    out: Array = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
-    return out
+    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def store_any(ref: Value, x: Array) -> None:

@@ -83,8 +83,7 @@ def with_auto_axes(f: Callable[..., Result], mesh: AbstractMesh, specs: object) 
             # Else the compiler chooses the sharding of an array of one device, also where the program returns it, as
             # `nnx.jit` returns parameters.
             args = jax.tree.map(lambda x: jax.sharding.reshard(x, jax.typeof(x).sharding.spec), args)
-            result: Result = jax.sharding.auto_axes(f, axes=mesh.explicit_axes, out_sharding=specs)(*args)
-            return result
+            return jax.sharding.auto_axes(f, axes=mesh.explicit_axes, out_sharding=specs)(*args)
 
     return call
 

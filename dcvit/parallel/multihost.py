@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 from dcvit.errors import ConfigError, first_line
-from dcvit.versions import on_cloud_tpu, process_state
+from dcvit.versions import Value, on_cloud_tpu, process_state
 
 HEARTBEAT_SECONDS = 30  # silence of a process after which JAX aborts all others
 STOP, FAILURE = "dcvit/stop", "dcvit/failure"  # keys: request that all processes stop, message of the first failure
@@ -28,20 +28,6 @@ POLL_SECONDS = 1  # interval at which `gather` checks if another process failed
 EXIT_SECONDS = 60  # how long a stopping process waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long the coordinator stays, so that the others can read its messages
 LOST_CONNECTION = re.compile("Gloo|NCCL|UNAVAILABLE|Connection (reset|closed|refused)|Socket closed")
-
-
-@runtime_checkable
-class Coordinator(Protocol):
-    """The part of JAX's client of the coordinator that is used here."""
-
-    def key_value_set(self, key: str, value: str) -> None:
-        """Set a key. Raise an exception if the key exists."""
-
-    def key_value_try_get(self, key: str) -> str:
-        """Return the value of a key. Raise an exception if it does not exist."""
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Return the value of a key, after waiting for it. Raise an exception with DEADLINE_EXCEEDED after that."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +138,7 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     return [_await(coordinator, f"dcvit/{name}/{i}", deadline) for i in range(process_state().num_processes)]
 
 
-def _await(coordinator: Coordinator, key: str, deadline: float) -> Any:
+def _await(coordinator: Value, key: str, deadline: float) -> Any:
     """Return the value of a key once it is set. Raises RuntimeError after the deadline, or if a process failed."""
     while True:
         try:
@@ -231,7 +217,9 @@ def _exit(status: int) -> NoReturn:
         os._exit(status)
 
 
-def _coordinator() -> Coordinator | None:
-    """Return the client of the coordinator; None in a run of one process."""
-    client: Coordinator | None = process_state().client
-    return client
+def _coordinator() -> Value:
+    """Return JAX's client of the coordinator's key-value store; None in a run of one process.
+
+    `key_value_set` raises an exception if the key exists, `key_value_try_get` if it does not exist.
+    """
+    return process_state().client

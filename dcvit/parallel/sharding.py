@@ -223,7 +223,9 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
     default = strategy if isinstance(strategy, str) else "ddp"
 
     def sharding(name: str, leaf: HasShape) -> NamedSharding:
-        return NamedSharding(mesh, P(*_spec(name, leaf.shape, rules.get(name, default), mesh)))
+        rule = rules.get(name, default)
+        spec_of = _strategy_spec if isinstance(rule, str) else _rule_spec
+        return NamedSharding(mesh, P(*spec_of(name, leaf.shape, rule, mesh)))
 
     return jax.tree.map(sharding, names, tree)
 
@@ -240,11 +242,6 @@ def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy 
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, strategy)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-
-
-def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Axis]:
-    """Return the mesh axes that split each dimension of a parameter."""
-    return _strategy_spec(name, shape, rule, mesh) if isinstance(rule, str) else _rule_spec(name, shape, rule, mesh)
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> list[Axis]:

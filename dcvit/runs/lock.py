@@ -153,8 +153,7 @@ class _ObjectLock:
 
     def _read_renewal(self) -> bytes | None:
         try:
-            content: bytes = self.store.cat_file(self.renewal)
-            return content
+            return self.store.cat_file(self.renewal)
         except FileNotFoundError:
             return None
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 from dcvit.errors import MetricsError, first_line
 from dcvit.runs.files import Folder, file_identity, replace
@@ -138,20 +138,6 @@ def _parse(text: str, previous_step: int) -> Values:
     return values
 
 
-@runtime_checkable
-class SummaryWriter(Protocol):
-    """The part of clu's TensorBoard writer that is used here."""
-
-    def write_scalars(self, step: int, scalars: Mapping[str, object]) -> None:
-        """Write the scalars of a step."""
-
-    def flush(self) -> None:
-        """Write buffered scalars to the disk."""
-
-    def close(self) -> None:
-        """Close the writer."""
-
-
 class MetricWriter:
     """Writes metrics and timings to the workdir, and metrics to TensorBoard.
 
@@ -200,8 +186,8 @@ class MetricWriter:
             self.tensorboard.close()
 
 
-def _tensorboard(workdir: Folder) -> SummaryWriter | None:
-    """Return clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed or fails to load."""
+def _tensorboard(workdir: Folder) -> Any:
+    """Return clu's writer of events; None if clu, tensorflow or tensorboard is not installed or fails to load."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
     from input_pipeline.optional import tensorflow
@@ -212,5 +198,4 @@ def _tensorboard(workdir: Folder) -> SummaryWriter | None:
     except Exception as e:  # a broken installation, or too little memory
         LOG.warning("no events for TensorBoard: %s", first_line(e))
         return None
-    writer: SummaryWriter = metric_writers.SummaryWriter(str(workdir))
-    return writer
+    return metric_writers.SummaryWriter(str(workdir))
