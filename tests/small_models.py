@@ -33,6 +33,27 @@ def _param_shapes(net, example, mesh, x64):
     return jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct(example.shape, example.dtype))["params"]
 
 
+def stack_blocks(params, period=1):
+    """Return the parameters of an unrolled model as those of a scanned one with groups of `period` blocks.
+
+    Blocks that do not repeat the structure of the first group, and those after them, stay as they are.
+    """
+    transformer = dict(params["Transformer"])
+    side = "decoder" if "decoderblock_0" in transformer else "encoder"
+    structures = []
+    while f"{side}block_{len(structures)}" in transformer:
+        structures.append(jax.tree.structure(transformer[f"{side}block_{len(structures)}"]))
+    same = next((i for i, found in enumerate(structures) if found != structures[i % period]), len(structures))
+    blocks = [transformer.pop(f"{side}block_{i}") for i in range(same - same % period)]
+    if blocks:
+        layers = [jax.tree.map(lambda *x: jnp.stack(x), *blocks[i::period]) for i in range(period)]
+        group = {f"layer_{i}": layer for i, layer in enumerate(layers)}
+        single = side == "encoder" and period == 1
+        name = "encoderblock" if single else {"encoder": "encodergroup", "decoder": "group"}[side]
+        transformer[name] = group["layer_0"] if single else group
+    return {**params, "Transformer": transformer}
+
+
 def random_params(shapes, seed=1, std=0.2):
     """Return random values for every parameter, around 1 for norms, so that no initial zero hides an effect."""
     rng = np.random.default_rng(seed)

@@ -40,13 +40,14 @@ from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import nearest
-from dcvit.models import Params, lm, vit
+from dcvit.models import Params
 from dcvit.models.attention import Attention, LayerInputs
 from dcvit.models.composition import compose_inputs
 from dcvit.models.decoder import DecoderBlock
 from dcvit.models.encoder import Encoder1DBlock
 from dcvit.models.layers import MlpBlock
 from dcvit.models.lm import LM
+from dcvit.models.trees import unstack_blocks
 from dcvit.models.vit import ViT
 
 Hook: TypeAlias = Callable[[Array], Array]
@@ -116,11 +117,10 @@ def forward(
         raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
     if model.compose_layers is not None:
         raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
-    unstack = lm.unstack_blocks if isinstance(model, LM) else vit.unstack_blocks
     tap = _Tap(hooks, names)
     with nn.intercept_methods(functools.partial(_intercept, tap)):
         unrolled = model.clone(scan=False, remat="none")
-        found: tuple[Array, object] = unrolled.apply({"params": unstack(params)}, inputs)
+        found: tuple[Array, object] = unrolled.apply({"params": unstack_blocks(params)}, inputs)
     tap.check()
     return Activations(found[0], tap.arrays)
 

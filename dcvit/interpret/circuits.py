@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.models import Params, lm, vit
+from dcvit.models import Params
 from dcvit.models.lm import LM
+from dcvit.models.trees import unstack_blocks
 from dcvit.models.vit import ViT
 
 # The terms of a map: the skip connection, the static projection and the four dynamic branches of Eqn 7.
@@ -41,7 +42,7 @@ def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
     if not 0 <= layer < model.depth:
         raise ValueError(f"there is no layer {layer}: the model has {model.depth} layers")
     is_lm = isinstance(model, LM)
-    blocks = (lm if is_lm else vit).unstack_blocks(params)["Transformer"]
+    blocks = unstack_blocks(params)["Transformer"]
     block = blocks[f"{'de' if is_lm else 'en'}coderblock_{layer}"]["MultiHeadDotProductAttention_0"]
     q, k, v, out = (jnp.asarray(block[name]["kernel"]) for name in ("query", "key", "value", "out"))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))

@@ -7,7 +7,7 @@ attention they are the paper's DCFormer, DCFormer++ and DCPythia (Section 4).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -34,7 +34,6 @@ from dcvit.models.fields import (
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
 from dcvit.models.presets import decode_preset
-from dcvit.models.trees import pop_group, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 POSITIONS = ("rotary", "learned")
@@ -286,44 +285,16 @@ def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  
     return LM(vocab_size, **head_settings.resolve(decode_preset(preset), fields, LM.num_heads))
 
 
-def stack_blocks(params: Params, period: int) -> Params:
-    """Convert the parameters of an unrolled decoder to those of a scanned one with groups of `period` layers.
-
-    Parameters of a scanned decoder are returned as they are. The period is that of `TransformerFields.scan_layout`.
-    """
-    transformer = dict(params["Transformer"])
-    if group := pop_group(transformer, "decoderblock_", period):
-        transformer["group"] = group
-    return {**params, "Transformer": transformer}
-
-
-def unstack_blocks(params: Params) -> Params:
-    """Convert the parameters of a scanned decoder to those of an unrolled one, which are returned as they are."""
-    transformer = dict(params["Transformer"])
-    blocks = unstack(transformer.pop("group", {}), "decoderblock_")
-    return {**params, "Transformer": {**transformer, **blocks}}
-
-
 def load(
     init_params: Params,
     init_file: str,
-    model_cfg: Mapping[str, Any],
+    model_cfg: object,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
 ) -> dict[str, Any]:
     """Return `init_params` with the values of a checkpoint of this project, scanned or unrolled.
 
-    Args:
-      init_params: parameters of the model.
-      init_file: a workdir, a checkpoint or weights of any format; see `dcvit.hub.source.open_parameters`.
-      model_cfg: unused; big_vision's trainer passes it.
-      dont_load: regexes; parameters whose name matches one keep their initial value.
-      upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
-        of the checkpoint's model; see `dcvit.models.upcycling`.
-
-    Raises:
-      dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
-        cannot be upcycled.
+    The arguments and the errors are those of `dcvit.models.vit.load`.
     """
     from dcvit.hub.source import load_params_into  # late: the models import where Orbax is not installed
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import flax.linen as nn
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.selection import Policy, Selection, selecting
@@ -30,6 +29,9 @@ MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
     (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", (1, 1)),
     (r"(pre_logits|gated_elementwise/gate)/kernel", (1, 1)),
 )
+# The stacks of a scan, and the beginning of the names of unrolled blocks. A stack has "layer_0", "layer_1", …, or is a
+# single layer.
+STACKS = {"encoderblock": "encoderblock_", "encodergroup": "encoderblock_", "group": "decoderblock_"}
 
 
 class Tensor(NamedTuple):
@@ -103,27 +105,19 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     return shapes
 
 
-def pop_group(transformer: dict[str, Any], prefix: str, period: int) -> Params:
-    """Remove whole groups of `period` blocks from a tree and return their stacked layers, "layer_0", "layer_1", ….
+def unstack_blocks(params: Params) -> Params:
+    """Convert the parameters of a scanned model to those of an unrolled one, which are returned as they are.
 
-    The blocks `prefix`0, `prefix`1, … have the names of parameters of the first group. Others, and those after them,
-    stay in the tree. Without a whole group, the result is empty.
+    Repetition r of layer i of n in the body of the scan becomes block r·n + i.
     """
-    names: list[object] = []
-    while f"{prefix}{len(names)}" in transformer:
-        names.append(jax.tree.structure(transformer[f"{prefix}{len(names)}"]))
-    same = next((i for i, found in enumerate(names) if found != names[i % period]), len(names))
-    blocks = [transformer.pop(f"{prefix}{i}") for i in range(same - same % period)]
-    if not blocks:
-        return {}
-    return {f"layer_{i}": jax.tree.map(lambda *x: jnp.stack(x), *blocks[i::period]) for i in range(period)}
-
-
-def unstack(group: Params, prefix: str) -> Params:
-    """Return the blocks `prefix`0, `prefix`1, … of stacked layers, "layer_0", "layer_1", …."""
-    layers = [group[f"layer_{i}"] for i in range(len(group))]
-    return {
-        f"{prefix}{repeat * len(layers) + i}": jax.tree.map(lambda x, at=repeat: x[at], layer)
-        for i, layer in enumerate(layers)
-        for repeat in range(len(jax.tree.leaves(layer)[0]))
-    }
+    transformer = dict(params["Transformer"])
+    for stack, prefix in STACKS.items():
+        if stack not in transformer:
+            continue
+        group = transformer.pop(stack)
+        layers = [group[f"layer_{i}"] for i in range(len(group))] if "layer_0" in group else [group]
+        for i, layer in enumerate(layers):
+            for repeat in range(len(jax.tree.leaves(layer)[0])):
+                block = jax.tree.map(lambda x, at=repeat: x[at], layer)
+                transformer[f"{prefix}{repeat * len(layers) + i}"] = block
+    return {**params, "Transformer": transformer}

@@ -26,7 +26,6 @@ from dcvit.models.encoder import Encoder, MAPHead
 from dcvit.models.fields import (
     QKV_BIASES,
     AttentionFields,
-    ModelFields,
     TransformerFields,
     check_choices,
     check_not_negative,
@@ -34,7 +33,7 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
-from dcvit.models.trees import Tensors, pop_group, unstack
+from dcvit.models.trees import Tensors
 from dcvit.parallel.mesh import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
@@ -331,29 +330,10 @@ def _grid_sizes(*tokens: int) -> list[int]:
     return sizes
 
 
-def stack_blocks(params: Params, period: int = 1) -> Params:
-    """Convert the parameters of an unrolled encoder to those of a scanned one with groups of `period` blocks.
-
-    Parameters of a scanned encoder are returned as they are. The period is that of `TransformerFields.scan_layout`.
-    """
-    transformer = dict(params["Transformer"])
-    if group := pop_group(transformer, "encoderblock_", period):
-        transformer |= {"encoderblock": group["layer_0"]} if period == 1 else {"encodergroup": group}
-    return {**params, "Transformer": transformer}
-
-
-def unstack_blocks(params: Params) -> Params:
-    """Convert the parameters of a scanned encoder to those of an unrolled one, which are returned as they are."""
-    transformer = dict(params["Transformer"])
-    stacked = transformer.pop("encoderblock", None)
-    group = transformer.pop("encodergroup", {}) if stacked is None else {"layer_0": stacked}
-    return {**params, "Transformer": {**transformer, **unstack(group, "encoderblock_")}}
-
-
 def load(
     init_params: Params,
     init_file: str,
-    model_cfg: ModelFields | None,
+    model_cfg: object,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
 ) -> dict[str, Any]:

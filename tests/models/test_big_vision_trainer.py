@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from small_models import assert_trees_equal, jit, random_params, save_npz
 
 from dcvit.models import fields, vit
+from dcvit.models.trees import unstack_blocks
 
 SMALL = {"patch_size": (4, 4), "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 4, "rep_size": True}
 CONFIG = {"num_classes": 7, "model": {**SMALL, "dropout": 0.1}}
@@ -132,7 +133,7 @@ def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     start = random_params(jax.eval_shape(init, jax.random.PRNGKey(0)), seed=2)
     loaded = vit.load(start, str(path), config.get("model"), **config.get("model_load", {}))
     assert_trees_equal(loaded["head"], start["head"])
-    assert_trees_equal({**vit.unstack_blocks(loaded), "head": saved["head"]}, saved)
+    assert_trees_equal({**unstack_blocks(loaded), "head": saved["head"]}, saved)
 
 
 def test_every_policy_of_jax_can_be_named():

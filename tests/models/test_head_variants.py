@@ -17,11 +17,13 @@ from small_models import (
     param_shapes,
     random_params,
     save_npz,
+    stack_blocks,
 )
 
 from dcvit.models import head_settings, head_variants, lm, vit
 from dcvit.models.attention import Attention
 from dcvit.models.fields import AttentionFields, values_of
+from dcvit.models.trees import unstack_blocks
 from dcvit.training.augment import Augmentation
 from dcvit.training.tasks import ImageTask, TokenTask
 
@@ -188,9 +190,9 @@ def test_a_scan_over_some_layers_that_compose_equals_unrolled_ones(model, heads,
     inputs = make_tokens(*shape) if module is lm else jnp.asarray(np.random.default_rng(0).normal(size=shape), "f4")
     params, wanted = (random_params(param_shapes(n, inputs)) for n in (net, scanned))
     assert scanned.scan_layout(1 + len(windows) // 2) == layout
-    stacked = module.stack_blocks(params, layout[0])
+    stacked = stack_blocks(params, layout[0])
     assert jax.tree.map(np.shape, stacked) == jax.tree.map(np.shape, wanted)
-    assert_trees_equal(module.unstack_blocks(stacked), params)
+    assert_trees_equal(unstack_blocks(stacked), params)
 
     def run(net, params):
         def loss(params):
@@ -198,7 +200,7 @@ def test_a_scan_over_some_layers_that_compose_equals_unrolled_ones(model, heads,
             return jnp.mean(jnp.sin(logits)), (logits, out["encoder" if module is vit else "decoder"])
 
         (value, kept), gradients = jit(jax.value_and_grad(loss, has_aux=True))(params)
-        return value, kept, module.unstack_blocks(gradients)
+        return value, kept, unstack_blocks(gradients)
 
     assert_trees_close(run(scanned, stacked), run(net, params), rtol=1e-5, atol=1e-5)
     for saved, like in ((params, stacked), (stacked, params)):
@@ -390,7 +392,7 @@ def test_the_documented_formulas_give_the_numbers_of_parameters(heads):
 def test_scanned_layers_equal_unrolled_ones_also_in_the_loss(name):
     net, params = make_net(name, depth=2)
     scanned = net.clone(scan=True)
-    stacked = lm.stack_blocks(params, 1)
+    stacked = stack_blocks(params, 1)
     np.testing.assert_allclose(jit(text_loss(scanned))(stacked), jit(text_loss(net))(params), rtol=1e-5)
 
 

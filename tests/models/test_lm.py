@@ -22,9 +22,11 @@ from small_models import (
     make_tokens,
     name_of,
     param_shapes,
+    stack_blocks,
 )
 
 from dcvit.models import lm
+from dcvit.models.trees import unstack_blocks
 
 # The smallest preset of each architecture, further reduced: baselines, then models with composed attention.
 PLAIN = ("Transformer-405M", "Transformer++-405M", "Pythia-2.8B")
@@ -136,11 +138,11 @@ class TestReach:
         """
         fields = dict(window_pattern=pattern, depth=depth, scan=scan, width=8, mlp_dim=8)
         net, params = make_lm("Transformer++-405M", **fields)
-        reach, unrolled = self.reach(net), lm.unstack_blocks(params)
+        reach, unrolled = self.reach(net), unstack_blocks(params)
 
         def alone(layers):
             kept = silenced(unrolled, layers)
-            return reach(lm.stack_blocks(kept, len(PATTERNS[pattern])) if scan else kept) > 0
+            return reach(stack_blocks(kept, len(PATTERNS[pattern])) if scan else kept) > 0
 
         for layer, window in enumerate(windows(pattern, depth)):
             np.testing.assert_array_equal(alone([layer]), visible(window), err_msg=f"layer {layer}")
@@ -203,10 +205,10 @@ class TestScan:
     )
     def test_scan_and_remat_equal_the_unrolled_layers_in_outputs_intermediates_and_gradients(self, remat, fields):
         net, params, tokens, expected = unrolled(**fields)
-        stacked = lm.stack_blocks(params, len(PATTERNS[net.window_pattern]))
+        stacked = stack_blocks(params, len(PATTERNS[net.window_pattern]))
         out, blocks, gradient = gradients(net.clone(scan=True, remat=remat), stacked, tokens)
         assert len(blocks) == net.depth + 1
-        assert_trees_close((out, blocks, lm.unstack_blocks(gradient)), expected)
+        assert_trees_close((out, blocks, unstack_blocks(gradient)), expected)
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("remat", ["attention", exhaustive("full")])
@@ -227,13 +229,13 @@ class TestScan:
         period = len(PATTERNS[pattern])
         _, unrolled = make_lm(window_pattern=pattern, depth=depth, width=8, mlp_dim=4)
         _, scanned = make_lm(window_pattern=pattern, depth=depth, width=8, mlp_dim=4, scan=True)
-        stacked = lm.stack_blocks(unrolled, period)
+        stacked = stack_blocks(unrolled, period)
         assert jax.tree.map(np.shape, stacked) == jax.tree.map(np.shape, scanned)
         assert ("group" in stacked["Transformer"]) == (depth >= period)
-        assert_trees_equal(lm.unstack_blocks(stacked), unrolled)
-        assert_trees_equal(lm.stack_blocks(lm.unstack_blocks(scanned), period), scanned)
-        assert_trees_equal(lm.stack_blocks(scanned, period), scanned)
-        assert_trees_equal(lm.unstack_blocks(unrolled), unrolled)
+        assert_trees_equal(unstack_blocks(stacked), unrolled)
+        assert_trees_equal(stack_blocks(unstack_blocks(scanned), period), scanned)
+        assert_trees_equal(stack_blocks(scanned, period), scanned)
+        assert_trees_equal(unstack_blocks(unrolled), unrolled)
 
 
 @pytest.mark.slow

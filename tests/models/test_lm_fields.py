@@ -21,6 +21,7 @@ from small_models import (
     param_shapes,
     random_params,
     save_npz,
+    stack_blocks,
 )
 
 from dcvit.dcmha import device
@@ -151,13 +152,13 @@ def params():
 class TestLoad:
     @pytest.fixture(params=["unrolled", "scanned"])
     def file(self, request, tmp_path, params):
-        saved = params if request.param == "unrolled" else lm.stack_blocks(params, 2)
+        saved = params if request.param == "unrolled" else stack_blocks(params, 2)
         return save_npz(tmp_path / "model.npz", {"params": saved})
 
     @pytest.mark.slow
     @pytest.mark.parametrize("period", [None, 2, exhaustive(4)])
     def test_checkpoints_load_into_any_layout(self, file, params, period):
-        wanted = lm.stack_blocks(params, period) if period else params
+        wanted = stack_blocks(params, period) if period else params
         loaded = lm.load(jax.tree.map(np.zeros_like, wanted), file, {})
         assert_trees_equal(loaded, wanted)
 
@@ -175,7 +176,7 @@ class TestLoad:
     @pytest.mark.slow
     def test_checkpoint_of_another_depth_raises(self, file, params):
         fewer = make_lm("DCFormer++-405M", depth=3, branches="q")[1]
-        for wanted in (fewer, lm.stack_blocks(fewer, 2)):
+        for wanted in (fewer, stack_blocks(fewer, 2)):
             with pytest.raises(CheckpointError, match=r"only in the checkpoint|checkpoint \(3, .*model \(1, "):
                 lm.load(wanted, file, {})
 

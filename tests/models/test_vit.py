@@ -10,13 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import assert_trees_close, assert_trees_equal, jit, name_of, param_shapes, random_params, save_npz
+from small_models import (
+    assert_trees_close,
+    assert_trees_equal,
+    jit,
+    name_of,
+    param_shapes,
+    random_params,
+    save_npz,
+    stack_blocks,
+)
 
 import dcvit.dcmha.compose
 import dcvit.dcmha.reference
 from dcvit.errors import CheckpointError
 from dcvit.models import attention, composition, encoder, layers, vit
 from dcvit.models.attention import Attention
+from dcvit.models.trees import unstack_blocks
 
 SMALL = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4, rank=1)
 IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.float32)
@@ -261,10 +271,10 @@ def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_ne
     fields = dict(pool_type=pool, compose=compose, registers=2, layer_scale=0.5, mlp="swiglu", norm_epsilon=1e-3)
     start = random_params(param_shapes(vit.Model(7, **SMALL, **fields), IMAGES), std=0.3)
     logits, grads = gradients(start, **fields)
-    scanned_logits, scanned = gradients(vit.stack_blocks(start), scan=True, remat=remat, **fields)
+    scanned_logits, scanned = gradients(stack_blocks(start), scan=True, remat=remat, **fields)
     np.testing.assert_allclose(scanned_logits, logits, rtol=1e-5, atol=1e-5)
-    assert_trees_close(vit.unstack_blocks(scanned), grads, rtol=1e-3, atol=1e-4)
-    assert jax.tree.structure(vit.unstack_blocks(vit.stack_blocks(start))) == jax.tree.structure(start)
+    assert_trees_close(unstack_blocks(scanned), grads, rtol=1e-3, atol=1e-4)
+    assert jax.tree.structure(unstack_blocks(stack_blocks(start))) == jax.tree.structure(start)
     leaves = ((name_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(grads))
     new = {name: leaf for name, leaf in leaves if re.search("layer_scale|gate|registers", name)}
     assert len(new) == 1 + 2 * 4 + 2 * (pool == "map")
@@ -280,7 +290,7 @@ def test_scanned_groups_of_blocks_have_the_drop_rates_of_their_numbers(layers, m
     net = vit.Model(7, **{**SMALL, "depth": 5}, compose="both", compose_layers=layers, stochastic_depth=0.8)
     params, scanned = random_params(param_shapes(net, IMAGES), std=0.3), net.clone(scan=True)
     logits = evaluate(net, params, IMAGES)[0]
-    stacked = vit.stack_blocks(params, scanned.scan_layout()[0])
+    stacked = stack_blocks(params, scanned.scan_layout()[0])
     np.testing.assert_allclose(evaluate(scanned, stacked, IMAGES)[0], logits, rtol=1e-5, atol=1e-5)
     other = evaluate(net.clone(stochastic_depth=0.4), params, IMAGES)[0]
     assert np.abs(other - logits).max() > 1e-2
@@ -348,7 +358,7 @@ class TestLoad:
     def test_big_vision_files_load_into_unrolled_and_scanned_models(self, file, params):
         loaded = vit.load(jax.tree.map(np.zeros_like, params), file, {})
         assert_trees_equal(loaded, params)
-        stacked = vit.stack_blocks(params)
+        stacked = stack_blocks(params)
         loaded = vit.load(jax.tree.map(np.zeros_like, stacked), file, {"scan": True})
         assert_trees_equal(loaded, stacked)
 

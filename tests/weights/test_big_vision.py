@@ -10,10 +10,11 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from foreign_models import written_back
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from small_models import assert_trees_equal, jit, param_shapes, random_params
+from small_models import assert_trees_equal, jit, param_shapes, random_params, stack_blocks
 
 from dcvit.errors import CheckpointError
 from dcvit.models import vit
+from dcvit.models.trees import unstack_blocks
 from dcvit.weights import big_vision
 from dcvit.weights import links as linking
 from dcvit.weights.families import open_weights
@@ -75,7 +76,7 @@ def with_inlined_head(flat):
 
 
 def scanned(flat):
-    return flatten_dict(vit.stack_blocks(unflatten_dict(flat, sep="/")), sep="/")
+    return flatten_dict(stack_blocks(unflatten_dict(flat, sep="/")), sep="/")
 
 
 LAYOUTS = {
@@ -118,8 +119,8 @@ def test_every_layout_is_read_as_the_model_and_into_a_model(tmp_path, layout):
     check_same(weights.tree(), flat, layout)
     init = jax.tree.map(np.zeros_like, unflatten_dict(flat, sep="/"))
     check_same(vit.load(init, path, {}), flat, layout)
-    stacked = vit.load(vit.stack_blocks(init), path, {"scan": True})
-    check_same(vit.unstack_blocks(stacked), flat, layout)
+    stacked = vit.load(stack_blocks(init), path, {"scan": True})
+    check_same(unstack_blocks(stacked), flat, layout)
 
 
 def test_bfloat16_is_read_with_its_values(tmp_path):

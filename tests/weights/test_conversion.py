@@ -25,6 +25,7 @@ import pytest
 import small_models
 import tensorstore as ts
 from jax.experimental.array_serialization import serialization
+from small_models import stack_blocks
 from trained_workdirs import load_params
 
 import dcvit
@@ -308,7 +309,7 @@ def test_scanned_layers_are_written_one_by_one(tmp_path):
     """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
     _, params, model = conversion_models.language_model(window_pattern="1:1", depth=3)
     fields = {**model.description.fields, "scan": True}
-    write_run(tmp_path / "run", model, lm.stack_blocks(params, 2), model=fields)
+    write_run(tmp_path / "run", model, stack_blocks(params, 2), model=fields)
     assert same_bits(values(tmp_path / "run"), dict(model.read()))
 
 

@@ -23,6 +23,7 @@ from dcvit.config import values
 from dcvit.errors import CheckpointError
 from dcvit.hub.kinds import make_model
 from dcvit.models import lm
+from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader
 from dcvit.weights import families as weights_module
@@ -156,7 +157,7 @@ def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, s
     assert reads["held"] == 0
     assert reads["peak"] == max(2 * math.prod(tensor.shape) for tensor in tensors.values())  # of bfloat16
     expected = small[0].tree()
-    found = lm.unstack_blocks(loaded)
+    found = unstack_blocks(loaded)
     for path, array in jax.tree.leaves_with_path(found):
         np.testing.assert_array_equal(array, functools.reduce(lambda t, k: t[k.key], path, expected).astype(np.float32))
     arrays = {small_models.name_of(path): array for path, array in jax.tree.leaves_with_path(loaded)}
