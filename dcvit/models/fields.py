@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -199,12 +199,6 @@ def check_largest(module: nn.Module) -> None:
             raise ValueError(f"{field.name}={value} should be at most {largest:,}")
 
 
-def check_heads(num_heads: int, width: int) -> None:
-    """Raise ValueError if the heads do not divide the model width."""
-    if width % num_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide width={width}")
-
-
 def check_attention(module: AttentionFields, num_heads: int) -> None:
     """Raise ValueError if the fields of `AttentionFields` are invalid for a number of heads."""
     check_choices(module, compose=COMPOSE, branches=BRANCHES, qk_norm=QK_NORMS, compose_gelu=COMPOSE_GELUS)
@@ -226,7 +220,8 @@ def check_transformer(module: TransformerFields) -> None:
     check_largest(module)
     check_positive(module, "width", "num_heads")
     check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
-    check_heads(module.num_heads, module.width)
+    if module.width % module.num_heads:
+        raise ValueError(f"num_heads={module.num_heads} does not divide width={module.width}")
     check_variant(module)
     check_compose_layers(module)
 
@@ -258,11 +253,3 @@ def check_compose_layers(module: TransformerFields) -> None:
     wrong = [number for number in chosen if not -depth <= number < depth]
     if wrong or not chosen or len({number % depth for number in chosen}) < len(chosen):
         raise ValueError(f"{shown}: expected different numbers of the {depth} layers")
-
-
-@runtime_checkable
-class ModelFields(Protocol):
-    """Fields of a model by name: a dict, or a part of an ml_collections config, which is no Mapping."""
-
-    def get(self, key: str, /) -> object:
-        """Return the value of a field, None if it is not given."""

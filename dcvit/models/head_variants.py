@@ -292,11 +292,6 @@ def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
     return (0, num_heads) if head_variant == "moh" else (num_heads // 4, num_heads // 2)
 
 
-def query_heads(head_variant: str | None, num_heads: int) -> int:
-    """Return the number of heads of the queries."""
-    return 2 * num_heads if head_variant == "diff2" else num_heads
-
-
 def groups_of(head_variant: str | None, num_heads: int) -> int:
     """Return the number of groups of heads of the compositions of a variant."""
     return num_heads // 2 if head_variant == "diff" else 1
@@ -345,4 +340,4 @@ class VariantProjections(Projections):
 
     def query_heads(self) -> int:
         """Return the number of heads of the queries, which is twice `num_heads` for some variants."""
-        return query_heads(self.heads, self.num_heads)
+        return 2 * self.num_heads if self.heads == "diff2" else self.num_heads
