@@ -153,7 +153,7 @@ class Attention(VariantProjections):
         return Prepared(inputs, False, None, cache, tokens)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
-        """Return the weights of the composes "pre" and "post", as far as they exist."""
+        """Return the weights of the compositions "pre" and "post", of those that exist."""
         composition = self.composition()
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)

@@ -66,7 +66,7 @@ def compose_weights(
     num_heads: int,
     dtype: DTypeLike | None,
 ) -> dict[str, ComposeWeights]:
-    """Compute the weights of the composes of an attention layer; one product reads an input for all of them.
+    """Compute the weights of both compositions of an attention layer; one product reads an input for all of them.
 
     Args:
       composition: the composition of the layer.

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention
-from dcvit.models.fields import REMAT_POLICIES
+from dcvit.models.fields import rematerialized
 from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
@@ -116,33 +116,26 @@ class Encoder(nn.Module):
             for layer in range(repeats * period):
                 repeat, place = divmod(layer, period)
                 out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
-        block = self._block(scanned=False)
+        block_class = rematerialized(Encoder1DBlock, self.remat, scanned=False)
         for layer in range(repeats * period, self.depth):
             rate = jnp.asarray(rates[layer]) if rates[layer] else None
-            x, out[f"block{layer:02d}"] = block(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
+            x, out[f"block{layer:02d}"] = block_class(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
         out["pre_ln"] = x
         return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
-
-    def _block(self, scanned: bool) -> Callable[..., Encoder1DBlock]:
-        """Return the class of the blocks, which `remat` rematerializes."""
-        if self.remat not in REMAT_POLICIES:
-            return Encoder1DBlock
-        # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
-        return nn.remat(Encoder1DBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
 
     def _scan(self, x: Array, fields: dict[str, object], rates: np.ndarray) -> tuple[Array, list[dict[str, Array]]]:
         """Apply the scanned blocks. Return the output, and the intermediates, stacked, of each block of a group."""
         repeats, period = rates.shape
-        block = self._block(scanned=True)
+        block_class = rematerialized(Encoder1DBlock, self.remat, scanned=True)
         drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]
         scan = functools.partial(
             nn.scan, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
             length=repeats,
         )  # fmt: skip
         if period == 1:
-            x, out = scan(block)(**fields, name="encoderblock")(x, drop_rates[0])
+            x, out = scan(block_class)(**fields, name="encoderblock")(x, drop_rates[0])
             return x, [out]
-        blocks = [functools.partial(block, **fields, index=i) for i in range(period)]
+        blocks = [functools.partial(block_class, **fields, index=i) for i in range(period)]
         group = scan(LayerGroup, in_axes=(nn.broadcast, 0))(blocks, name="encodergroup")
         return group(x, (), drop_rates)
 

@@ -40,6 +40,7 @@ REMAT_POLICIES = {
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
+Block = TypeVar("Block", bound=Callable[..., nn.Module])
 # Largest values of integer fields, far above those of published models. An absurd number in a config is an error,
 # instead of endless tracing or a size that overflows.
 LARGEST = 1 << 24
@@ -167,6 +168,14 @@ def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
     """Return the values that `module` gives to the fields declared by the class `fields` and its bases."""
     names = [field.name for field in dataclasses.fields(fields) if field.name not in ("parent", "name")]
     return {name: getattr(module, name) for name in names}
+
+
+def rematerialized(block_class: Block, remat: str, *, scanned: bool) -> Block:
+    """Return a class of layers as the field `remat` rematerializes it, for the body of a scan or unrolled."""
+    if remat not in REMAT_POLICIES:
+        return block_class
+    # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
+    return nn.remat(block_class, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
 
 
 def check_choices(module: nn.Module, **choices: Iterable[str | None]) -> None:

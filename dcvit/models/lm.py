@@ -22,7 +22,6 @@ from dcvit.models.attention import Attention
 from dcvit.models.decoder import Decoder, DecoderBlock, token_context
 from dcvit.models.fields import (
     QKV_BIASES,
-    REMAT_POLICIES,
     WINDOW_PATTERNS,
     AttentionFields,
     TransformerFields,
@@ -30,6 +29,7 @@ from dcvit.models.fields import (
     check_not_negative,
     check_positive,
     check_transformer,
+    rematerialized,
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
@@ -165,11 +165,8 @@ class LM(TransformerFields):
         norm = functools.partial(norm_class, epsilon=self.norm_epsilon)
 
         def layer(scanned: bool) -> Callable[..., DecoderBlock]:
-            block: Callable[..., DecoderBlock] = DecoderBlock
-            if self.remat in REMAT_POLICIES:
-                # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
-                block = nn.remat(DecoderBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
-            return functools.partial(block, self.in_layers(attention), mlp, norm, self.parallel)
+            block_class = rematerialized(DecoderBlock, self.remat, scanned=scanned)
+            return functools.partial(block_class, self.in_layers(attention), mlp, norm, self.parallel)
 
         windows = layer_windows(self)
         layout = self.scan_layout(len(windows))
