@@ -150,18 +150,6 @@ def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path
         assert store.objects[f"{workdir}/metrics.jsonl"] == (disk / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.weekly
-def test_running_process_keeps_its_workdir_in_a_store(tmp_path):
-    with serve() as (url, _):
-        workdir = "gs://bucket/run"
-        first = start(url, *training(workdir), stall=3)
-        wait_for(first, "stalled")
-        _, err = finish(start(url, *training(workdir)), 2)
-        assert "error: workdir gs://bucket/run is in use by process" in err
-        first.kill()
-        first.communicate()
-
-
 @pytest.mark.parametrize("url", ["s3://bucket/run", "zzz://a", "file:///tmp/x", "http://host/x"])
 def test_url_of_another_store_is_refused(capsys, url):
     from dcvit import train

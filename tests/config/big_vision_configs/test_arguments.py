@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import arguments, fewshot
+from dcvit.config.big_vision import arguments
 from dcvit.errors import ConfigError
 
 SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckpt": None}
@@ -65,18 +65,6 @@ def test_format_str_follows_later_changes_of_the_config():
     config.res, config.input.border = 16, 2
     assert config.pp == "pad(2)|random_crop(16)"
     assert config.to_dict()["pp"] == "pad(2)|random_crop(16)"
-
-
-def test_few_shot_config_has_the_keys_that_are_translated():
-    assert fewshot.get_fewshot_lsr(64, 72, runlocal=True, log_percent=0.1).to_dict() == {
-        "type": "fewshot_lsr", "representation_layer": "pre_logits", "shots": (1, 5, 10, 25), "l2_reg": 1024.0,
-        "num_seeds": 3, "prefix": "", "log_percent": 0.1, "datasets": {"pets": ("oxford_iiit_pet", "train", "test")},
-        "pp_train": 'decode|resize(72)|central_crop(64)|value_range(-1,1)|keep("image", "label")',
-        "pp_eval": 'decode|resize(72)|central_crop(64)|value_range(-1,1)|keep("image", "label")',
-        "display_first": [("pets", 10)],
-    }  # fmt: skip
-    assert len(fewshot.get_fewshot_lsr().datasets) == 6
-    assert fewshot.get_fewshot_lsr().log_steps == 25_000
 
 
 def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):

@@ -266,6 +266,9 @@ def test_overrides_set_translated_keys_and_arguments_are_those_of_the_file():
     assert (config.mixup, config.model.rank, config.model.variant) == (0.5, 1, "DCViT-Ti/16")
     assert "decode_jpeg_and_inception_crop(112)|flip_lr||" in config.input.pp
     assert configs.load(f"{PRETRAIN}:runlocal").total_steps == 2
+    pets = configs.load(f"{PRETRAIN}:fewshot,runlocal,res=64").evals.fewshot_pets
+    assert (pets.shots, pets.representation, pets.log_steps) == ((1, 5, 10, 25), "pre_logits", 25_000)
+    assert pets.pp.startswith("decode|resize(73)|central_crop(64)|")
     assert configs.load(f"{PRETRAIN}:B/32").model.variant == "B/32"
     with pytest.raises(ConfigError, match=r"pretrain\.py: ValueError: no argument 'varient'; did you mean 'variant'"):
         configs.load(f"{PRETRAIN}:varient=B/32,aug=none")
