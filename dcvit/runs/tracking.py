@@ -58,7 +58,7 @@ class WandbRun:
             folder = workdir if isinstance(workdir, Path) else tempfile.mkdtemp()
             given = options.get("settings")
             settings = {"console": "off", **(given if isinstance(given, Mapping) else {})}
-            arguments = {"name": workdir.name, **options, "settings": settings}
+            arguments: dict[str, Any] = {"name": workdir.name, **options, "settings": settings}
             self.run = wandb.init(
                 id=_run_id(workdir, resumed), dir=str(folder), config=dict(record), resume="allow", **arguments
             )
