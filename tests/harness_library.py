@@ -32,7 +32,7 @@ def harness_library():
     with pytest.MonkeyPatch.context() as patch:
         for name in (*harness_tasks.OFFLINE, "DISABLE_MULTIPROC"):  # the command sets them for its own process
             patch.setenv(name, "1")
-        patch.setattr("dcvit.inference.harness.POSITIONS", 16)  # smaller than a row, and no divisor of its length
+        patch.setattr("dcvit.models.losses.POSITIONS", 16)  # smaller than a row, and no divisor of its length
         yield
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.dcmha.shapes import Bool, Float
 from dcvit.errors import ConfigError
 from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches
 from dcvit.evaluators.perplexity import MAX_NATS
-from dcvit.models import Params, lm
-
-POSITIONS = 256  # positions of a row whose logits exist at a time; all B·T·V logits may not fit in memory
+from dcvit.models import Params, lm, losses
 
 
 class Answers(NamedTuple):
@@ -74,22 +72,12 @@ class Evaluator:
             )
         self.batch_size, self.mesh = options.batch_size, mesh
         self.answers: Answers | None = None  # of the last run
-        self.rows_per_second = 0.0  # of the last run, without compilation
 
-        def score(params: Params, batch: DeviceBatch) -> dict[str, Array]:
-            tokens, kernel = batch["tokens"], lm.head_kernel(params)
+        def score(params: Params, batch: DeviceBatch) -> DeviceBatch:
+            tokens, unembed = batch["tokens"], functools.partial(lm.unembed, kernel=lm.head_kernel(params))
             hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
-
-            def score_position(
-                pair: tuple[Float[Array, "B M"], Int[Array, " B"]],
-            ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-                logits = lm.unembed(pair[0], kernel)
-                picked = jnp.take_along_axis(logits, pair[1][:, None], axis=-1)[:, 0]
-                return jax.nn.logsumexp(logits, axis=-1) - picked, jnp.argmax(logits, axis=-1) == pair[1]
-
-            pairs = (jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(tokens[:, 1:], 0, 1))
-            found = jax.lax.map(score_position, pairs, batch_size=POSITIONS)
-            return dict(zip(("nats", "best"), (jnp.swapaxes(x, 0, 1) for x in found), strict=True))
+            log_p, best = losses.target_scores(unembed, hidden, tokens[:, 1:])
+            return {"nats": -log_p, "best": best}
 
         self.score = TimedFunction(score, mesh, options.batch_size, keep=("is_target", "task", "shots"))
 
@@ -104,13 +92,12 @@ class Evaluator:
         for batch in batches(self.source, "", self.batch_size, self.mesh):
             scores, rows = self.score(params, batch)
             found.append(answers_of(scores["nats"], scores["best"], rows))
-        self.rows_per_second = self.score.rate()
         self.answers = Answers(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         return summary(self.answers)
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return a row for all answers, and one for each task and for each number of shots."""
-        rows = [{"evaluation": name, **metrics, "rows_per_second": round(self.rows_per_second, 1)}]
+        rows = [{"evaluation": name, **metrics, "rows_per_second": round(self.score.rate(), 1)}]
         assert self.answers is not None
         for number, task in enumerate(self.source.task_names):
             rows += _part(f"{name}/{task}", self.answers, self.answers.task == number)

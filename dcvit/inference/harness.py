@@ -5,15 +5,15 @@ Importing this module imports the library `lm_eval`, which the extra `eval` inst
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -25,12 +25,12 @@ from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.inference.texts import end_of_text
 from dcvit.models.lm import LM, head_kernel, unembed
+from dcvit.models.losses import target_scores
 from dcvit.parallel.sharding import data_mesh, prefetch, replicated
 from dcvit.runs.progress import ProgressBar
 from input_pipeline.text.tokenizer import Tokenizer
 
 SHORTEST = 32  # the smallest length to which rows are padded
-POSITIONS = 256  # positions of a row whose logits exist at a time; all B·T·V logits may not fit in memory
 NEW_TOKENS = 256  # the harness's default for a task without a limit; at most half the model's context
 # Options of generation that have no effect at these values; other values are not supported.
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
@@ -58,33 +58,15 @@ def make_scorer(model: LM, mesh: Mesh) -> Callable[[Params, Batch], Batch]:
 
     def score(params: Params, batch: Batch) -> Batch:
         _, out = model.apply({"params": params}, batch["tokens"])
-        kernel, mask = head_kernel(params), batch["mask"]
-
-        def score_position(
-            pair: tuple[Float[Array, "B M"], Int[Array, " B"]],
-        ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-            hidden, target = pair
-            logits = unembed(hidden, kernel)
-            picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-            return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
-
-        pairs = (jnp.swapaxes(out["pre_logits"], 0, 1), jnp.swapaxes(batch["targets"], 0, 1))
-        log_p, best = (jnp.swapaxes(x, 0, 1) for x in jax.lax.map(score_position, pairs, batch_size=POSITIONS))
+        mask, unembed_position = batch["mask"], functools.partial(unembed, kernel=head_kernel(params))
+        log_p, best = target_scores(unembed_position, out["pre_logits"], batch["targets"])
         return {"log_p": jnp.where(mask, log_p, 0.0), "greedy": jnp.all(best | ~mask, axis=1)}
 
     return jax.jit(score, out_shardings=replicated(mesh))
 
 
-class GenerationOptions(NamedTuple):
-    """A task's `generation_kwargs`: stop strings, maximum number of new tokens, and sampling."""
-
-    until: tuple[str, ...]
-    max_tokens: int
-    sampling: Sampling
-
-
-def read_generation_options(options: Mapping[str, object], context: int) -> GenerationOptions:
-    """Read the `generation_kwargs` of a request for a model with this context.
+def read_generation_options(options: Mapping[str, object], context: int) -> tuple[Options, list[str]]:
+    """Return the options and the stop strings of a request's `generation_kwargs`, for a model with this context.
 
     Raises:
       ConfigError: an unsupported option, a value out of its range, or a number of new tokens that leaves no room for a
@@ -101,7 +83,7 @@ def read_generation_options(options: Mapping[str, object], context: int) -> Gene
             raise ConfigError(f"a task's generation_kwargs ask for {key}={value!r}, which is not supported")
     if not 1 <= max_tokens < context:
         raise ConfigError(f"a task asks for {max_tokens} new tokens; the model's context is {context} with the prompt")
-    return GenerationOptions(tuple(text for text in until if text), max_tokens, sampling)
+    return Options(max_tokens, sampling), [text for text in until if text]
 
 
 class HarnessModel(TemplateLM):
@@ -227,22 +209,24 @@ class HarnessModel(TemplateLM):
         texts: dict[int, str] = {}
         with ProgressBar("generation", len(requests)) as bar:
             for members in groups.values():
-                options = read_generation_options(requests[members[0]].args[1], self.max_length)
+                options, until = read_generation_options(requests[members[0]].args[1], self.max_length)
                 room = self.max_length - options.max_tokens
                 prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.end] for i in members}
                 members.sort(key=lambda i: -len(prompts[i]))
                 for part in _split(members, self.batch_size):
-                    texts.update(zip(part, self._continue([prompts[i] for i in part], part, options), strict=True))
+                    found = self._continue([prompts[i] for i in part], part, options, until)
+                    texts.update(zip(part, found, strict=True))
                     bar.show(len(texts))
         return [texts[i] for i in range(len(requests))]
 
-    def _continue(self, prompts: Sequence[list[int]], numbers: Sequence[int], options: GenerationOptions) -> list[str]:
+    def _continue(
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], options: Options, until: Sequence[str]
+    ) -> list[str]:
         """Return the text after each prompt; `numbers` seed the sampling."""
-        streams = [TextStream(self.text.decode, options.until, after=prompt) for prompt in prompts]
+        streams = [TextStream(self.text.decode, until, after=prompt) for prompt in prompts]
         texts = ["" for _ in prompts]
-        vocab_size = min(self.text.vocab_size, self.net.vocab_size)
-        token_options = Options(options.max_tokens, options.sampling, stop=(self.end,), vocab_size=vocab_size)
-        steps = generate(self.net, self.params, prompts, token_options, examples=numbers)
+        options = options._replace(stop=(self.end,), vocab_size=min(self.text.vocab_size, self.net.vocab_size))
+        steps = generate(self.net, self.params, prompts, options, examples=numbers)
         for pieces in push_steps(steps, streams):
             for i, piece in pieces:
                 texts[i] += piece

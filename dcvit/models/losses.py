@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain, context_parts
 
 NAMES = ("softmax_xent", "sigmoid_xent")
+POSITIONS = 256  # of a row whose logits `target_scores` holds at a time; all B·T·V logits may not fit in memory
 
 
 def softmax_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
@@ -72,3 +73,26 @@ def token_xent(
     moved = (jnp.moveaxis(x, 2, 0) for x in (hidden, targets))
     _, found = jax.lax.scan(lambda _, piece: (None, jax.checkpoint(nats)(*piece)), None, tuple(moved))
     return jnp.moveaxis(found, 0, 2).reshape(batch, parts, -1)[:, :, :length].reshape(batch, -1)
+
+
+def target_scores(
+    unembed: Callable[[Float[Array, "B M"]], Float[Array, "B V"]],
+    hidden: Float[Array, "B T M"],
+    targets: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Return log p of each target, and True where the target is the token of the highest logit.
+
+    Args:
+      unembed: function from the hidden states of a position to logits.
+      hidden: hidden states that predict the targets.
+      targets: the tokens, below V.
+    """
+
+    def score(position: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, target = unembed(position[0]), position[1]
+        picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
+
+    pairs = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
+    log_p, best = jax.lax.map(score, pairs, batch_size=POSITIONS)
+    return jnp.swapaxes(log_p, 0, 1), jnp.swapaxes(best, 0, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from dcvit.errors import ConfigError
 from dcvit.evaluators import in_context
-from dcvit.models import lm
+from dcvit.models import lm, losses
 from dcvit.parallel.sharding import make_mesh
 
 VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
@@ -85,7 +85,7 @@ def evaluator(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (5, 1), (13, 1), (3, 8)])
 def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices, monkeypatch):
-    monkeypatch.setattr(in_context, "POSITIONS", 5)  # does not divide the length
+    monkeypatch.setattr(losses, "POSITIONS", 5)  # does not divide the length
     built = evaluator(batch_size, devices)
     metrics = built.run(PARAMS)
     answers = expected(RowSource().rows)

@@ -11,6 +11,8 @@ if importlib.util.find_spec("lm_eval") is None:
 from harness_library import CONTEXT, END, MODELS, TINY, direct, harness_library, made  # noqa: F401
 
 from dcvit.errors import ConfigError
+from dcvit.inference.generation import Options
+from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -124,11 +126,14 @@ def test_unsupported_generation_options_are_errors(options, message):
 def test_generation_options_have_the_defaults_of_the_harness():
     from dcvit.inference.harness import read_generation_options as read
 
-    assert read({}, 1000) == ((), 256, (0.0, 0, 1.0))
-    assert read({"max_tokens": 5, "until": "a", "num_beams": 1}, 40) == (("a",), 5, (0.0, 0, 1.0))
-    assert read({"do_sample": True}, 40).sampling == (1.0, 0, 1.0)
-    assert read({"do_sample": False, "temperature": 1}, 40).sampling == (0.0, 0, 1.0)
-    assert read({"temperature": 0.5, "top_k": 3}, 40).sampling == (0.5, 3, 1.0)
+    assert read({}, 1000) == (Options(256, Sampling(0.0)), [])
+    assert read({"max_tokens": 5, "until": "a", "num_beams": 1}, 40) == (Options(5, Sampling(0.0)), ["a"])
+    for options, sampling in (
+        ({"do_sample": True}, Sampling(1.0)),
+        ({"do_sample": False, "temperature": 1}, Sampling(0.0)),
+        ({"temperature": 0.5, "top_k": 3}, Sampling(0.5, 3)),
+    ):
+        assert read(options, 40)[0].sampling == sampling
 
 
 @pytest.mark.slow
