@@ -109,7 +109,7 @@ class TimedFunction:
         return result, kept
 
     def rate(self) -> float:
-        """Return the examples per second of the measurement."""
+        """Return the examples per second, without compilation, since `reset_timer`."""
         return self.examples / self.seconds
 
 

@@ -95,7 +95,6 @@ class Evaluator:
         self.present_classes_only = options.present_classes_only
         self.present: np.ndarray | None = None  # the classes that may be predicted, after the first batch
         self.cached: list[Batch] | None = [] if options.cache else None
-        self.images_per_second = 0.0  # of the last run, without compilation
         self.host_pp, to_numbers = pixels.split(options.pp)
         self.loss = options.loss
         loss_fn = getattr(losses, options.loss)
@@ -143,7 +142,6 @@ class Evaluator:
             hits = hits + np.bincount(scores["label"][single & scores["top1"]], minlength=len(self.present))
             if self.observer:
                 self.observer.add(scores)
-        self.images_per_second = self.score.rate()
         metrics = {name: count / max(n, 1) for name, count in correct.items()}
         if self.present is None or self.present.sum() <= 5:
             del metrics["top5"]
@@ -153,7 +151,7 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row."""
-        speed = {"images_per_second": round(self.images_per_second, 1)}
+        speed = {"images_per_second": round(self.score.rate(), 1)}
         return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
 
     def _batches(self) -> Iterator[Batch]:

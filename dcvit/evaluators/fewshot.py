@@ -24,6 +24,7 @@ from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError, nearest
 from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Outputs, Params, pixels
+from dcvit.models.trees import by_name
 
 BIAS = 100.0  # the value of the constant feature, large enough that the intercept is hardly regularised
 STD_EPSILON = 1e-5  # added to a feature's standard deviation
@@ -97,7 +98,6 @@ class Evaluator:
         self.shots, self.num_seeds = tuple(dict.fromkeys(options.shots)), options.num_seeds
         self.l2_reg = float(options.l2_reg)
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
-        self.images_per_second = 0.0  # of the last run, without compilation
         self.host_pp, to_numbers = pixels.split(options.pp)
 
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
@@ -123,7 +123,6 @@ class Evaluator:
         self.represent.reset_timer()
         x, labels = self._features(self.source, params)
         x_test, labels_test = self._features(self.test_source, params)
-        self.images_per_second = self.represent.rate()
         if not (np.isfinite(x).all() and np.isfinite(x_test).all()):
             return dict.fromkeys((f"{k}shot" for k in self.shots), math.nan) | {"n": len(labels_test)}
         classes = len(self.source.class_names or ()) or int(labels.max()) + 1
@@ -141,7 +140,7 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return a row for each number of shots, such as "name/5shot", with the accuracy as `top1`."""
-        speed = {"images_per_second": round(self.images_per_second, 1)}
+        speed = {"images_per_second": round(self.represent.rate(), 1)}
         common = {**image_columns(net, self.example), "n": metrics["n"], **speed}
         return [{"evaluation": f"{name}/{k}shot", **common, "top1": metrics[f"{k}shot"]} for k in self.shots]
 
@@ -162,9 +161,7 @@ def intermediate(out: Outputs, name: str) -> Float[Array, "B ..."]:
     Raises:
       ConfigError: there is no such intermediate; the message names the nearest.
     """
-    known = {
-        "/".join(str(part.key) for part in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]
-    }
+    known = by_name(out)
     if name not in known:
         raise ConfigError(f"few-shot: the model has no representation {name!r}; {nearest(name, known)}")
     array: Array = known[name]

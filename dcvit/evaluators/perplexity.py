@@ -57,7 +57,6 @@ class Evaluator:
         """
         self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**options.data))  # as setup checks
         self.batch_size, self.mesh = options.batch_size, mesh
-        self.tokens_per_second = 0.0  # of the last run, without compilation
 
         def score(params: Params, batch: DeviceBatch) -> jax.Array:
             tokens = batch["tokens"]
@@ -87,7 +86,6 @@ class Evaluator:
                 found["bytes"] += int(self.source.token_bytes[targets].sum())
             if self.source.end_of_text is not None:
                 found["documents"] += int((targets == self.source.end_of_text).sum())
-        self.tokens_per_second = self.score.rate() * self.source.context
         loss = nats / max(found["tokens"], 1)
         numbers = {"loss": loss, "perplexity": math.exp(min(loss, MAX_NATS)), "tokens": found["tokens"]}
         if found["bytes"]:
@@ -98,4 +96,4 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row."""
-        return [{"evaluation": name, **metrics, "tokens_per_second": round(self.tokens_per_second, 1)}]
+        return [{"evaluation": name, **metrics, "tokens_per_second": round(self.score.rate() * self.source.context, 1)}]
