@@ -9,11 +9,10 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,16 +79,31 @@ class ImageModel(LoadedModel):
     def classify(
         self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]], topk: int
     ) -> Iterator[list[list[Prediction]]]:
-        """Yield the predictions for each batch of preprocessed images and their names."""
+        """Yield the predictions for each batch of up to `BATCH` preprocessed images with their names.
+
+        Args:
+          batches: as from `read_images`.
+          topk: the number of predictions per image, of which the first is the most probable.
+
+        Raises:
+          CheckpointError: the logits of an image are not finite.
+          ConfigError: the model has no head, or `topk` is below 1.
+        """
         if not self.module.num_classes:
             raise ConfigError("a model without a head has no classes: use features")
         if topk < 1:
             raise ConfigError(f"topk={topk} should be 1 or more")
+        normalize = jax.nn.sigmoid if self.multilabel else jax.nn.softmax
         with self.on_devices():
-            yield from classify(
-                self.module, self.params, map(self.checked, batches), class_names=self.class_names, topk=topk,
-                multilabel=self.multilabel,
-            )  # fmt: skip
+            for names, images in map(self.checked, batches):
+                size = min(BATCH, 1 << (len(images) - 1).bit_length())  # few sizes, each of which is compiled
+                padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
+                logits = apply(self.module, self.params, jnp.asarray(padded))[0]
+                finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(images)]
+                if not finite.all():
+                    raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
+                rows = np.asarray(normalize(logits))
+                yield [_best(name, row, self.class_names, topk) for name, row in zip(names, rows, strict=False)]
 
     def generate(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError: images are classified."""
@@ -155,43 +169,6 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
     if len(names) != num_classes:
         raise ConfigError(f"{path} names {len(names)} classes, the config has {num_classes}")
     return names
-
-
-def classify(
-    model: nn.Module,
-    params: Mapping[str, Any],
-    batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]],
-    *,
-    class_names: Sequence[str],
-    topk: int,
-    multilabel: bool,
-) -> Iterator[list[list[Prediction]]]:
-    """Classify images; yield the predictions of each batch as soon as they are computed.
-
-    Args:
-      model: the classifier.
-      params: its parameters.
-      batches: up to `BATCH` preprocessed images with their names, as from `read_images`.
-      class_names: a name for each of the model's outputs.
-      topk: the number of predictions per image.
-      multilabel: probabilities are sigmoids of the logits, instead of their softmax.
-
-    Yields:
-      A list with the `topk` predictions, the most probable first, of each image.
-
-    Raises:
-      CheckpointError: the logits of an image are not finite.
-    """
-    normalize = jax.nn.sigmoid if multilabel else jax.nn.softmax
-    for names, images in batches:
-        size = min(BATCH, 1 << (len(images) - 1).bit_length())  # few sizes, each of which is compiled
-        padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
-        logits = apply(model, params, jnp.asarray(padded))[0]
-        finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(images)]
-        if not finite.all():
-            raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
-        rows = np.asarray(normalize(logits))
-        yield [_best(name, row, class_names, topk) for name, row in zip(names, rows, strict=False)]
 
 
 def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:

@@ -27,7 +27,7 @@ from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
-from dcvit.models.trees import check_tree, param_shapes, shapes_of
+from dcvit.models.trees import by_name, check_tree, param_shapes, shapes_of
 from dcvit.models.vit import ViT
 
 # An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
@@ -129,13 +129,11 @@ class LoadedModel:
 
     def _intermediate(self, batch: np.ndarray, name: str) -> np.ndarray:
         with self.on_devices():
-            outputs: Any = apply(self.module, self.params, jnp.asarray(batch))[1]
-        for part in name.split("/"):
-            if not isinstance(outputs, Mapping) or part not in outputs:
-                known = shapes_of(outputs) if isinstance(outputs, Mapping) else {}
-                raise ConfigError(f"the model has no intermediate {name!r}; {nearest(part, known)}")
-            outputs = outputs[part]
-        return np.asarray(outputs)
+            outputs = apply(self.module, self.params, jnp.asarray(batch))[1]
+        found = by_name(outputs)
+        if name not in found:
+            raise ConfigError(f"the model has no intermediate {name!r}; {nearest(name, found)}")
+        return np.asarray(found[name])
 
     def _on_one_batch(
         self, inputs: Images | Tokens, function: Callable[[ViT | LM, Params, jax.Array], Result]

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from dcvit.errors import ConfigError, first_line
 from input_pipeline.files import read_regular
 
-Node: TypeAlias = Any  # yaml.Node; PyYAML comes with the extra `eval`
-Event: TypeAlias = Any  # yaml.Event
+Event: TypeAlias = Any  # yaml.Event; PyYAML comes with the extra `eval`
 Environment: TypeAlias = Any  # jinja2.Environment; Jinja comes with the extra `eval`, too
 
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
@@ -43,8 +42,7 @@ def check_task_files(folder: Path) -> None:
         checked.add(path)
         try:
             content = read_regular(path)
-            _check_structure(yaml.parse(content, Loader=loader))
-            tags = sorted(_special_tags(yaml.compose(content, Loader=loader)))
+            tags = sorted(_special_tags(yaml.parse(content, Loader=loader)))
             task = None if tags else yaml.load(content, Loader=loader)  # without special tags this builds plain values
         except (OSError, ValueError, yaml.YAMLError) as e:
             raise ConfigError(f"cannot read the task file {path}{origin}: {' '.join(str(e).split())}") from None
@@ -107,16 +105,22 @@ class _Template(NamedTuple):
         raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {reason}")
 
 
-def _check_structure(events: Iterator[Event]) -> None:
-    """Raise ConfigError if a YAML document is nested deeply, contains itself, or is huge with its aliases expanded.
+def _special_tags(events: Iterator[Event]) -> set[str]:
+    """Return the tags of a YAML document that do not stand for plain values.
 
-    PyYAML's parser crashes at deep nesting, and copies of a document expand its aliases.
+    PyYAML crashes at deep nesting, and copies of a document expand its aliases.
+
+    Raises:
+      ConfigError: the document is nested deeply, contains itself, or is huge with its aliases expanded.
     """
     import yaml
 
+    plain = {None, "!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN_TAGS)}
+    tags: set[str] = set()
     sizes: dict[str | None, int] = {}  # values in each anchored part
     stack: list[tuple[str | None, int]] = [(None, 0)]  # the anchors of the open parts, and the values in them so far
     for event in events:
+        tags |= {getattr(event, "tag", None)} - plain
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append((event.anchor, 0))
             if len(stack) > MAX_DEPTH:
@@ -136,22 +140,7 @@ def _check_structure(events: Iterator[Event]) -> None:
         stack[-1] = (stack[-1][0], stack[-1][1] + size + 1)
         if stack[-1][1] > MAX_VALUES:
             raise ConfigError(f"more than {MAX_VALUES:,} values, with aliases expanded")
-
-
-def _special_tags(root: Node | None) -> set[str]:
-    """Return the tags of a YAML document that do not stand for plain values."""
-    plain = {f"tag:yaml.org,2002:{name}" for name in PLAIN_TAGS}
-    found, visited, queue = set(), set(), [root] if root is not None else []
-    while queue:
-        node = queue.pop()
-        if id(node) in visited:  # an alias
-            continue
-        visited.add(id(node))
-        if node.tag not in plain:
-            found.add(node.tag)
-        if isinstance(node.value, list):
-            queue += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-    return found
+    return tags
 
 
 def _reason(task: object) -> str | None:

@@ -106,11 +106,6 @@ def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
     return model.end_of_text if tokenizer.end_of_text is None else tokenizer.end_of_text
 
 
-def _default_tokens(model: LM, lengths: Sequence[int]) -> int:
-    """Return the maximum number of new tokens after prompts of these lengths."""
-    return max(1, min(DEFAULT_TOKENS, model.context - max(lengths, default=1)))
-
-
 def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
     """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
     if tokenizer.vocab_size > outputs:
@@ -209,8 +204,30 @@ class LanguageModel(LoadedModel):
           ConfigError: the prompts or the options do not fit the model.
           CheckpointError: the model's logits are not finite.
         """
+        texts, counts = ["" for _ in prompts], [0 for _ in prompts]
+
+        def add(i: int, piece: str) -> None:
+            texts[i] += piece
+            if i == 0:
+                show(piece)
+
+        first_tokens, first_time = 0, 0.0  # the tokens of the first step, and the time after it
         with self.on_devices():
-            return _continue_texts(self, tokenizer or self.tokenizer, prompts, options, show)
+            started = _start(self, tokenizer or self.tokenizer, prompts, options)
+            for pieces in started.steps:
+                for i, piece in pieces:
+                    counts[i] += 1
+                    add(i, piece)
+                if not first_time:
+                    first_tokens, first_time = sum(counts), time.perf_counter()
+        speed = (sum(counts) - first_tokens) / (time.perf_counter() - first_time) or None
+        results = []
+        for i, stream in enumerate(started.streams):
+            add(i, stream.rest())
+            ended = "stop" if stream.stopped else "length" if counts[i] == started.max_tokens else "end_of_text"
+            results.append(Continuation(prompts[i], texts[i], counts[i], ended))
+        positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
+        return Continuations(results, sum(counts), speed, positions)
 
     def predict(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError: text is generated."""
@@ -260,7 +277,8 @@ def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], o
     encoded = [_encoded(tokenizer, prompt) for prompt in prompts]
     ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
     lengths = [max(1, len(tokens)) for tokens in encoded]
-    max_tokens = _default_tokens(module, lengths) if options.max_tokens is None else options.max_tokens
+    room = module.context - max(lengths, default=1)
+    max_tokens = max(1, min(DEFAULT_TOKENS, room)) if options.max_tokens is None else options.max_tokens
     streams = [TextStream(tokenizer.decode, options.stop, after=tokens) for tokens in encoded]
     token_options = generation.Options(
         max_tokens, options.sampling, options.seed, stop=ends, begin=ends[0] if ends else None,
@@ -268,36 +286,3 @@ def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], o
     )  # fmt: skip
     steps = generation.generate(module, model.params, encoded, token_options)
     return _Started(push_steps(steps, streams), streams, lengths, max_tokens)
-
-
-def _continue_texts(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    options: TextOptions,
-    show: Callable[[str], None],
-) -> Continuations:
-    """Continue texts; see `LanguageModel.continue_texts`."""
-    started = _start(model, tokenizer, prompts, options)
-    texts, counts = ["" for _ in prompts], [0 for _ in prompts]
-
-    def add(i: int, piece: str) -> None:
-        texts[i] += piece
-        if i == 0:
-            show(piece)
-
-    first_tokens, first_time = 0, 0.0  # the tokens of the first step, and the time after it
-    for pieces in started.steps:
-        for i, piece in pieces:
-            counts[i] += 1
-            add(i, piece)
-        if not first_time:
-            first_tokens, first_time = sum(counts), time.perf_counter()
-    speed = (sum(counts) - first_tokens) / (time.perf_counter() - first_time) or None
-    results = []
-    for i, stream in enumerate(started.streams):
-        add(i, stream.rest())
-        ended = "stop" if stream.stopped else "length" if counts[i] == started.max_tokens else "end_of_text"
-        results.append(Continuation(prompts[i], texts[i], counts[i], ended))
-    positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
-    return Continuations(results, sum(counts), speed, positions)

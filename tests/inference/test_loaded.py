@@ -233,7 +233,7 @@ class TestErrors:
             (lambda: words.predict(self.IMAGE), "use generate"),
             (lambda: model.generate("a"), "use predict"),
             (lambda: model.predict(self.IMAGE, topk=0), "topk=0"),
-            (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'block00/sa'"),
+            (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'encoder/block00/sa'"),
             (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
             (lambda: model.run_with_cache(self.IMAGE, names=["block01/q"]), "no array 'block01/q'"),
             (lambda: model.attention([]), "expected 1 … 64 images"),
