@@ -39,6 +39,15 @@ class Step(NamedTuple):
     arguments: dict[str, Any]
 
 
+class _Parsed(NamedTuple):
+    """An op of a preprocessing string: its text, its name, the arguments that are given, and the function."""
+
+    text: str
+    name: str
+    given: inspect.BoundArguments
+    op: Op
+
+
 def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     """Split a preprocessing string into the part for the host and the `value_range` that the device can apply.
 
@@ -50,22 +59,17 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
       channel, or is not the last op that changes the image, the original string and None.
 
     Raises:
-      InputError: the string cannot be parsed, or the arguments of `value_range` are invalid.
+      InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    nodes = _nodes(spec)
-    for at in reversed(range(len(nodes))):
-        call = _call(nodes[at])
-        name = getattr(call.func, "id", None)
-        if name == "value_range":
-            op = _op(nodes[at])  # checks the arguments
-            args = [ast.literal_eval(arg) for arg in call.args]
-            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg not in KEYS}
-            scalars = not any(isinstance(value, list | tuple) for value in (*args, *kwargs.values()))
-            on_image = isinstance(op, ops.Change) and op.inkey == op.outkey == "image"
-            if len(args) <= 4 and "clip_values" not in kwargs and scalars and on_image:
-                rest = "|".join(ast.unparse(node) for node in nodes[:at] + nodes[at + 1 :])
-                return rest, ValueRange(*args, **kwargs)
-        if name not in ("keep", "onehot", "drop"):
+    steps = _parse(spec)
+    for at, step in reversed([*enumerate(steps)]):
+        if step.name == "value_range":
+            given = step.given.arguments
+            scalars = not any(isinstance(value, list | tuple) for value in given.values())
+            on_image = isinstance(step.op, ops.Change) and step.op.inkey == step.op.outkey == "image"
+            if "clip_values" not in given and scalars and on_image:
+                return "|".join(other.text for other in steps[:at] + steps[at + 1 :]), ValueRange(**given)
+        if step.name not in ("keep", "onehot", "drop"):
             break
     return spec, None
 
@@ -76,14 +80,12 @@ def decoding(spec: str) -> str:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    Preprocess(spec)
-    for node in _nodes(spec):
-        call = _call(node)
-        name = getattr(call.func, "id", None)
-        if name == "decode":
-            return ast.unparse(node)
-        if name == "decode_jpeg_and_inception_crop":
-            return f"decode({', '.join(ast.unparse(k) for k in call.keywords if k.arg == 'exif')})"
+    for step in _parse(spec):
+        if step.name == "decode":
+            return step.text
+        if step.name == "decode_jpeg_and_inception_crop":
+            exif = step.given.arguments.get("exif")
+            return "decode()" if exif is None else f"decode(exif={exif})"
     return ""
 
 
@@ -93,11 +95,12 @@ def checking(spec: str) -> str:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    made = {step.arguments.get("outkey") for step in parsed(spec) if step.op != "copy"} - {"image"}
+    steps = _parse(spec)
+    made = {step.op.outkey for step in steps if isinstance(step.op, ops.Change)} - {"image"}
     kept = [
-        ast.unparse(node)
-        for node, step in zip(_nodes(spec), parsed(spec), strict=True)
-        if step.op in ("flatten", "onehot") or (step.op == "copy" and step.arguments["inkey"] not in made)
+        step.text
+        for step in steps
+        if step.name in ("flatten", "onehot") or (step.name == "copy" and step.given.arguments["inkey"] not in made)
     ]
     return "|".join([decoding(spec), *kept])
 
@@ -113,7 +116,7 @@ class Preprocess:
         Raises:
           InputError: the string cannot be parsed, or an op or argument is invalid.
         """
-        self.ops = [_op(node) for node in _nodes(spec)]
+        self.ops = [step.op for step in _parse(spec)]
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
         """Apply the ops in order.
@@ -150,14 +153,16 @@ def parsed(spec: str) -> list[Step]:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
     steps = []
-    for node in _nodes(spec):
-        op, (name, args, kwargs) = _op(node), _arguments(node)
-        signature = inspect.signature(getattr(ops, name))
-        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
-        bound.apply_defaults()
+    for _, name, given, op in _parse(spec):
+        given.apply_defaults()
         keys = {"inkey": op.inkey, "outkey": op.outkey} if isinstance(op, ops.Change) else {}
-        steps.append(Step(name, {**bound.arguments, **keys}))
+        steps.append(Step(name, {**given.arguments, **keys}))
     return steps
+
+
+def _parse(spec: str) -> list[_Parsed]:
+    """Parse and check a preprocessing string. Raises InputError as `Preprocess` does."""
+    return [_op(node) for node in _nodes(spec)]
 
 
 def _nodes(spec: str) -> list[ast.expr]:
@@ -199,23 +204,11 @@ def _call(node: ast.expr) -> ast.Call:
     return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
 
 
-def _op(node: ast.expr) -> Op:
+def _op(node: ast.expr) -> _Parsed:
     """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
-    name, args, kwargs = _arguments(node)
-    factory, what = getattr(ops, name), f"preprocessing op {name!r}"
-    keys = {k: kwargs.pop(k) for k in KEYS if k in kwargs and k not in inspect.signature(factory).parameters}
-    check_arguments(factory, args, kwargs, what)
-    op: Op = factory(*args, **kwargs)
-    if isinstance(op, ops.Change):
-        op = dataclasses.replace(op, name=name)
-    return _with_keys(op, keys, what) if keys else op
-
-
-def _arguments(node: ast.expr) -> tuple[str, list[object], dict[str, object]]:
-    """Return the name and the arguments of an op. Raises InputError if the name or a literal is invalid."""
-    call = _call(node)
+    call, text = _call(node), ast.unparse(node)
     if not isinstance(call.func, ast.Name):
-        raise InputError(f"preprocessing: {_shown(ast.unparse(node))} is not of the form op or op(literal, …)")
+        raise InputError(f"preprocessing: {_shown(text)} is not of the form op or op(literal, …)")
     name = call.func.id
     if name not in ops.__all__:
         raise InputError(f"preprocessing: unknown op {name!r}; {nearest(name, ops.__all__)}")
@@ -225,16 +218,24 @@ def _arguments(node: ast.expr) -> tuple[str, list[object], dict[str, object]]:
         if len(kwargs) < len(call.keywords):  # **{…} has no name
             raise ValueError
     except (ValueError, TypeError):
-        raise InputError(f"preprocessing: the arguments of {_shown(ast.unparse(node))} must be literals") from None
-    return name, args, kwargs
-
-
-def _with_keys(op: Op, keys: Mapping[str, object], what: str) -> Op:
-    """Return an op that reads and stores the given keys. Raises InputError if it takes none, or a key is no string."""
-    if not isinstance(op, ops.Change):
+        raise InputError(f"preprocessing: the arguments of {_shown(text)} must be literals") from None
+    factory, what = getattr(ops, name), f"preprocessing op {name!r}"
+    signature = inspect.signature(factory)
+    keys = {key: kwargs.pop(key) for key in KEYS if key in kwargs and key not in signature.parameters}
+    check_arguments(factory, args, kwargs, what)
+    op: Op = factory(*args, **kwargs)
+    if isinstance(op, ops.Change):
+        op = dataclasses.replace(op, name=name, **_checked_keys(keys, what))
+    elif keys:
         raise InputError(f"{what} has no option {next(iter(keys))!r}")
+    return _Parsed(text, name, signature.bind(*args, **kwargs), op)
+
+
+def _checked_keys(keys: Mapping[str, object], what: str) -> dict[str, str]:
+    """Return `inkey` and `outkey`, by default "image". Raises InputError if a key is no string."""
+    checked: dict[str, str] = {}
     for name, key in keys.items():
         if not isinstance(key, str) or not key:
             raise InputError(f"{what}: {name}={key!r} should be a key of the example")
-    inkey, outkey = (keys.get("key", keys.get(name, "image")) for name in ("inkey", "outkey"))
-    return dataclasses.replace(op, inkey=str(inkey), outkey=str(outkey))
+        checked[name] = key
+    return {name: checked.get("key", checked.get(name, "image")) for name in ("inkey", "outkey")}
