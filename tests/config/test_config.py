@@ -87,7 +87,6 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     [
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
-        ("vit_digits:attention=mla", [], "attention='mla'; known: mha, talking, .*, dcmha, "),
         ("vit_folder:data_dir=/a,b", [], "'b' is not of the form key=value; quote a value with commas: key='a,b'"),
         ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),

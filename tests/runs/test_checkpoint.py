@@ -158,7 +158,6 @@ def link(path):
 
 DAMAGE = {
     "empty checksums": lambda folder: (folder / checksums.NAME).write_text(""),
-    "no checksums": lambda folder: (folder / checksums.NAME).unlink(),
     "additional file": lambda folder: (folder / "params" / "d" / "foreign").write_text("x"),
     "additional pipe": lambda folder: (largest(folder).unlink(), os.mkfifo(folder / "params" / "pipe")),
     "pipe in place of a file": lambda folder: pipe(largest(folder / "params")),

@@ -65,11 +65,6 @@ def test_run_of_another_config_is_refused_with_all_differences_before_anything_c
     assert contents(folder) == before
 
 
-def test_run_on_other_data_is_named_as_such(folder, capsys):
-    assert run(folder, "--accept", "input", **{"input.data.limit": 400}) == 2
-    assert "holds a run on other data: data.examples (saved: 1437, now: 400)" in capsys.readouterr().err
-
-
 def test_checkpoint_identifies_the_run_if_its_files_are_missing(folder, capsys):
     (folder / "config.json").unlink()
     (folder / "data.json").unlink()
@@ -100,13 +95,6 @@ def test_accepted_difference_is_reported_and_recorded(folder, capsys):
     assert "accepted: config.total_steps (saved: 60, now: 62)" in capsys.readouterr().err
     assert saved_steps(folder)[-1] == 62
     assert values.read_json(folder / "config.json").total_steps == 62
-
-
-def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder, capsys):
-    assert run(folder, "--accept", "model", **{"model.depth": 2}) == 2
-    assert "checkpoints/60 does not fit the model; " in capsys.readouterr().err
-    assert run(folder, "--accept", "sead") == 2
-    assert "--accept sead; did you mean 'seed'" in capsys.readouterr().err
 
 
 class Examples(list):
