@@ -149,9 +149,10 @@ def is_rate(value: Any) -> bool:
 
 # The values that a key accepts beyond its type, and their description in error messages.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("grad_accum", "ckpt_keep"), (lambda v: v >= 1, "1 or more")),
+    **dict.fromkeys(("ema_decay", "label_smoothing"), (lambda v: 0 <= v < 1, "in [0, 1)")),
+    **dict.fromkeys(("lr", "wd", "mixup", "cutmix", "z_loss"), (is_rate, "finite and not negative")),
     "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
-    "grad_accum": (lambda v: v >= 1, "1 or more"),
-    "ckpt_keep": (lambda v: v >= 1, "1 or more"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
     "early_stop": (
         lambda v: not v or (len(v) == 3 and v[1] in ("max", "min") and type(v[2]) is int and v[2] >= 1),
@@ -162,18 +163,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
     "num_classes": (lambda v: v is None or 0 <= v <= 1 << 24, "in [0, 2**24]"),
     "watchdog_seconds": (lambda v: 0 <= v <= 1e9, "in [0, 1e9]"),
-    "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
-    "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
     "vocab_size": (lambda v: v is None or 1 <= v <= 1 << 24, "in [1, 2**24]"),
     "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
-    "z_loss": (is_rate, "finite and not negative"),
-    "mixup": (is_rate, "finite and not negative"),
-    "cutmix": (is_rate, "finite and not negative"),
     "mixup_switch_prob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
     "reprob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
     "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
-    "lr": (is_rate, "finite and not negative"),
-    "wd": (is_rate, "finite and not negative"),
     "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
     "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
 }

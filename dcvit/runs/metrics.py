@@ -157,6 +157,7 @@ class MetricWriter:
         if missing := self.metrics.missing(resumed):
             LOG.warning(missing)
         self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
+        self.writers = [self.metrics, self.timing, *([self.tensorboard] if self.tensorboard else [])]
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
         """Write the metrics and timings of a step, unless the file already has them."""
@@ -173,17 +174,13 @@ class MetricWriter:
 
     def flush(self) -> None:
         """Return when everything written so far would survive a kill."""
-        self.metrics.flush()
-        self.timing.flush()
-        if self.tensorboard:
-            self.tensorboard.flush()
+        for writer in self.writers:
+            writer.flush()
 
     def close(self) -> None:
         """Close all files."""
-        self.metrics.close()
-        self.timing.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        for writer in self.writers:
+            writer.close()
 
 
 def _tensorboard(workdir: Folder) -> Any:
