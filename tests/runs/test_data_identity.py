@@ -7,10 +7,8 @@ import shutil
 import corpora
 import image_datasets
 import pytest
-from trained_workdirs import DIGITS
 
 import input_pipeline as ip
-from dcvit import cli, train
 from dcvit.errors import ConfigError
 from dcvit.runs import identity
 from input_pipeline import files
@@ -128,27 +126,6 @@ def test_run_is_resumed_on_a_copy_of_its_files_but_not_on_others(tmp_path, kind)
         identity.check_same_run(tmp_path, {"data": saved}, {}, found)
     assert "\n" not in str(error.value)
     assert identity.check_same_run(tmp_path, {"data": saved}, {}, found, ["data"])
-
-
-@pytest.mark.slow
-def test_training_is_not_resumed_on_replaced_files(tmp_path, capsys, library_promotion):
-    options, file = parquet(tmp_path / "data")
-    data = {f"input.data.{key}": value for key, value in {"kind": "parquet", **options}.items()}
-    tiny = {
-        **DIGITS, "total_steps": 6, "ckpt_steps": 2, "model.width": 16, "input.batch_size": 8, "evals": "{}",
-        "pp_predict": "", **data,
-        "input.pp": 'decode|resize_pillow(8)|value_range(-1, 1)|onehot(10)|keep("image", "labels")', **data,
-    }  # fmt: skip
-    words = ["--config", "vit_digits", *(f"--config.{key}={value}" for key, value in tiny.items())]
-
-    def run(*more):
-        return cli.run(train.main, [*words, "--workdir", str(tmp_path / "run"), *more])
-
-    assert run() == 0
-    capsys.readouterr()
-    replace(file, "replaced")
-    assert run() == 2
-    assert "on other data: data.files (train-00001-of-00003.parquet changed)" in capsys.readouterr().err
 
 
 def test_content_of_large_files_is_sampled(tmp_path, monkeypatch):
