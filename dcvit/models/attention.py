@@ -14,9 +14,9 @@ from dcvit.dcmha.inputs import Inputs, Options, checked
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.models import head_variants, sharded_attention
+from dcvit.models import sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
-from dcvit.models.head_variants import Tokens, VariantProjections
+from dcvit.models.head_variants import MODULES, Tokens, VariantProjections
 from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
 
@@ -171,22 +171,15 @@ class Attention(VariantProjections):
         maybe_remat: Callable[[Inputs], Array] = attend
         if self.remat:
             maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        if self.heads not in head_variants.MODULES:
+        if self.heads not in MODULES:
             found = maybe_remat(inputs)
             return found.reshape(*tokens.x.shape[:2], self.num_heads, -1) if self.heads == "paired" else found
-        variant = head_variants.make_variant(
-            self.heads, self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype
-        )
-        outputs: Array = variant(tokens, inputs, maybe_remat)
+        outputs: Array = self.variant_module(self.heads)(tokens, inputs, maybe_remat)
         return outputs
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
         """Return the output projection of all heads, sharded as `like`."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
-
-    def attended_groups(self) -> int:
-        """Return the number of groups of heads in which a composition or a head variant composes."""
-        return self.groups if self.compose else head_variants.groups_of(self.heads, self.num_heads)
 
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:

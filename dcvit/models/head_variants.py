@@ -273,28 +273,12 @@ MODULES: dict[str, type[HeadVariant]] = {
 }  # fmt: skip
 
 
-def make_variant(
-    head_variant: str, num_heads: int, *, layer: int, kernel_init: Initializer, dtype: DTypeLike | None
-) -> HeadVariant:
-    """Return the module of a name in `MODULES`."""
-    module: Callable[..., HeadVariant] = MODULES[head_variant]
-    if module is MixtureOfHeads:
-        shared, chosen = shared_and_chosen(head_variant, num_heads)
-        module = functools.partial(module, shared=shared, chosen=chosen)
-    return module(num_heads, layer=layer, kernel_init=kernel_init, dtype=dtype, name=head_variant)
-
-
 def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
     """Return h_s and K of a mixture of heads: all are routed and chosen, or of four heads one is shared and two chosen.
 
     The paper's models use 50 to 90 % of their heads; "moh_topk" uses 75 %.
     """
     return (0, num_heads) if head_variant == "moh" else (num_heads // 4, num_heads // 2)
-
-
-def groups_of(head_variant: str | None, num_heads: int) -> int:
-    """Return the number of groups of heads of the compositions of a variant."""
-    return num_heads // 2 if head_variant == "diff" else 1
 
 
 def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:
@@ -318,6 +302,20 @@ class VariantProjections(Projections):
 
     heads: str | None = None
     layer: int = 0
+
+    def variant_module(self, name: str) -> HeadVariant:
+        """Build the variant's module, of a name in `MODULES`."""
+        module: Callable[..., HeadVariant] = MODULES[name]
+        if module is MixtureOfHeads:
+            shared, chosen = shared_and_chosen(name, self.num_heads)
+            module = functools.partial(module, shared=shared, chosen=chosen)
+        return module(self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
+
+    def attended_groups(self) -> int:
+        """Return the number of groups of heads in which a composition or a variant composes."""
+        if self.compose:
+            return self.groups
+        return self.num_heads // 2 if self.heads == "diff" else 1
 
     def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
         """Return queries, keys or values after the map of all heads that a head variant has."""
