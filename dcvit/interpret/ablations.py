@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from dcvit.models.vit import ViT
 BRANCHES = {
     "static": "static", "query projection": "q2", "query gate": "qg", "key projection": "k2", "key gate": "kg",
 }  # fmt: skip
+WHERE = ("pre", "post")
 HEAD_ARRAYS = ("scores", "weights", "composed_weights")
 
 
@@ -45,7 +45,7 @@ def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
     """Return the compositions and branches that a model has."""
     return [
         (where, branch)
-        for where in ("pre", "post")
+        for where in WHERE
         if model.compose in (where, "both")
         for branch in BRANCHES
         if (
@@ -79,15 +79,21 @@ def ablated_outputs(
     """
     heads = np.ones((len(ablations), model.depth, model.num_heads), np.float32)
     branches = np.ones((len(ablations), model.depth, 2, len(BRANCHES)), np.float32)
-    present = branches_of(model)
+    names, present = [*BRANCHES], branches_of(model)
     for n, ablation in enumerate(ablations):
-        _check(model, present, ablation)
-        at = slice(None) if ablation.layer is None else ablation.layer
-        if ablation.head is not None:
-            heads[n, at, ablation.head] = 0
-        for i, (where, branch) in itertools.product(range(len(BRANCHES)), _pairs(ablation)):
-            if branch in ("all", [*BRANCHES][i]):
-                branches[n, at, ("pre", "post").index(where), i] = 0
+        layer, head, where, branch = ablation
+        off = [pair for pair in present if where in (pair[0], "both") and branch in (pair[1], "all")]
+        if (
+            not 0 <= (layer or 0) < model.depth
+            or not 0 <= (head or 0) < model.num_heads
+            or (not off and (head is None or where is not None or branch is not None))
+        ):
+            raise ValueError(f"the model has nothing that {ablation} changes")
+        at = slice(None) if layer is None else layer
+        if head is not None:
+            heads[n, at, head] = 0
+        for composition, name in off:
+            branches[n, at, WHERE.index(composition), names.index(name)] = 0
     found: Array = _outputs(model, params, inputs, jnp.asarray(heads), jnp.asarray(branches))
     return found
 
@@ -104,26 +110,6 @@ def _outputs(
     return found
 
 
-def _check(model: ViT | LM, present: Sequence[tuple[str, str]], ablation: Ablation) -> None:
-    """Raise ValueError if a model does not have what an ablation changes."""
-    layer, head, where, branch = ablation
-    pairs = [pair for pair in present if where in (pair[0], "both") and branch in (pair[1], "all")]
-    if (
-        not 0 <= (layer or 0) < model.depth
-        or not 0 <= (head or 0) < model.num_heads
-        or (head is None and not pairs)
-        or ((where is not None or branch is not None) and not pairs)
-    ):
-        raise ValueError(f"the model has nothing that {ablation} changes")
-
-
-def _pairs(ablation: Ablation) -> list[tuple[str, str | None]]:
-    """Return the compositions with the branch that is off."""
-    if ablation.where is None:
-        return []
-    return [(where, ablation.branch) for where in ("pre", "post") if ablation.where in (where, "both")]
-
-
 def _hooks(
     model: ViT | LM, present: Sequence[tuple[str, str]], heads: Float[Array, "L H"], branches: Float[Array, "L 2 N"]
 ) -> dict[str, Hook]:
@@ -134,7 +120,7 @@ def _hooks(
         for name in HEAD_ARRAYS:
             hooks[f"block{layer:02d}/{name}"] = functools.partial(_gated, gate)
         for where, branch in present:
-            one = branches[layer, ("pre", "post").index(where), [*BRANCHES].index(branch)]
+            one = branches[layer, WHERE.index(where), [*BRANCHES].index(branch)]
             hooks[f"block{layer:02d}/{where}/{BRANCHES[branch]}"] = functools.partial(_gated, one)
     return hooks
 

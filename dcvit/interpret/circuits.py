@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights
@@ -50,6 +51,27 @@ def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
     return Circuits(qk, jnp.einsum("mhd,hdn->hmn", v, out.reshape(v.shape[1], v.shape[2], -1)))
 
 
+def branch_maps(weights: ComposeWeights, groups: int) -> dict[str, Float[Array, "#B #N H H"]]:
+    """Return the map of each branch of Eqn 7 that exists, by its name in `TERMS`.
+
+    Branches of queries have a map for each of N queries, those of keys for each of N keys; the static projection has a
+    single one. The composition of a query-key pair multiplies by their sum and the identity.
+    """
+    found = {}
+    if weights.static is not None:
+        found["static"] = jax.scipy.linalg.block_diag(*weights.static)[None, None]
+    for side, down, up, gate in (
+        ("query", weights.q1, weights.q2, weights.qg), ("key", weights.k1, weights.k2, weights.kg),
+    ):  # fmt: skip
+        if down is not None and up is not None:
+            group = jnp.arange(down.shape[-1]) // (down.shape[-1] // groups)
+            same_group = (group[:, None] == group[None]).astype(down.dtype)[None, None]
+            found[f"{side} projection"] = jnp.einsum("bnrg,bnrh->bngh", down, up) * same_group
+        if gate is not None:
+            found[f"{side} gate"] = jnp.eye(gate.shape[-1], dtype=gate.dtype)[None, None] * gate[..., None, :]
+    return found
+
+
 def pair_terms(
     weights: ComposeWeights, query: int, key: int, *, groups: int = 1, example: int = 0
 ) -> dict[str, Float[Array, "H H"]]:
@@ -64,27 +86,12 @@ def pair_terms(
     Raises:
       ValueError: the composition has no branch.
     """
-    heads = next((x.shape[-1] for x in weights[:6] if x is not None), None)
-    if heads is None and weights.static is not None:
-        heads = weights.static.shape[0] * weights.static.shape[1]
-    if heads is None:
+    at = {"static": (0, 0), "query": (example, query), "key": (example, key)}
+    terms = {name: maps[at[name.split()[0]]] for name, maps in branch_maps(weights, groups).items()}
+    if not terms:
         raise ValueError("a composition without a branch has no map")
-    dtype = next(x.dtype for x in weights if x is not None)
-    one = jnp.eye(heads, dtype=dtype)
-    group = jnp.arange(heads) // (heads // groups)
-    same_group = (group[:, None] == group[None]).astype(dtype)
-    terms = {"skip": one}
-    if weights.static is not None:
-        blocks = [jnp.pad(w, [(i * len(w), heads - (i + 1) * len(w))] * 2) for i, w in enumerate(weights.static)]
-        terms["static"] = jnp.sum(jnp.stack(blocks), axis=0)
-    for side, at, down, up, gate in (
-        ("query", query, weights.q1, weights.q2, weights.qg), ("key", key, weights.k1, weights.k2, weights.kg),
-    ):  # fmt: skip
-        if down is not None and up is not None:
-            terms[f"{side} projection"] = jnp.einsum("rg,rh->gh", down[example, at], up[example, at]) * same_group
-        if gate is not None:
-            terms[f"{side} gate"] = one * gate[example, at][None]
-    return terms
+    first = next(iter(terms.values()))
+    return {"skip": jnp.eye(len(first), dtype=first.dtype), **terms}
 
 
 def pair_map(

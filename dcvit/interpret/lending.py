@@ -20,6 +20,7 @@ from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.errors import InputError
 from dcvit.interpret.activations import compose_weights_of, forward
+from dcvit.interpret.circuits import branch_maps
 from dcvit.models import Params, lm
 from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM
@@ -84,7 +85,10 @@ def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[
         if weights is None:
             continue
         a = np.asarray(arrays[f"block{layer:02d}/{name}"][0], np.float32)
-        for branch, maps in _branch_maps(weights, len(a), groups).items():
+        weights = ComposeWeights(*(None if w is None else jnp.asarray(w, jnp.float32) for w in weights))
+        for branch, by_token in branch_maps(weights, groups).items():
+            maps = np.moveaxis(np.asarray(by_token[0]), 0, -1)  # H H N
+            maps = maps[:, :, None] if branch.startswith("key") else maps[..., None]  # H H #T #S
             for lender, borrower in zip(*np.nonzero(np.abs(maps).max(axis=(2, 3)) > 0), strict=True):
                 if lender == borrower:
                     continue
@@ -93,23 +97,6 @@ def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[
                 amount = float(lent[query, key])
                 loans.append(Loan(layer, where, branch, int(lender), int(borrower), int(query), int(key), amount))
     return loans
-
-
-def _branch_maps(weights: ComposeWeights, heads: int, groups: int) -> dict[str, np.ndarray]:
-    """Return the maps of the first example of each branch between heads, H H #T #S, lenders first."""
-    group = np.arange(heads) // (heads // groups)
-    same = group[:, None] == group[None]
-    found: dict[str, np.ndarray] = {}
-    if weights.static is not None:
-        static = np.zeros((heads, heads), np.float32)
-        static[same] = np.asarray(weights.static, np.float32).reshape(-1)
-        found["static"] = static[:, :, None, None]
-    for side, down, up in (("query", weights.q1, weights.q2), ("key", weights.k1, weights.k2)):
-        if down is not None and up is not None:
-            both = (np.asarray(x[0], np.float32) for x in (down, up))
-            maps = np.einsum("trg,trh->ght", *both) * same[:, :, None]
-            found[f"{side} projection"] = maps[..., None] if side == "query" else maps[:, :, None]
-    return found
 
 
 def lending(
@@ -186,29 +173,17 @@ def _map_sums(
     a: Float[Array, "B H T S"], w: ComposeWeights, seen: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
     """Return the sums over pairs of |a·map|, of the map and of its square; lenders first."""
-    heads = a.shape[1]
-    group = jnp.arange(heads) // (heads // groups)
-
-    def part(down: Array | None, up: Array | None, gate: Array | None, h: Array) -> Array:  # B N H'
-        same, own = ((x == x[h]).astype(a.dtype)[None, None] for x in (group, jnp.arange(heads)))
-        out = jnp.zeros((1, 1, heads), a.dtype)
-        if down is not None and up is not None:
-            out = out + jnp.einsum("bnrg,bnr->bng", down, up[..., h]).astype(a.dtype) * same
-        if gate is not None:
-            out = out + gate[..., h].astype(a.dtype)[..., None] * own
-        return out
+    one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
+    maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
+    of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H
+    of_key = sum((x for branch, x in maps.items() if branch.startswith("key")), 0 * one)  # #B #S H H
 
     def borrower(h: Array) -> tuple[Array, Array, Array]:
-        constant = (jnp.arange(heads) == h).astype(a.dtype)
-        if w.static is not None:
-            column = w.static[group[h], :, h % (heads // groups)]
-            constant = constant + jnp.tile(column, groups) * (group == group[h]).astype(a.dtype)
-        query, key = part(w.q1, w.q2, w.qg, h), part(w.k1, w.k2, w.kg, h)
-        maps = jnp.swapaxes(query, 1, 2)[..., None] + jnp.swapaxes(key, 1, 2)[:, :, None]
-        maps = maps + constant[None, :, None, None]
+        query, key = (jnp.swapaxes(x[..., h], 1, 2) for x in (of_query, of_key))
+        maps = query[..., None] + key[:, :, None]
         pairs = maps * seen[:, None]
         axes = (0, 2, 3)
         return jnp.sum(jnp.abs(a * pairs), axis=axes), jnp.sum(pairs, axis=axes), jnp.sum(pairs * maps, axis=axes)
 
-    sums = jax.lax.map(borrower, jnp.arange(heads))
+    sums = jax.lax.map(borrower, jnp.arange(a.shape[1]))
     return {name: x.T for name, x in zip(("lent", "map", "square"), sums, strict=True)}
