@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dcvit.models import lm
 from dcvit.reproduction import speeds
@@ -147,12 +147,10 @@ def compare(group: Group, seeds: Sequence[int], steps: int, scale: int = 1) -> C
 
 def over_seeds(values: Values) -> dict[str, Mean]:
     """Return the mean of each name over the seeds, with Student's t interval."""
-    found = {}
-    for row in summarize(values):
-        mean, interval = row["mean"], row["± 95 %"]
-        assert isinstance(mean, float)
-        found[str(row["metric"])] = Mean(mean, interval if isinstance(interval, float) else None)
-    return found
+    return {
+        str(row["metric"]): Mean(cast(float, row["mean"]), cast("float | None", row["± 95 %"]))
+        for row in summarize(values)
+    }
 
 
 def differences(values: Values, first: str) -> dict[int, dict[str, float]]:
@@ -168,11 +166,10 @@ def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
       lower: the statement is that the difference is below 0, not above.
       decimals: of the numbers in the text.
     """
-    mean, interval = round(difference.mean, decimals) + 0.0, difference.interval  # no negative zero
-    if interval is None or abs(mean) <= interval:
-        width = "" if interval is None else f" ± {interval:.{decimals}f}"
-        return f"undecided ({mean:+.{decimals}f}{width})"
-    return f"{'holds' if (mean < 0) == lower else 'does not hold'} ({mean:+.{decimals}f} ± {interval:.{decimals}f})"
+    rounded = Mean(round(difference.mean, decimals) + 0.0, difference.interval)  # no negative zero
+    words = {"gain": "holds", "loss": "does not hold", "not shown": "undecided"}[verdict(rounded, lower=lower)]
+    width = "" if rounded.interval is None else f" ± {rounded.interval:.{decimals}f}"
+    return f"{words} ({rounded.mean:+.{decimals}f}{width})"
 
 
 def verdict(difference: Mean, *, lower: bool, least: float = 0) -> str:

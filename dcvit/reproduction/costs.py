@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -43,11 +45,6 @@ def training_operations(net: lm.LM, context: int) -> int:
     return count
 
 
-def forward_operations(net: lm.LM, context: int) -> int:
-    """Return the operations of a forward pass for one row; masked query-key pairs do not count."""
-    return flops.lm_flops(net, context)
-
-
 def program_operations(net: lm.LM, context: int) -> float:
     """Return the operations of a forward pass that XLA counts in the program, before it is optimized.
 
@@ -78,17 +75,12 @@ def extra_operations(head_dim: int, rho: float, rank: int = RANK) -> float:
 
 def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
     """Return layers of a model of the paper, all global, with a small vocabulary."""
-    preset = f"{'DCFormer' if composed else 'Transformer'}-{size}"
+    preset, shape = f"{'DCFormer' if composed else 'Transformer'}-{size}", {}
     if size == "6.9B":  # GPT-3's architecture, as Appendix E assumes, in a size that only LLaMA's has
-        shape = {name: getattr(lm.Model(2, preset=f"Transformer++-{size}"), name) for name in ("width", "num_heads")}
-        return _layers("Transformer-1.4B", composed, depth, mlp_dim=None, **shape)
-    return _layers(preset, composed, depth)
-
-
-def _layers(preset: str, composed: bool, depth: int, **fields: int | None) -> lm.LM:
-    shared = {"depth": depth, "window_pattern": "none", "context": 8192, "qk_norm": None}
-    return lm.Model(2, preset=preset, implementation="reference", compose="both" if composed else None,
-                    **{**shared, **fields})  # fmt: skip
+        large = lm.Model(2, preset=f"Transformer++-{size}")
+        preset, shape = "Transformer-1.4B", {"width": large.width, "num_heads": large.num_heads, "mlp_dim": None}
+    return lm.Model(2, preset=preset, implementation="reference", compose="both" if composed else None, depth=depth,
+                    window_pattern="none", context=8192, qk_norm=None, **shape)  # fmt: skip
 
 
 def table2() -> Table:
@@ -98,23 +90,17 @@ def table2() -> Table:
         plain, composed = ([one_layer(size, c, depth) for depth in (1, 2)] for c in (False, True))
         net = plain[0]
         head_dim = net.width // net.num_heads
-
-        def extra(count: list[float]) -> float:
-            """Return the percentage that a composed layer has more; other parts of the models cancel."""
-            without, with_one = count[1] - count[0], count[3] - count[2]
-            return 100 * (with_one / without - 1)
-
-        models = [*plain, *composed]
+        extra = functools.partial(_extra, plain, composed)
         rho = length / net.width
         rows.append({
             "model": size, "S": length, "ρ": rho,
             "params, formula %": 100 * extra_parameters(head_dim),
-            "params, counted %": extra([parameters(m) for m in models]),
+            "params, counted %": extra(parameters),
             "params, paper %": paper_parameters,
             "FLOPs, formula %": 100 * extra_operations(head_dim, rho),
-            "FLOPs, all pairs %": extra([_all_pairs(m, length) for m in models]),
-            "FLOPs, visible pairs %": extra([forward_operations(m, length) for m in models]),
-            "FLOPs, program %": extra([program_operations(m, length) for m in models]),
+            "FLOPs, all pairs %": extra(functools.partial(_all_pairs, length=length)),
+            "FLOPs, visible pairs %": extra(functools.partial(flops.lm_flops, length=length)),
+            "FLOPs, program %": extra(functools.partial(program_operations, context=length)),
             "FLOPs, paper %": paper_operations,
         })  # fmt: skip
     notes = (
@@ -128,10 +114,16 @@ def table2() -> Table:
                  Chart("model", "FLOPs, formula %", None, "FLOPs, paper %"))  # fmt: skip
 
 
+def _extra(plain: Sequence[lm.LM], composed: Sequence[lm.LM], count: Callable[[lm.LM], float]) -> float:
+    """Return the percentage that a composed layer has more, from models of one layer and of two; other parts cancel."""
+    without, with_one = (count(two) - count(one) for one, two in (plain, composed))
+    return 100 * (with_one / without - 1)
+
+
 def _all_pairs(net: lm.LM, length: int) -> float:
     """Return the operations of a row in which every token attends to all: those of visible pairs, and the rest."""
     pairs = length * (length + 1) // 2
-    longer = [forward_operations(net, n) for n in (length, length + 1, length + 2)]
+    longer = [flops.lm_flops(net, n) for n in (length, length + 1, length + 2)]
     each = longer[2] - 2 * longer[1] + longer[0]  # the second difference: the cost of one pair
     return longer[0] + (length**2 - pairs) * each
 
@@ -143,7 +135,7 @@ TABLE_7 = {"ViT-S/16": (22, 1.0), "DCViT-S/16": (22, 1.03), "ViT-M/16": (39, 1.7
 def table7() -> Table:
     """Return the shapes, parameters and operations of the paper's models, counted."""
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    nets = {name: _paper_model(name) for name in TABLE_7}
+    nets = {name: cast(ViT, make_model(load(f"vit_i1k:variant={name}"))) for name in TABLE_7}
     counts = [sum(leaf.size for leaf in jax.tree.leaves(param_shapes(net, image))) for net in nets.values()]
     operations = [flops.vit_flops(net, image.shape[1:]) for net in nets.values()]
     rows: list[Row] = [
@@ -160,12 +152,6 @@ def table7() -> Table:
         "that of the paper's Table 8. Accuracy on stand-ins for ImageNet-1k is in table8."
     )
     return Table("table7", "Table 7: ViT architectures", rows, (note,))
-
-
-def _paper_model(name: str) -> ViT:
-    net = make_model(load(f"vit_i1k:variant={name}"))
-    assert isinstance(net, ViT)
-    return net
 
 
 # Column of Table 10: window pattern and branches; the paper's perplexity (405M), training and generation speed in

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcvit.models import head_settings, lm
+from dcvit.models import flops, head_settings, lm
 from dcvit.reproduction import arms, costs
 from dcvit.reproduction.arms import Claim, Group
 from dcvit.reproduction.seeded import Run, folder_of
@@ -67,7 +67,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     for name in ARMS:
         net = model_of(name)
         more: dict[str, Cell] = {
-            "MFLOP per token": costs.forward_operations(net, arms.CONTEXT) / arms.CONTEXT / 1e6,
+            "MFLOP per token": flops.lm_flops(net, arms.CONTEXT) / arms.CONTEXT / 1e6,
             "cache per token": costs.cache_per_token(net, arms.CONTEXT),
             "flash": "yes" if is_flash(net) else "no",
             "405M on TPU v5e, s": seconds.get(name),

@@ -66,15 +66,3 @@ def stepper(setup: Setup) -> Callable[[], None]:
         jax.block_until_ready((state, metrics))
 
     return step
-
-
-def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Return the tokens per second of every timed training step of each arm, without compilation and evaluations.
-
-    Args:
-      runs: the config of each arm, as for `dcvit.config.load.load`.
-      tokens: those of a step.
-      rounds: timed steps of an arm.
-    """
-    seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, rounds)
-    return {arm: [tokens / each for each in times] for arm, times in seconds.items()}

@@ -118,16 +118,14 @@ def shown(value: Cell) -> str:
 
 def draw(table: Table, chart: Chart, path: Path) -> None:
     """Draw horizontal bars: our values on the left and, if the table has them, the paper's on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # takes long to import
 
     sides = [("here", chart.ours, chart.interval)]
     if chart.paper is not None:
         sides.append(("paper", chart.paper, None))
     size = (4.5 * len(sides), 1.2 + 0.3 * len(table.rows))
-    figure, axes = plt.subplots(1, len(sides), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    figure = Figure(size, layout="constrained")
+    axes = figure.subplots(1, len(sides), sharey=True, squeeze=False)
     for axis, (title, column, interval) in zip(axes[0], sides, strict=True):
         places = range(len(table.rows))  # names may look like dates, which matplotlib converts
         values, errors = _numbers(table.rows, column), None if interval is None else _numbers(table.rows, interval)
@@ -143,17 +141,14 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
     axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
     axes[0][0].invert_yaxis()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_curves(table: Table, chart: Curves, path: Path) -> None:
     """Draw one curve for each value of a column, with intervals."""
-    import matplotlib
+    from matplotlib.figure import Figure  # takes long to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    figure = Figure((6, 4.5), layout="constrained")
+    axis = figure.subplots()
     for number, label in enumerate(dict.fromkeys(row[chart.label] for row in table.rows)):
         rows = [row for row in table.rows if row[chart.label] == label]
         x, y = (_numbers(rows, column) for column in (chart.x, chart.y))
@@ -166,15 +161,11 @@ def draw_curves(table: Table, chart: Curves, path: Path) -> None:
     axis.grid(which="both", alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_maps(table: Table, chart: Maps, path: Path) -> None:
     """Draw a matrix for each pair of values of two columns."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # takes long to import
 
     down, across = ([*dict.fromkeys(row[column] for row in table.rows)] for column in (chart.down, chart.across))
     panels = {
@@ -183,10 +174,8 @@ def draw_maps(table: Table, chart: Maps, path: Path) -> None:
         for j, b in enumerate(across)
     }
     heights = [0.8 + 0.2 * len(panels[i, 0]) for i in range(len(down))]
-    figure, axes = plt.subplots(
-        len(down), len(across), figsize=(1.2 + 1.6 * len(across), sum(heights)), layout="constrained", squeeze=False,
-        height_ratios=heights,
-    )  # fmt: skip
+    figure = Figure((1.2 + 1.6 * len(across), sum(heights)), layout="constrained")
+    axes = figure.subplots(len(down), len(across), squeeze=False, height_ratios=heights)
     for i, a in enumerate(down):
         matrices = [[_numbers(panels[i, j], column) for column in chart.columns] for j in range(len(across))]
         most = max(abs(x) for matrix in matrices for column in matrix for x in column) or 1.0
@@ -198,7 +187,6 @@ def draw_maps(table: Table, chart: Maps, path: Path) -> None:
             axis.set_yticks(range(len(labels)), labels, fontsize=6)
         figure.colorbar(image, ax=axes[i].tolist())
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _numbers(rows: Sequence[Row], column: str) -> list[float]:
