@@ -18,21 +18,12 @@ if TYPE_CHECKING:
 else:
     import importlib
 
-    MODULES = {
-        "CorruptPolicy": "loader",
-        "active_reads": "loader",
-        "batch_ids": "loader",
-        "eval_batches": "loader",
-        "train_batches": "loader",
-        "Preprocess": "preprocess.builder",
-        "ValueRange": "preprocess.builder",
-        "defer_value_range": "preprocess.builder",
-        "KINDS": "source",
-        "Source": "source",
-        "TaskSource": "source",
-        "TokenSource": "source",
-        "open_source": "source",
+    NAMES = {
+        "loader": ("CorruptPolicy", "active_reads", "batch_ids", "eval_batches", "train_batches"),
+        "preprocess.builder": ("Preprocess", "ValueRange", "defer_value_range"),
+        "source": ("KINDS", "Source", "TaskSource", "TokenSource", "open_source"),
     }
+    MODULES = {name: module for module, names in NAMES.items() for name in names}
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use (PEP 562)."""

@@ -105,12 +105,7 @@ def files_of(source: Source) -> OpenedFiles | None:
 
 
 def open_source(
-    kind: str,
-    *,
-    part: Sequence[float] | None = None,
-    limit: int | None = None,
-    cache: bool = False,
-    **options: object,
+    kind: str, *, part: Sequence[float] | None = None, limit: int | None = None, cache: bool = False, **options: object
 ) -> Source:
     """Open a data source.
 
@@ -137,62 +132,55 @@ def open_source(
         raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")
     if not len(source):
         raise InputError(f"data of kind {kind!r} with {options} holds no examples")
+    rows = range(len(source))
     if part is not None:
-        source = _RangeSource(source, _rows_of_part(part, len(source), f"data of kind {kind!r}"))
-    if limit is not None and limit < len(source):
-        source = _RangeSource(source, range(limit))
-    return _CachedSource(source) if cache else source
+        rows = _rows_of_part(part, len(source), f"data of kind {kind!r}")
+    return _Selection(source, rows[:limit], cache) if cache or len(rows[:limit]) < len(source) else source
 
 
-class _WrappedSource:
-    """A source that delegates to another source and has the attributes of `TokenSource` if the other source has."""
+class _Selection:
+    """Consecutive examples of a source, with the attributes of `TokenSource` if the source has them.
 
-    def __init__(self, source: Source):
-        self.source, self.class_names, self.opened = source, source.class_names, files_of(source)
+    With `cache`, every example stays in memory after it was read.
+    """
+
+    def __init__(self, source: Source, rows: range, cache: bool = False):
+        self.source, self.rows = source, rows
+        self.class_names, self.opened = source.class_names, files_of(source)
         for name in ("context", "vocab_size", "token_bytes", "end_of_text", "task_names"):
             if hasattr(source, name):
                 setattr(self, name, getattr(source, name))
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return blocks_of(self.source)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.source[index]
-
-    def describe(self, index: int) -> str:
-        return self.source.describe(index)
-
-    def nbytes(self) -> int:
-        return self.source.nbytes()
-
-
-class _RangeSource(_WrappedSource):
-    """A contiguous range of the examples of a source."""
-
-    def __init__(self, source: Source, indices: range):
-        super().__init__(source)
-        self.indices = indices
+        self.examples: dict[int, Example] | None = None
+        if cache:
+            size, available = f"{self.nbytes() / 1e9:.1f} GB of stored examples", memory.available()
+            if available is not None and self.nbytes() > available:
+                raise InputError(
+                    f"cache=True would keep {size} in memory, but only {available / 1e9:.1f} GB are available"
+                )
+            logger.info("keeping %s in memory as they are read", size)
+            self.examples = {}
 
     @functools.cached_property
     def blocks(self) -> Blocks | None:
-        blocks = super().blocks
-        return None if blocks is None else blocks.part(self.indices)
+        blocks = blocks_of(self.source)
+        return None if blocks is None else blocks.part(self.rows)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Example:
-        return self.source[self.indices[index]]
+        row = self.rows[index]
+        if self.examples is None:
+            return self.source[row]
+        if row not in self.examples:
+            self.examples[row] = self.source[row]
+        return self.examples[row]
 
     def describe(self, index: int) -> str:
-        return self.source.describe(self.indices[index])
+        return self.source.describe(self.rows[index])
 
     def nbytes(self) -> int:
-        return self.source.nbytes() * len(self.indices) // len(self.source)
+        return self.source.nbytes() * len(self.rows) // len(self.source)
 
 
 def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
@@ -210,22 +198,3 @@ def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
             " shorter context"
         )
     return rows
-
-
-class _CachedSource(_WrappedSource):
-    """A source that keeps every example in memory after it was read."""
-
-    def __init__(self, source: Source):
-        super().__init__(source)
-        available, nbytes = memory.available(), source.nbytes()
-        size = f"{nbytes / 1e9:.1f} GB of stored examples"
-        if available is not None and nbytes > available:
-            raise InputError(f"cache=True would keep {size} in memory, but only {available / 1e9:.1f} GB are available")
-        logger.info("keeping %s in memory as they are read", size)
-        self.examples: dict[int, Example] = {}
-
-    def __getitem__(self, index: int) -> Example:
-        example = self.examples.get(index)
-        if example is None:
-            example = self.examples[index] = self.source[index]
-        return example

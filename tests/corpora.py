@@ -142,3 +142,24 @@ def oracle(tokenizer: Path | None, texts: Sequence[str]) -> tuple[list[list[int]
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     plain = Tokenizer.from_str(json.dumps(content))
     return [plain.encode(text).ids for text in texts], end
+
+
+def rows(source: Any) -> list[dict[str, Any]]:
+    """All rows of a source as lists."""
+    return [{key: value.tolist() for key, value in source[i].items()} for i in range(len(source))]
+
+
+def sequences(rng: np.random.Generator, high: int = 60_000) -> list[list[int]]:
+    """Thirty sequences of 1 to 39 random tokens from 1 on."""
+    return [rng.integers(1, high, rng.integers(1, 40)).tolist() for _ in range(30)]
+
+
+def written_megatron(
+    prefix: Path, documents: Iterable[Sequence[int]], vocab_size: int = 10, end: int | None = None
+) -> None:
+    """Write a .bin/.idx pair with the package's writer."""
+    from input_pipeline.text.megatron_writer import MegatronWriter
+
+    with MegatronWriter(str(prefix), {"vocab_size": vocab_size, "end_of_text": end}) as writer:
+        for document in documents:
+            writer.add(document)
