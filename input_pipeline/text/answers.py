@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline import memory
 from input_pipeline.errors import InputError
-from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import LINE_SUFFIXES, find_files, read_documents
-from input_pipeline.text.files import check_memory, check_size, token_dtype
-from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer
+from input_pipeline.text.documents import LINE_SUFFIXES, read_documents
+from input_pipeline.text.files import TokenizedFiles
+from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer
 
 MARK = re.compile(r"\[ (.+?) \]")
 ROW_BYTES = 512  # approximate memory of a row besides its arrays and its location
@@ -42,7 +40,7 @@ class Row(NamedTuple):
     location: str
 
 
-class Source:
+class Source(TokenizedFiles):
     """Lines of `.jsonl` and `.jsonl.zst` files, one row each; the loss counts only the answers between `[ ` and ` ]`.
 
     An answer includes the space before it. Besides `tokens` and `is_target`, a row has
@@ -50,8 +48,6 @@ class Source:
         task: int32, the number of its task in `task_names`
         shots: int32 of shape (context + 1,); in an answer, the number of examples (lines of the text) before its own
     """
-
-    class_names = None
 
     def __init__(
         self,
@@ -77,24 +73,18 @@ class Source:
             rows do not fit in memory, the tokenizer joins an answer with the text around it, or a file is invalid (see
             `input_pipeline.text.documents`).
         """
-        self.context = packing.check_context(context)
-        opened = open_tokenizer(tokenizer, end_of_text)
-        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
-        self.end_of_text: int | None = opened.end_of_text
-        files = find_files(path, LINE_SUFFIXES)
-        check_size(files, path)
-        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
-        available, size = memory.available(), 0
+        super().__init__(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
         self.rows: list[Row] = []
         names: dict[str, int] = {}
-        tasks = array.array("i")
-        for document in read_documents(files, (task, text)):
-            row = _encode(document.texts[1], opened, document.location, context)
+        tasks, size = array.array("i"), 0
+        for document in read_documents(self.files, (task, text)):
+            found = _encode(document.texts[1], self.tokenizer, document.location, context)
+            row = found._replace(tokens=found.tokens.astype(self.dtype))
             if document.texts[0] not in names:
                 names[document.texts[0]] = len(names)
                 size += len(document.texts[0]) + ROW_BYTES
             size += row.tokens.nbytes + row.answers.nbytes + len(row.location) + ROW_BYTES
-            check_memory(size, available, path)
+            self.check_memory(size)
             self.rows.append(row)
             tasks.append(names[document.texts[0]])
         if not names:
@@ -164,4 +154,4 @@ def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row
         raise InputError(f"{location}: two answers without text between them would count as one; mark them as one")
     shots = [found[2] for found in marked.answers]
     answers = np.array(list(zip(places[::2], places[1::2], shots, strict=True)), np.int32)
-    return Row(tokens.astype(token_dtype(tokenizer)), answers, location)
+    return Row(tokens, answers, location)

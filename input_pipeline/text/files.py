@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -10,16 +10,9 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
+from input_pipeline.text import documents as texts
 from input_pipeline.text import packing
-from input_pipeline.text.documents import (
-    EncodedDocument,
-    Files,
-    encode_documents,
-    find_files,
-    in_validation,
-    read_documents,
-)
-from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
+from input_pipeline.text.tokenizer import END_OF_TEXT, end_token, open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +22,50 @@ SILENT_SECONDS = 2.0  # before the first progress message
 MESSAGE_SECONDS = 10.0  # between progress messages
 
 
-class Source:
-    """Documents of text files, packed into rows as `input_pipeline.text.packing` describes."""
+class TokenizedFiles:
+    """The files of a source of text, and the tokenizer that encodes them when the source is opened.
+
+    Raises:
+      MissingDataError: the files or the tokenizer do not exist.
+      InputError: the context is not positive, the tokenizer is invalid, or the files are too large.
+    """
 
     class_names = None
+
+    def __init__(
+        self, path: str, context: int, tokenizer: str | None, end_of_text: str, suffixes: Sequence[str] = texts.SUFFIXES
+    ):
+        self.path, self.context = path, packing.check_context(context)
+        self.tokenizer = open_tokenizer(tokenizer, end_of_text)
+        self.vocab_size, self.token_bytes = self.tokenizer.vocab_size, self.tokenizer.token_bytes
+        self.end_of_text: int | None = self.tokenizer.end_of_text
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)  # the smallest for all tokens
+        self.files = texts.find_files(path, suffixes)
+        check_size(self.files, path)
+        self.opened = OpenedFiles([str(file) for file in self.files.paths], self.files.root)
+        self.available = memory.available()  # before the first token
+
+    def encoded(self, documents: Iterator[texts.Document]) -> Iterator[texts.EncodedDocument]:
+        """Yield documents and their tokens, and log the progress every MESSAGE_SECONDS after SILENT_SECONDS."""
+        logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
+        for encoded in texts.encode_documents(documents, self.tokenizer):
+            if time.monotonic() > logged + MESSAGE_SECONDS:
+                logged = time.monotonic()
+                read, size = encoded.document.bytes_read / 1e6, self.files.nbytes / 1e6
+                logger.info("tokenizing %s: %.0f of %.0f MB", self.path, read, size)
+            yield encoded
+
+    def check_memory(self, nbytes: int) -> None:
+        """Raise InputError if tokens of this size use most of the available memory, as a compressed file's may do."""
+        if self.available is not None and nbytes > self.available * 3 // 4:
+            raise InputError(
+                f"{self.path}: its tokens do not fit in the {self.available / 1e9:.1f} GB of memory left; use fewer "
+                "files"
+            )
+
+
+class Source(TokenizedFiles):
+    """Documents of text files, packed into rows as `input_pipeline.text.packing` describes."""
 
     def __init__(
         self,
@@ -62,28 +95,23 @@ class Source:
             empty.
         """
         check_split("text", split, SPLITS)
-        _check_fraction(split, validation_fraction)
-        self.context, self.path = packing.check_context(context), path
-        opened = open_tokenizer(tokenizer, end_of_text)
-        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
-        self.end_of_text: int | None = end_token(opened)
-        files = find_files(path)
-        check_size(files, path)
-        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
-        dtype, stream = token_dtype(opened), bytearray()
+        if not 0 <= validation_fraction < 1:
+            raise InputError(f"validation_fraction={validation_fraction} should be at least 0 and below 1")
+        if split == "validation" and not validation_fraction:
+            raise InputError("split='validation' is empty without a validation_fraction above 0")
+        super().__init__(path, context, tokenizer, end_of_text)
         documents = (
             document
-            for document in read_documents(files, (key,))
-            if in_validation(document.name, validation_fraction) == (split == "validation")
+            for document in texts.read_documents(self.files, (key,))
+            if texts.in_validation(document.name, validation_fraction) == (split == "validation")
         )
-        end = dtype.type(self.end_of_text).tobytes()
-        available = memory.available()
-        for _, tokens in log_progress(encode_documents(documents, opened), files, path):
-            check_memory(len(stream), available, path)
-            stream += tokens[0].astype(dtype).tobytes() + end
+        stream, end = bytearray(), np.array(end_token(self.tokenizer), self.dtype).tobytes()
+        for _, tokens in self.encoded(documents):
+            self.check_memory(len(stream))
+            stream += tokens[0].astype(self.dtype).tobytes() + end
         if not stream:
             raise InputError(f"{path} holds no text of split {split!r} with validation_fraction={validation_fraction}")
-        self.tokens = np.frombuffer(stream, dtype)
+        self.tokens = np.frombuffer(stream, self.dtype)
 
     def __len__(self) -> int:
         return packing.row_count(len(self.tokens), self.context)
@@ -100,47 +128,10 @@ class Source:
         return self.tokens.nbytes
 
 
-def _check_fraction(split: str, validation_fraction: float) -> None:
-    """Raise InputError if the fraction is invalid for the split."""
-    if not 0 <= validation_fraction < 1:
-        raise InputError(f"validation_fraction={validation_fraction} should be at least 0 and below 1")
-    if split == "validation" and not validation_fraction:
-        raise InputError("split='validation' is empty without a validation_fraction above 0")
-
-
-def check_size(files: Files, path: str) -> None:
+def check_size(files: texts.Files, path: str) -> None:
     """Raise InputError if the files are too large to be tokenized at every start."""
     if files.nbytes > MAX_BYTES:
         raise InputError(
             f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenize it once, with "
             f"python -m dcvit.tokenize --data {path} --out PREFIX, and read it with kind='megatron'"
         )
-
-
-def check_memory(nbytes: int, available: int | None, path: str) -> None:
-    """Raise InputError if the tokens use most of the available memory, as those of a compressed file may do.
-
-    Args:
-      nbytes: size of the tokens so far.
-      available: memory that was available before the first token, or None if it is unknown.
-      path: the path of the files, for the message.
-    """
-    if available is not None and nbytes > available * 3 // 4:
-        raise InputError(
-            f"{path}: its tokens do not fit in the {available / 1e9:.1f} GB of memory left; use fewer files"
-        )
-
-
-def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the smallest unsigned dtype for a tokenizer's tokens, uint16 or uint32."""
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-
-
-def log_progress(documents: Iterator[EncodedDocument], files: Files, path: str) -> Iterator[EncodedDocument]:
-    """Yield the documents, and log the progress every MESSAGE_SECONDS if tokenizing takes more than SILENT_SECONDS."""
-    logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
-    for encoded in documents:
-        if time.monotonic() > logged + MESSAGE_SECONDS:
-            logged = time.monotonic()
-            logger.info("tokenizing %s: %.0f of %.0f MB", path, encoded.document.bytes_read / 1e6, files.nbytes / 1e6)
-        yield encoded

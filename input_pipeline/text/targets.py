@@ -2,26 +2,22 @@
 
 import numpy as np
 
-from input_pipeline import memory
 from input_pipeline.errors import InputError
-from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import LINE_SUFFIXES, Document, encode_documents, find_files, read_documents
-from input_pipeline.text.files import check_memory, check_size, log_progress, token_dtype
-from input_pipeline.text.tokenizer import END_OF_TEXT, end_token, open_tokenizer
+from input_pipeline.text.documents import LINE_SUFFIXES, Document, read_documents
+from input_pipeline.text.files import TokenizedFiles
+from input_pipeline.text.tokenizer import END_OF_TEXT, end_token
 
 LOCATION_BYTES = 256  # approximate memory for the location of a row
 
 
-class Source:
+class Source(TokenizedFiles):
     """Lines of .jsonl and .jsonl.zst files, one row each: input tokens, target tokens and the end of text.
 
     `is_target` is true only for the targets and the end of text. Inputs that are too long lose their first tokens. If
     there are no inputs, an end of text precedes the targets.
     """
-
-    class_names = None
 
     def __init__(
         self,
@@ -46,30 +42,21 @@ class Source:
           InputError: targets are empty or longer than a row, or a file is invalid (see
             `input_pipeline.text.documents`).
         """
-        self.context = packing.check_context(context)
-        opened = open_tokenizer(tokenizer, end_of_text)
-        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
-        end = end_token(opened)
-        self.end_of_text: int | None = end
-        files = find_files(path, LINE_SUFFIXES)
-        check_size(files, path)
-        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
-        available = memory.available()
-        dtype, stream = token_dtype(opened), bytearray()
+        super().__init__(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
+        stream, end = bytearray(), end_token(self.tokenizer)
         self.locations: list[str] = []
         ends, first_targets = [0], []
-        documents = encode_documents(read_documents(files, (inputs, targets)), opened)
-        for document, (before, after) in log_progress(documents, files, path):
-            check_memory(len(stream) + LOCATION_BYTES * len(self.locations), available, path)
+        for document, (before, after) in self.encoded(read_documents(self.files, (inputs, targets))):
+            self.check_memory(len(stream) + LOCATION_BYTES * len(self.locations))
             _check_targets(document, targets, len(after), context)
             before = before[-(context - len(after)) :] if len(before) else np.array([end])
-            stream += np.concatenate([before, after, [end]]).astype(dtype).tobytes()
-            ends.append(len(stream) // dtype.itemsize)
+            stream += np.concatenate([before, after, [end]]).astype(self.dtype).tobytes()
+            ends.append(len(stream) // self.dtype.itemsize)
             first_targets.append(len(before))
             self.locations.append(document.location)
         if not self.locations:
             raise InputError(f"{path} holds no lines")
-        self.tokens = np.frombuffer(stream, dtype)
+        self.tokens = np.frombuffer(stream, self.dtype)
         self.ends, self.first_targets = np.array(ends), np.array(first_targets)
 
     def __len__(self) -> int:
