@@ -111,7 +111,7 @@ class Shard(NamedTuple):
 
 
 class Records:
-    """The records of several files, numbered from 0 in the order of the files."""
+    """The records of several files, numbered from 0 in the order of the files; the base of sources of records."""
 
     def __init__(self, shards: Sequence[Shard]):
         self.shards = shards

@@ -25,7 +25,7 @@ MANUAL_DOWNLOADS = {
 }
 
 
-class Source:
+class Source(Records):
     """One split of a dataset that tensorflow-datasets has prepared.
 
     An example has the dataset's features, such as `image` (the bytes of a JPEG), `label` and `file_name`.
@@ -63,32 +63,21 @@ class Source:
         self.class_names: tuple[str, ...] | None = next(
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
-        self.records = Records(_open_shards(chosen.file_instructions) if chosen.num_examples > 0 else [])
-        self.opened = OpenedFiles([shard.file.path for shard in self.records.shards], folder)
+        super().__init__(_open_shards(chosen.file_instructions) if chosen.num_examples > 0 else [])
+        self.opened = OpenedFiles([shard.file.path for shard in self.shards], folder)
         self.decoders = {
             key: tfds.decode.SkipDecoding()
             for key, feature in self.features.items()
             if isinstance(feature, tfds.features.Image)
         }
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getitem__(self, index: int) -> Example:
-        record = self.records.read(index)
+        record = self.read(index)
         try:
             example: Example = self.features.deserialize_example_np(record, decoders=self.decoders)
         except Exception as e:
             raise InputError(f"the record does not match features.json: {first_line(e)}") from None
         return example
-
-    def describe(self, index: int) -> str:
-        """Return the file and record of an example."""
-        return self.records.describe(index)
-
-    def nbytes(self) -> int:
-        """Return the size of all records of the split in bytes."""
-        return self.records.nbytes()
 
 
 def find_dataset(name: str, root: str) -> str:

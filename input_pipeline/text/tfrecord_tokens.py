@@ -14,7 +14,7 @@ from input_pipeline.tfrecord import Records, Shard, open_files
 KEY = "input_ids"
 
 
-class Source:
+class Source(Records):
     """Records of TFRecord files, one row each, in the order of the file names."""
 
     class_names = None
@@ -44,31 +44,20 @@ class Source:
         found = find_files(path, contains="tfrecord")
         files = open_files(map(str, found.paths))
         self.opened = OpenedFiles([file.path for file in files], found.root)
-        self.records = Records([Shard(file, 0, len(file)) for file in files])
+        super().__init__([Shard(file, 0, len(file)) for file in files])
         if len(self):
             try:
                 self[0]
             except InputError as e:
                 raise InputError(f"{self.describe(0)}: {e}") from None
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getitem__(self, index: int) -> Example:
-        tokens = read_input_ids(self.records.read(index))
+        tokens = read_input_ids(self.read(index))
         if len(tokens) != self.context + 1:
             raise InputError(
                 f"a row of {len(tokens)} tokens, the config's context {self.context} needs {self.context + 1}"
             )
         return packing.padded_row(packing.check_tokens(tokens, self.vocab_size), self.context)
-
-    def describe(self, index: int) -> str:
-        """Return the file and record of a row."""
-        return self.records.describe(index)
-
-    def nbytes(self) -> int:
-        """Return the size of all records in bytes."""
-        return self.records.nbytes()
 
 
 def read_input_ids(record: bytes) -> packing.Tokens:
