@@ -6,12 +6,14 @@ every machine and in every version of numpy.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int64
 
+Item = TypeVar("Item")
 Draw = Callable[[int], int]  # from n to a random number below n
 EXAMPLE_STREAM = 1 << 63  # second key word of per-example generators; permutations use the epoch, which is smaller
 
@@ -79,3 +81,9 @@ def draws(seed: int, stream: int, index: int, count: int) -> Draw:
     generator = np.random.Philox(key=key, counter=counter)
     bits = itertools.chain.from_iterable(iter(lambda: generator.random_raw(count).tolist(), None))
     return lambda n: int(next(bits) % n)
+
+
+def take(items: Sequence[Item], count: int, draw: Draw) -> list[Item]:
+    """Draw different items, in random order."""
+    rest = list(items)
+    return [rest.pop(draw(len(rest))) for _ in range(count)]

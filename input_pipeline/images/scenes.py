@@ -25,7 +25,7 @@ from jaxtyping import Bool, UInt8
 
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.images import digits
-from input_pipeline.shuffle import Draw, draws
+from input_pipeline.shuffle import Draw, draws, take
 from input_pipeline.source import Example
 
 SPLITS = ("train", "validation", "test")
@@ -143,7 +143,7 @@ def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int
     fitting = [place for place in range(PLACES**2) if _neighbor(place, step) is not None]
     marker_at = fitting[draw(len(fitting))]
     free = [place for place in range(PLACES**2) if place != marker_at]
-    kinds = _order(range(CLASSES), draw)
+    kinds = take(range(CLASSES), CLASSES, draw)
     found = kinds.pop()
     if relation == "pair":
         answer, targets = found, [free.pop(draw(len(free))) for _ in range(2)]
@@ -185,9 +185,3 @@ def _neighbor(place: int, step: tuple[int, int]) -> int | None:
     """Return the place one step away, or None if it is outside of the grid."""
     row, column = (at + by for at, by in zip(divmod(place, PLACES), step, strict=True))
     return row * PLACES + column if 0 <= row < PLACES and 0 <= column < PLACES else None
-
-
-def _order(items: Sequence[int], draw: Draw) -> list[int]:
-    """Return the items in random order."""
-    rest = list(items)
-    return [rest.pop(draw(len(rest))) for _ in range(len(rest))]

@@ -23,12 +23,11 @@ The answer is the word before `;`. Every task is a product of
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from input_pipeline.shuffle import Draw
+from input_pipeline.shuffle import Draw, take
 from input_pipeline.text import documents
 
-Item = TypeVar("Item")
 DRAWS = 16  # `make_example` calls `Draw` at most this often
 FACTS = 3  # in every example
 MEMBERS = {
@@ -148,7 +147,7 @@ def make_example(task: Task, draw: Draw) -> list[str]:
     at = draw(FACTS)  # the fact that the answer comes from
     if task.pattern in LIST_PATTERNS:
         return _list_example(task, words, at, draw)
-    persons = _take(PERSONS, FACTS, draw)
+    persons = take(PERSONS, FACTS, draw)
     first, second = (i for i in range(FACTS) if i != at)
     if task.pattern == "other":
         persons[second] = persons[first]
@@ -192,7 +191,7 @@ def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str
         words[second] = words[first]
     elif task.pattern == "unlike":
         (members,) = (members for members in domain.pools[0] if words[first] in members)
-        words[second] = _take([word for word in members if word != words[first]], 1, draw)[0]
+        words[second] = take([word for word in members if word != words[first]], 1, draw)[0]
     facts = [part for word in words for part in (word, ".")]
     answer = domain.relations[task.relation][words[at]]
     return [*facts, PATTERNS[task.pattern], task.relation, *asked, answer, ";"]
@@ -200,11 +199,5 @@ def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str
 
 def _different_words(domain: Domain, draw: Draw) -> list[str]:
     """Draw a word for each fact, of different groups, so that their values differ under all relations but `initial`."""
-    groups = _take(domain.pools[draw(len(domain.pools))], FACTS, draw)
+    groups = take(domain.pools[draw(len(domain.pools))], FACTS, draw)
     return [group[draw(len(group))] for group in groups]
-
-
-def _take(items: Sequence[Item], count: int, draw: Draw) -> list[Item]:
-    """Draw different items."""
-    rest = list(items)
-    return [rest.pop(draw(len(rest))) for _ in range(count)]
