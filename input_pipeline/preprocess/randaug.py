@@ -15,11 +15,8 @@ from jaxtyping import UInt8
 
 from input_pipeline.errors import InputError
 from input_pipeline.images import kernels
-
-__all__ = [
-    "OPS", "autocontrast", "brightness", "color", "contrast", "cutout", "equalize", "invert", "posterize", "randaug",
-    "rotate", "sharpness", "shear_x", "shear_y", "solarize", "solarize_add", "translate_x", "translate_y",
-]  # fmt: skip
+from input_pipeline.images.kernels import color
+from input_pipeline.images.kernels import sharpen as sharpness
 
 GREY = 128
 LEVELS = np.arange(256, dtype=np.uint8)
@@ -106,14 +103,6 @@ def solarize_add(image: Pixels, addition: int, threshold: int = 128) -> Pixels:
     return _lookup(image, np.where(threshold > LEVELS, added, LEVELS))
 
 
-def color(image: Pixels, factor: float) -> Pixels:
-    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate.
-
-    Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
-    """
-    return kernels.color(image, factor)
-
-
 def contrast(image: Pixels, factor: float) -> Pixels:
     """Interpolate between a constant (factor 0) and the image (factor 1), or extrapolate.
 
@@ -127,16 +116,6 @@ def contrast(image: Pixels, factor: float) -> Pixels:
 def brightness(image: Pixels, factor: float) -> Pixels:
     """Interpolate between black (factor 0) and the image (factor 1), or extrapolate."""
     return _lookup(image, _blend(np.zeros_like(LEVELS), LEVELS, factor))
-
-
-def sharpness(image: Pixels, factor: float) -> Pixels:
-    """Interpolate between a smoothed image (factor 0) and the image (factor 1), or extrapolate.
-
-    The smoothed image is the mean over 3 × 3 pixels in which the center counts five times; the outermost pixels are
-    not smoothed. The terms are added in float32 row by row, as in TensorFlow's own convolution. TensorFlow with oneDNN
-    rounds differently: about 4 in 1,000 smoothed values differ by 1.
-    """
-    return kernels.sharpen(image, factor)
 
 
 def rotate(image: Pixels, degrees: float) -> Pixels:
