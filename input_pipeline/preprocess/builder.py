@@ -225,17 +225,19 @@ def _op(node: ast.expr) -> _Parsed:
     check_arguments(factory, args, kwargs, what)
     op: Op = factory(*args, **kwargs)
     if isinstance(op, ops.Change):
-        op = dataclasses.replace(op, name=name, **_checked_keys(keys, what))
+        inkey, outkey = _checked_keys(keys, what)
+        op = dataclasses.replace(op, name=name, inkey=inkey, outkey=outkey)
     elif keys:
         raise InputError(f"{what} has no option {next(iter(keys))!r}")
     return _Parsed(text, name, signature.bind(*args, **kwargs), op)
 
 
-def _checked_keys(keys: Mapping[str, object], what: str) -> dict[str, str]:
+def _checked_keys(keys: Mapping[str, object], what: str) -> tuple[str, str]:
     """Return `inkey` and `outkey`, by default "image". Raises InputError if a key is no string."""
     checked: dict[str, str] = {}
     for name, key in keys.items():
         if not isinstance(key, str) or not key:
             raise InputError(f"{what}: {name}={key!r} should be a key of the example")
         checked[name] = key
-    return {name: checked.get("key", checked.get(name, "image")) for name in ("inkey", "outkey")}
+    inkey, outkey = (checked.get("key", checked.get(name, "image")) for name in ("inkey", "outkey"))
+    return inkey, outkey
