@@ -40,7 +40,6 @@ REMAT_POLICIES = {
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
-Block = TypeVar("Block", bound=Callable[..., nn.Module])
 # Largest values of integer fields, far above those of published models. An absurd number in a config is an error,
 # instead of endless tracing or a size that overflows.
 LARGEST = 1 << 24
@@ -170,7 +169,7 @@ def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def rematerialized(block_class: Block, remat: str, *, scanned: bool) -> Block:
+def rematerialized(block_class: Callable[..., Layer], remat: str, *, scanned: bool) -> Callable[..., Layer]:
     """Return a class of layers as the field `remat` rematerializes it, for the body of a scan or unrolled."""
     if remat not in REMAT_POLICIES:
         return block_class

@@ -224,8 +224,9 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
 
     def sharding(name: str, leaf: HasShape) -> NamedSharding:
         rule = rules.get(name, default)
-        spec_of = _strategy_spec if isinstance(rule, str) else _rule_spec
-        return NamedSharding(mesh, P(*spec_of(name, leaf.shape, rule, mesh)))
+        if isinstance(rule, str):
+            return NamedSharding(mesh, P(*_strategy_spec(name, leaf.shape, rule, mesh)))
+        return NamedSharding(mesh, P(*_rule_spec(name, leaf.shape, rule, mesh)))
 
     return jax.tree.map(sharding, names, tree)
 
