@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 
 from dcvit.errors import ConfigError
 from dcvit.evaluators.in_context import Evaluator
@@ -51,12 +51,6 @@ class Case(NamedTuple):
     arrays: dict[str, jnp.ndarray]
 
 
-def first_case(plain: Bool[np.ndarray, " N"], composed: Bool[np.ndarray, " N"]) -> int | None:
-    """Return the first answer that only the composed model gives correctly, None if there is none."""
-    found = np.flatnonzero(composed & ~plain)
-    return int(found[0]) if len(found) else None
-
-
 def find_case(runs: Path, seeds: Sequence[int]) -> Case:
     """Return the case of the smallest seed that has one.
 
@@ -68,9 +62,9 @@ def find_case(runs: Path, seeds: Sequence[int]) -> Case:
         trained = {name: open_trained(workdir_of(runs / name, seed), None, None) for name in in_context.ARMS}
         evaluators = {name: evaluated(each) for name, each in trained.items()}
         correct = {name: each.answers.correct for name, each in evaluators.items() if each.answers is not None}
-        number = first_case(correct[PLAIN], correct[COMPOSED])
-        if number is not None:
-            row, shots = divmod(number, in_context.SHOTS + 1)
+        found = np.flatnonzero(correct[COMPOSED] & ~correct[PLAIN])
+        if len(found):
+            row, shots = divmod(int(found[0]), in_context.SHOTS + 1)
             return _case(seed, shots, evaluators[COMPOSED].source[row], trained)
     raise ConfigError(
         f"{runs}: no validation example is answered by the composed model only; give more --steps or other --seeds"

@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias
 
 from dcvit.hub.model import open_trained
 from dcvit.inference import harness_tasks
@@ -29,22 +29,8 @@ CLOZE, CHOICE = "stdlib_cloze", "stdlib_choice"
 PER_FILE, CHOICES = 40, 4  # questions of a file at most, so that no file dominates; continuations of a question
 SHORTEST_LINE, LONGEST_LINE = 4, 24
 WORD = re.compile(r"(?<=\S) ([A-Za-z_]{4,16})\b")
+Question: TypeAlias = dict[str, str | int | list[str]]  # by the fields that the task files name
 METRICS = {"acc": "mean", "acc_norm": "mean", "perplexity": "perplexity"}  # with the harness's aggregation
-
-
-class Cloze(TypedDict):
-    """A question for the word `target`, which begins with a space, after `context`."""
-
-    context: str
-    target: str
-
-
-class Choice(TypedDict):
-    """A question for the continuation of `context`, which is number `label` of `choices`."""
-
-    context: str
-    choices: list[str]
-    label: int
 
 
 def held_out_files() -> list[str]:
@@ -54,9 +40,12 @@ def held_out_files() -> list[str]:
     return [bytes(source.tokens[a : b - 1].astype("uint8")).decode() for a, b in zip(starts, source.ends, strict=True)]
 
 
-def clozes(text: str, length: int) -> list[Cloze]:
-    """Return a question for each word that its context has already; both together have at most `length` bytes."""
-    found: list[Cloze] = []
+def clozes(text: str, length: int) -> list[Question]:
+    """Return a question for each word, the `target`, that its `context` has already.
+
+    A target begins with a space. Both together have at most `length` bytes.
+    """
+    found: list[Question] = []
     for match in WORD.finditer(text):
         context = text[max(0, match.end() - length) : match.start()]
         if context.isascii() and re.search(rf"\b{match[1]}\b", context):
@@ -75,15 +64,17 @@ def line_starts(text: str) -> dict[int, str]:
     return {i: start for i, start in starts.items() if len(start.strip()) >= SHORTEST_LINE}
 
 
-def choices(text: str, others: Sequence[str], length: int) -> list[Choice]:
+def choices(text: str, others: Sequence[str], length: int) -> list[Question]:
     """Return a question for each line of a text that can be a choice, among random starts of lines `others`.
+
+    The continuation of its `context` is number `label` of its `choices`.
 
     Args:
       text: the text.
       others: `CHOICES` or more different starts.
       length: the bytes of a context together with a choice.
     """
-    draw, found, lines = random.Random(0), list[Choice](), text.split("\n")
+    draw, found, lines = random.Random(0), list[Question](), text.split("\n")
     for i, start in line_starts(text).items():
         wrong = [other for other in draw.sample(others, CHOICES) if other != start]
         offered = [*wrong[: CHOICES - 1], start]
@@ -100,7 +91,7 @@ def write_tasks(folder: Path, length: int) -> None:
       folder: the folder, for the harness's `include_path`.
       length: the bytes of a question with its answer.
     """
-    questions: dict[str, list[Cloze | Choice]] = {CLOZE: [], CHOICE: []}
+    questions: dict[str, list[Question]] = {CLOZE: [], CHOICE: []}
     files = held_out_files()
     starts = [{*line_starts(text).values()} for text in files]
     for number, text in enumerate(files):

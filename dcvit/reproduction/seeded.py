@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -115,33 +116,19 @@ def final(path: Path, metric: str) -> float | None:
     return float(value)
 
 
-def finals(runs: Mapping[str, Run], seeds: Iterable[int]) -> dict[int, dict[str, float]]:
-    """Return the final metric of each run, by name, for all seeds that are complete in every run.
-
-    Raises:
-      ConfigError: the runs of a name differ in more than their seed.
-    """
-    found = {seed: {n: final(workdir_of(run.folder, seed), run.metric) for n, run in runs.items()} for seed in seeds}
-    complete = {
-        seed: {name: value for name, value in each.items() if value is not None}
-        for seed, each in found.items()
-        if None not in each.values()
-    }
-    for run in runs.values():
-        check_same_config([workdir_of(run.folder, seed) for seed in complete])
-    return complete
-
-
 def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Return `finals` of all seeds.
+    """Return the final metric of each run by seed and name.
 
     Raises:
       ConfigError: a run is not complete, or the runs of a name differ in more than their seed.
     """
-    values = finals(runs, seeds)
-    if missing := [seed for seed in seeds if seed not in values]:
-        folder = next(iter(runs.values())).folder.parent
-        raise ConfigError(f"{folder}: the runs of seed {missing[0]} are not complete")
+    values: dict[int, dict[str, float]] = {seed: {} for seed in seeds}
+    for seed, (name, run) in itertools.product(seeds, runs.items()):
+        if (value := final(workdir_of(run.folder, seed), run.metric)) is None:
+            raise ConfigError(f"{run.folder.parent}: the runs of seed {seed} are not complete")
+        values[seed][name] = value
+    for run in runs.values():
+        check_same_config([workdir_of(run.folder, seed) for seed in seeds])
     return values
 
 

@@ -33,7 +33,7 @@ from dcvit import cli
 from dcvit.errors import ConfigError
 from dcvit.parallel import runtime
 from dcvit.reproduction.arms import Mean, Values, differences, over_seeds
-from dcvit.reproduction.seeded import Run, final, finals, machine, train_all
+from dcvit.reproduction.seeded import Run, all_finals, final, machine, train_all
 from dcvit.reproduction.speeds import step_times
 from dcvit.runs import metrics
 from dcvit.runs.files import replace
@@ -146,7 +146,9 @@ def tuning_runs(name: str, out: Path) -> list[Run]:
 def complete_seeds(runs: Mapping[str, Run]) -> dict[int, dict[str, float]]:
     """Return the final metric of each arm for all seeds that are complete in every arm."""
     names = [path.name.removeprefix("seed") for path in next(iter(runs.values())).folder.glob("seed*")]
-    return finals(runs, sorted(int(name) for name in names if name.isdecimal()))
+    seeds = sorted(int(name) for name in names if name.isdecimal())
+    unfinished = {s for s in seeds for run in runs.values() if final(workdir_of(run.folder, s), run.metric) is None}
+    return all_finals(runs, [seed for seed in seeds if seed not in unfinished])
 
 
 def collect(name: str, out: Path) -> Row:

@@ -14,7 +14,7 @@ from dcvit.config.values import read_json
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
-from dcvit.reproduction import ablations, arms, full, heads, rounds, seeded, speeds
+from dcvit.reproduction import ablations, arms, heads, rounds, seeded, speeds
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import train_all
 
@@ -124,7 +124,7 @@ def test_runs_of_another_config_are_neither_skipped_nor_mixed_in(fields, tmp_pat
     other = run._replace(overrides={**run.overrides, "model.rank": 4})
     assert train_all([other], [1], train) == 0
     with pytest.raises(ConfigError, match=r"good/seed1 holds a run of another config: .*rank \(saved: 4, now: 1\)"):
-        seeded.finals({"good": run}, [0, 1])
+        seeded.all_finals({"good": run}, [0, 1])
 
 
 @pytest.mark.usefixtures("measured")
@@ -159,19 +159,6 @@ def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monke
     (tmp_path / "runs" / speeds.NAME).write_text('{"ms": {"a": 1')
     with pytest.raises(ConfigError, match=r"cannot read .*; remove it to compute it again"):
         speeds.step_times(all_configs(), tmp_path / "runs")
-
-
-def test_ablations_are_the_full_runs_with_other_sizes():
-    """Desk and full arms of Table 9 have the same names and the same composition."""
-    fields = ("compose", "branches", "projection", "gate", "static", "rank", "groups")
-    assert set(ablations.ARMS) == set(full.RUNS["table9"])
-    for name, (spec, overrides) in full.RUNS["table9"].items():
-        big = make_model(load(f"{spec},data=x", overrides.replace("--config.", "").split()))
-        small = arms.language_model({**arms.MODEL, **ablations.ARMS[name].fields})
-        if big.compose is None:
-            assert small.compose is None
-        else:
-            assert [getattr(big, f) for f in fields] == [getattr(small, f) for f in fields], name
 
 
 def test_every_claim_compares_arms_in_the_order_of_the_paper():

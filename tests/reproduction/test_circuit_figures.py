@@ -35,13 +35,6 @@ def heads_of(rows):
     return np.array([[row[f"head {head}"] for head in range(HEADS)] for row in rows])
 
 
-def test_the_first_answer_that_only_the_composed_model_gives_is_selected():
-    plain, composed = np.array([True, False, True, False, False]), np.array([True, False, False, True, True])
-    assert circuits.first_case(plain, composed) == 3
-    assert circuits.first_case(composed, plain) == 2
-    assert circuits.first_case(plain, plain) is None
-
-
 @pytest.mark.slow
 def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_path):
     """Lenders times the sum of the terms are the composed numbers that the model computes."""

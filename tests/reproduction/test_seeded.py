@@ -3,7 +3,7 @@
 import pytest
 
 from dcvit.errors import ConfigError
-from dcvit.reproduction.seeded import run_checksum, stored
+from dcvit.reproduction.seeded import stored
 
 VALUE = {"validation": {"accuracy": 0.5, "perplexity": 3.25}}
 
@@ -42,12 +42,3 @@ def test_a_changed_file_is_refused(path, change):
     path.write_text(change(path.read_text()))
     with pytest.raises(ConfigError, match=r"cannot read .*results\.json: .*; remove it to compute it again"):
         stored(path, ["config"], fail)
-
-
-def test_runs_of_other_metrics_have_other_checksums(tmp_path):
-    sums = set()
-    for name, text in (("a", '{"step": 1}\n'), ("b", '{"step": 2}\n'), ("c", '{"step": 1}\n')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(text)
-        sums.add(run_checksum(tmp_path / name))
-    assert len(sums) == 2
