@@ -76,22 +76,6 @@ def test_captured_arrays_are_those_of_the_model_and_composed_weights_sum_the_val
         np.testing.assert_allclose(of_layer["sa"], expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "compose", ["pre", "post", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("both", None))]
-)
-def test_compositions_change_their_own_matrix_only(compose):
-    net, params = make_lm(compose=compose)
-    found = attention_maps(net, params, make_tokens(), layers=[-1])[net.depth - 1]
-    same = lambda a, b: bool(jnp.array_equal(a, b))  # noqa: E731
-    assert same(found.scores, found.composed_scores) == (compose in ("post", None))
-    assert same(found.weights, found.composed_weights) == (compose in ("pre", None))
-    np.testing.assert_allclose(found.weights.sum(axis=-1), 1, rtol=1e-5)
-    future = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
-    for matrix in found:
-        assert not np.asarray(matrix)[..., future].any()
-
-
 VITS = {
     "plain": {},
     "composed, scanned, MAP head": dict(compose="both", scan=True, pool_type="map"),
@@ -160,9 +144,3 @@ def test_local_layers_have_the_window_of_whole_rows():
     for layer, window in {0: WINDOW + 2, 1: LENGTH}.items():
         attended = (np.abs(np.asarray(maps[layer].composed_weights)) > 0).any(axis=(0, 1))
         np.testing.assert_array_equal(attended, (distance >= 0) & (distance < window))
-
-
-def test_unknown_layer_is_refused():
-    net, params = make_lm()
-    with pytest.raises(ValueError, match="no layer 2: the model has 2 layers"):
-        attention_maps(net, params, make_tokens(), layers=[0, 2])
