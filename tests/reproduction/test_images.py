@@ -5,6 +5,7 @@ from fake_training import FakeTraining
 from markdown_pages import ROOT
 
 from dcvit.config.load import load
+from dcvit.hub.kinds import make_model
 from dcvit.reproduction import images
 from dcvit.reproduction.images import Experiment
 from dcvit.reproduction.seeded import train_all
