@@ -30,7 +30,13 @@ Row: TypeAlias = dict[str, Any]  # a row of a table of results: strings, numbers
 
 
 class Evaluator(Protocol):
-    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, Options(…))`."""
+    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, options)`.
+
+    Args:
+      predict: function from parameters and model inputs (images, or tokens B T) to logits and named intermediates.
+      mesh: the devices that share a batch.
+      options: an instance of the module's `Options`.
+    """
 
     columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
     source: input_pipeline.Source  # the data

@@ -83,12 +83,7 @@ class Evaluator:
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """
-        Args:
-          predict: function from parameters and images to logits, B C, and named intermediates.
-          mesh: the devices that share a batch.
-          options: the options.
-        """
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
         self.source = input_pipeline.open_source(**options.data)
         self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)

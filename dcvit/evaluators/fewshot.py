@@ -80,11 +80,7 @@ class Evaluator:
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """
-        Args:
-          predict: function from parameters and images to logits and a dict of named intermediates.
-          mesh: the devices that share a batch.
-          options: the options.
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.
 
         Raises:
           ConfigError: the class names of the two sources differ.

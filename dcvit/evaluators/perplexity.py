@@ -49,12 +49,7 @@ class Evaluator:
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """
-        Args:
-          predict: function from parameters and tokens, B T, to logits and intermediates with `pre_logits`.
-          mesh: the devices that share a batch.
-          options: the options.
-        """
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
         self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**options.data))  # as setup checks
         self.batch_size, self.mesh = options.batch_size, mesh
 

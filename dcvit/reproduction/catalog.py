@@ -75,16 +75,17 @@ def scaled(name: str) -> Trained:
     )  # fmt: skip
 
 
-def compared(experiment: images.Experiment | equal_time.Stage) -> Trained:
-    """Return the computation of a comparison of ViTs, or of forms of composition at equal time."""
-    return Trained(experiment.plan, experiment.table, experiment.steps, experiment.name)
+def unpublished(title: str, desk: str, compute: Trained | images.Experiment | equal_time.Stage) -> Entry:
+    """Return the entry of a comparison that is not in the paper."""
+    if not isinstance(compute, Trained):
+        compute = Trained(compute.plan, compute.table, compute.steps, compute.name)
+    return Entry(f"{title}, not in the paper", desk, compute=compute)
 
 
 def at_equal_time(title: str, stage: equal_time.Stage) -> Entry:
     """Return the entry of a comparison of forms at equal time."""
     kind = "ViTs" if stage.spec.startswith("vit") else "small language models"
-    models = f"{len(stage.forms)} {kind}, trained for the same time"
-    return Entry(f"{title}, not in the paper", models, compute=compared(stage))
+    return unpublished(title, f"{len(stage.forms)} {kind}, trained for the same time", stage)
 
 
 COMMANDS = "commands, slices and hours of the runs"
@@ -140,20 +141,18 @@ ENTRIES = {
     "figure8": Entry(
         "attention distributions in the case study", CASE, "the models of table4", on_tasks(circuits.figure8)
     ),
-    "heads": Entry(
-        "leaderboard of cross-head attention, not in the paper",
+    "heads": unpublished(
+        "leaderboard of cross-head attention",
         f"{len(heads.ARMS)} small language models, trained twice per seed, and on generated tasks",
-        compute=Trained(heads.plan, heads.table, arms.STEPS, "heads"),
+        Trained(heads.plan, heads.table, arms.STEPS, "heads"),
     ),
-    "key_heads": Entry(
-        "composition with grouped queries, not in the paper",
-        "11 small language models, trained twice per seed, and 4 ViTs on digits",
-        compute=Trained(heads.key_heads_plan, heads.key_heads_table, arms.STEPS, "key_heads"),
+    "key_heads": unpublished(
+        "composition with grouped queries", "11 small language models, trained twice per seed, and 4 ViTs on digits",
+        Trained(heads.key_heads_plan, heads.key_heads_table, arms.STEPS, "key_heads"),
     ),
-    "optimizers": Entry(
-        "AdamW and Muon with plain and composed attention, not in the paper",
-        "4 small language models at 4 learning rates",
-        compute=Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
+    "optimizers": unpublished(
+        "AdamW and Muon with plain and composed attention", "4 small language models at 4 learning rates",
+        Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
     ),
     "forms": at_equal_time("forms of composition at equal time", equal_time.SCREENED),
     "layers": at_equal_time("forms and layers of composition at equal time", equal_time.LAYERED),
@@ -163,30 +162,27 @@ ENTRIES = {
     "equal_time_scenes": at_equal_time("composition in ViTs that count at equal time", equal_time.SCENES),
     "equal_time_digits": at_equal_time("composition in ViTs on digits at equal time", equal_time.DIGITS),
     "equal_time_photographs": at_equal_time("composition in ViTs on photographs at equal time", equal_time.PHOTOGRAPHS),
-    "image_digits": Entry(
-        "composition in ViTs with grouped queries on digits, not in the paper",
-        "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",
-        compute=compared(images.DIGITS),
+    "image_digits": unpublished(
+        "composition in ViTs with grouped queries on digits",
+        "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads", images.DIGITS,
     ),
-    "image_scenes": Entry(
-        "composition in ViTs that count digits in scenes, not in the paper",
-        "a ViT and a DCViT, each scene seen once",
-        compute=compared(images.SCENES),
+    "image_scenes": unpublished(
+        "composition in ViTs that count digits in scenes", "a ViT and a DCViT, each scene seen once",
+        images.SCENES,
     ),
-    "photographs": Entry(
-        "composition in ViTs on photographs of solar cells, not in the paper",
+    "photographs": unpublished(
+        "composition in ViTs on photographs of solar cells",
         f"a ViT and a DCViT on the images that scripts/solar_cells.py writes to {images.SOLAR_CELLS}",
-        compute=compared(images.PHOTOGRAPHS),
+        images.PHOTOGRAPHS,
     ),
-    "bfloat16_digits": Entry(
-        "accuracy with activations in bfloat16 on digits, not in the paper",
-        "a ViT and a DCViT in float32 and in bfloat16",
-        compute=compared(images.BFLOAT16_DIGITS),
+    "bfloat16_digits": unpublished(
+        "accuracy with activations in bfloat16 on digits", "a ViT and a DCViT in float32 and in bfloat16",
+        images.BFLOAT16_DIGITS,
     ),
-    "bfloat16_photographs": Entry(
-        "accuracy with activations in bfloat16 on photographs, not in the paper",
+    "bfloat16_photographs": unpublished(
+        "accuracy with activations in bfloat16 on photographs",
         f"a ViT and a DCViT in float32 and in bfloat16 on the images in {images.SOLAR_CELLS}",
-        compute=compared(images.BFLOAT16_PHOTOGRAPHS),
+        images.BFLOAT16_PHOTOGRAPHS,
     ),
 }  # fmt: skip
 

@@ -42,7 +42,7 @@ def plan(folder: Path, steps: int) -> list[Run]:
 
 def task_runs(folder: Path, steps: int) -> dict[str, Run]:
     """Return the runs on generated tasks, with steps in proportion to those of runs on text."""
-    spec = f"lm_synthetic:steps={task_steps(steps)}"
+    spec = f"lm_synthetic:steps={steps_of(steps, TASK_STEPS)}"
     found = {}
     for name, fields in ARMS.items():
         own = {f"model.{key}": value for key, value in {**fields, "num_key_heads": TASK_KEY_HEADS}.items()}
@@ -50,9 +50,9 @@ def task_runs(folder: Path, steps: int) -> dict[str, Run]:
     return found
 
 
-def task_steps(steps: int) -> int:
-    """Return the steps of a run on generated tasks for those of a run on text."""
-    return max(1, round(steps * TASK_STEPS / arms.STEPS))
+def steps_of(steps: int, at_default: int) -> int:
+    """Return the steps of a run for those of a language model, in proportion to `at_default` for `arms.STEPS`."""
+    return max(1, round(steps * at_default / arms.STEPS))
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
@@ -76,9 +76,9 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
         }
         rows.append(arms.row(name, found, more))
     tasks = (
-        f"The accuracy on tasks is that of other models, trained by configs/lm_synthetic.py for {task_steps(steps)} "
-        "steps on the generated tasks of docs/composed_tasks.md, and evaluated on their validation split. They have "
-        f"four heads and two key heads, and the learning rate is {TASK_LR} for all."
+        "The accuracy on tasks is that of other models, trained by configs/lm_synthetic.py for "
+        f"{steps_of(steps, TASK_STEPS)} steps on the generated tasks of docs/composed_tasks.md, and evaluated on their "
+        f"validation split. They have four heads and two key heads, and the learning rate is {TASK_LR} for all."
     )
     tpu = (
         "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
@@ -150,12 +150,7 @@ def key_head_vits(folder: Path) -> Group:
         overrides = {**{f"model.{key}": value for key, value in fields.items()}, "total_steps": steps}
         return Run(folder, "vit_digits:attention=dcmha", overrides, IMAGE_METRIC)
 
-    return Group(folder / "images", [*compositions], run, timed=image_steps(arms.STEPS))
-
-
-def image_steps(steps: int) -> int:
-    """Return the steps of a ViT for those of a language model."""
-    return max(1, round(steps * IMAGE_STEPS / arms.STEPS))
+    return Group(folder / "images", [*compositions], run, timed=IMAGE_STEPS)
 
 
 def key_heads_plan(folder: Path, steps: int) -> list[Run]:
@@ -163,7 +158,7 @@ def key_heads_plan(folder: Path, steps: int) -> list[Run]:
     vits = key_head_vits(folder)
     vits.times()
     language = [run for n in KEY_HEADS for run in key_head_models(folder, n).plan(steps)]
-    return [*language, *vits.at_equal_steps(image_steps(steps)).values()]
+    return [*language, *vits.at_equal_steps(steps_of(steps, IMAGE_STEPS)).values()]
 
 
 def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
@@ -185,7 +180,7 @@ def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
             statements.append(f"- {claim.text}: {claim.verdict(found)}")
     vits = (
         f"ViTs of configs/vit_digits.py with {arms.MODEL['num_heads']} heads and {IMAGE_KEY_HEADS} key heads after "
-        f"{image_steps(steps)} steps: top-1 accuracy on the test split, and differences in percentage points."
+        f"{steps_of(steps, IMAGE_STEPS)} steps: top-1 accuracy on the test split, and differences in percentage points."
     )
     verdicts = "With the differences in bits per byte of paired seeds, at equal steps:\n\n" + "\n".join(statements)
     notes = (arms.about(found, steps, "the plain row of as many key heads"), vits, verdicts)
@@ -197,7 +192,7 @@ def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 def image_columns(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, dict[str, Cell]]:
     """Return the columns of the ViTs by the name of their composition."""
     vits = key_head_vits(folder)
-    found, times = arms.measure(vits.at_equal_steps(image_steps(steps)), seeds, scale=100), vits.times().ms
+    found, times = arms.measure(vits.at_equal_steps(steps_of(steps, IMAGE_STEPS)), seeds, scale=100), vits.times().ms
     return {
         name: {
             "ViT step ms": times[name], "ViT top-1 %": mean.mean, "ViT ± 95 %": mean.interval,

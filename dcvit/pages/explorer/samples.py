@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float, Int
-from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations
+from dcvit.interpret.ablations import ablated_outputs, all_ablations
 from dcvit.interpret.activations import run_with_cache
 from dcvit.interpret.lending import Loan, largest_loans
 from dcvit.models import Params, lm
@@ -225,13 +225,9 @@ def _predictions(
         for ablation, row in zip(ablations, np.asarray(outputs), strict=True):
             p = _probabilities(row, options.multilabel)
             change = round(float(p[base] - plain[base]), 5)
-            changed.append({**_described(ablation), "change": change, "predictions": _best(p, options.label)})
+            described = {key: value for key, value in ablation._asdict().items() if value is not None}
+            changed.append({**described, "change": change, "predictions": _best(p, options.label)})
     return {"predictions": _best(plain, options.label), "ablations": changed}
-
-
-def _described(ablation: Ablation) -> Json:
-    """Return the fields of an ablation that are not None."""
-    return {key: value for key, value in ablation._asdict().items() if value is not None}
 
 
 def _probabilities(logits: np.ndarray, multilabel: bool) -> np.ndarray:
