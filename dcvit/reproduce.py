@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: expected 1 or more")
     runtime.configure()
-    options = catalog.Options(args.scale, args.out, args.seeds, args.steps)
-    status, table = catalog.reproduce(args.name, options, functools.partial(cli.run, train))
+    trainer = functools.partial(cli.run, train)
+    status, table = catalog.reproduce(args.name, args.scale, args.out, trainer, args.seeds, args.steps)
     if table is not None:
         for line in tables.markdown(table).splitlines():
             print(escaped(line))

@@ -204,29 +204,18 @@ def check(name: str, scale: str) -> None:
         raise ConfigError(f"{name} at scale {scale}: {getattr(entry, scale)}; see --list")
 
 
-class Options(NamedTuple):
-    """Options of the computation of an entry.
-
-    Fields:
-      scale: "desk" or "full".
-      out: the folder of the files; the runs of training are in its folder `runs`.
-      seeds: seeds of the runs.
-      steps: steps of a run, of the largest model if they differ; None means those of the entry.
-    """
-
-    scale: str
-    out: Path
-    seeds: Sequence[int]
-    steps: int | None
-
-
-def reproduce(name: str, options: Options, train: Train) -> tuple[int, Table | None]:
+def reproduce(
+    name: str, scale: str, out: Path, train: Train, seeds: Sequence[int], steps: int | None
+) -> tuple[int, Table | None]:
     """Compute an entry, and write its files to a folder.
 
     Args:
       name: a name in `ENTRIES`.
-      options: how to compute it.
+      scale: "desk" or "full".
+      out: the folder of the files; the runs of training are in its folder `runs`.
       train: trains a model.
+      seeds: seeds of the runs.
+      steps: steps of a run, of the largest model if they differ; None means those of the entry.
 
     Returns:
       The exit status, and the table unless a run failed.
@@ -234,17 +223,17 @@ def reproduce(name: str, options: Options, train: Train) -> tuple[int, Table | N
     Raises:
       ConfigError: see `check`.
     """
-    check(name, options.scale)
+    check(name, scale)
     compute = ENTRIES[name].compute
-    if options.scale == "full" or compute is None:
+    if scale == "full" or compute is None:
         table = full.table(name)
     elif isinstance(compute, Trained):
-        folder = options.out / "runs" / compute.folder
-        steps = compute.steps if options.steps is None else options.steps
-        if status := seeded.train_all(compute.plan(folder, steps), options.seeds, train):
+        folder = out / "runs" / compute.folder
+        steps = compute.steps if steps is None else steps
+        if status := seeded.train_all(compute.plan(folder, steps), seeds, train):
             return status, None
-        table = compute.table(folder, options.seeds, steps)
+        table = compute.table(folder, seeds, steps)
     else:
         table = compute()
-    tables.write(table, options.out)
+    tables.write(table, out)
     return 0, table

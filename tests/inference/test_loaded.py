@@ -168,11 +168,6 @@ def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits
 class TestErrors:
     IMAGE = np.zeros((8, 8, 3), np.uint8)
 
-    @pytest.mark.exhaustive
-    def test_small_model_works(self, model, words):
-        assert [len(row) for row in model.predict([self.IMAGE] * 3, topk=9)] == [3, 3, 3]
-        assert isinstance(words.generate("a", 3), str)
-
     @pytest.mark.parametrize(
         ("images", "facts"),
         [

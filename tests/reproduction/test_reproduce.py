@@ -1,7 +1,6 @@
 """The command reproduce: formulas of tables, runs of a few steps, results, and commands that load."""
 
 import csv
-import math
 import re
 import shlex
 
@@ -10,7 +9,7 @@ import pytest
 from dcvit import cli, reproduce
 from dcvit.config.load import load
 from dcvit.hub.kinds import make_model
-from dcvit.reproduction import ablations, arms, costs, full, overhead, speeds, tables
+from dcvit.reproduction import costs, full, overhead, tables
 
 
 @pytest.mark.parametrize(
@@ -128,30 +127,3 @@ def test_results_are_written_with_the_values_of_the_paper(tmp_path):
     )
     assert list(csv.reader(plain.read_text().splitlines()))[1] == ["a", "1.23456", "2"]
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.weekly
-@pytest.mark.usefixtures("library_promotion")
-def test_two_steps_of_several_arms_train_and_the_same_command_repeats_the_table(tmp_path, monkeypatch, capsys):
-    few = {arm: ablations.ARMS[arm] for arm in ("TFM++", "DCFM++ (R=2)")}
-    monkeypatch.setattr(ablations, "ARMS", few)
-    monkeypatch.setattr(ablations, "CLAIMS", ablations.CLAIMS[:1])
-    monkeypatch.setattr(speeds, "ROUNDS", 1)
-    monkeypatch.setattr(arms, "MODEL", {**arms.MODEL, "width": 16, "mlp_dim": 16})
-    make_run = arms.language_model_run
-
-    def short_run(*args):
-        run = make_run(*args)
-        return run._replace(overrides={**run.overrides, "evals.validation.data.limit": 16})
-
-    monkeypatch.setattr(arms, "language_model_run", short_run)
-    words = ["table9", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
-    assert cli.run(reproduce.main, words) == 0
-    first = (tmp_path / "table9.csv").read_text()
-    rows = list(csv.DictReader(first.splitlines()))
-    assert [row["config"] for row in rows] == list(few)
-    assert all(0 < float(row["bits per byte"]) < 9 and math.isfinite(float(row["step ms"])) for row in rows)
-    capsys.readouterr()
-    assert cli.run(reproduce.main, words) == 0
-    assert (tmp_path / "table9.csv").read_text() == first
-    assert "seed0" not in capsys.readouterr().out  # nothing was trained again
