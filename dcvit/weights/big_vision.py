@@ -7,15 +7,14 @@ these are big_vision's defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import vit_links
-from dcvit.weights.family import Description
-from dcvit.weights.links import Arrays, Link, Shape
+from dcvit.weights.family import Description, shapes_of
+from dcvit.weights.links import Link, Shape, tensor
 from dcvit.weights.tensors import Json, Tensors
+from dcvit.weights.torch_layers import in_all_layers
 
 BLOCK = "Transformer/encoderblock"
 ATTENTION = vit_links.ATTENTION
@@ -28,9 +27,8 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.weights.family.Family`."""
-    inferred, classes = infer(tensors, ATTENTION), None
-    if "head/kernel" in tensors:
-        classes = vit_links.shape_of(tensors, "head/kernel", "the file")[1]
+    inferred = infer(tensors, ATTENTION)
+    classes = vit_links.shape_of(tensors, "head/kernel", "the file")[1] if "head/kernel" in tensors else None
     if "qk_norm" in inferred:
         raise CheckpointError(
             "the tensors do not tell whether qk_norm is 'layernorm' or 'rmsnorm'; put the config.json of the export "
@@ -41,22 +39,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     """Return the links; see `dcvit.weights.family.Family`."""
-    shapes = parameters(description)
+    shapes = shapes_of(description)
     if tensors is None or f"{BLOCK}_0/LayerNorm_0/scale" in tensors:
-        return [vit_links.tensor(name, name, shape) for name, shape in shapes.items()]
-    found, depth = [], description.fields["depth"]
-    for name, shape in shapes.items():
-        if not name.startswith(f"{BLOCK}_"):
-            found.append(vit_links.tensor(name, name, shape))
-        elif name.startswith(f"{BLOCK}_0/"):
-            rest = name.removeprefix(f"{BLOCK}_0/")
-            found.append(_scanned(f"{BLOCK}/{rest}", [f"{BLOCK}_{i}/{rest}" for i in range(depth)], shape))
-    return found
-
-
-def unused(name: str) -> bool:
-    """Return True for no array: the files hold parameters only."""
-    return False
+        return in_all_layers([tensor(name, name, shape) for name, shape in shapes.items()], description)
+    depth = description.fields["depth"]
+    return [
+        _scanned(name, shape, depth) if "{}" in name else tensor(name, name, shape) for name, shape in shapes.items()
+    ]
 
 
 def first_block(tensors: Tensors) -> str | None:
@@ -102,69 +91,6 @@ def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
                                   if k.startswith(f"{at}/{attention}/")}, kernel[-2])  # fmt: skip
 
 
-def parameters(description: Description) -> dict[str, Shape]:
-    """Return the shape of each parameter of a model, in the tree of unrolled layers."""
-    fields = vit_links.settings(description)
-    width, heads, mlp_dim = fields["width"], fields["num_heads"], fields["mlp_dim"]
-    shapes: dict[str, Shape] = {"embedding/kernel": (*fields["patch_size"], None, width), "embedding/bias": (width,)}
-    if fields["posemb"] == "learn":
-        shapes["pos_embedding"] = (1, None, width)
-    if fields["pool_type"].startswith("tok"):
-        shapes["cls"] = (1, 1, width)
-    if fields["registers"]:
-        shapes["registers"] = (1, fields["registers"], width)
-    gated = fields["mlp"] == "swiglu"
-    attention = _attention(width, heads)
-    mlp = {"Dense_0": ((width,), (mlp_dim,)), "Dense_1": ((mlp_dim,), (width,))}
-    mlp |= {"gate": ((width,), (mlp_dim,))} if gated else {}
-    block = _prefixed(ATTENTION, attention | _composed(fields)) | _prefixed("MlpBlock_0", _dense(mlp))
-    block |= _norm("LayerNorm_0", width) | _norm("LayerNorm_1", width)
-    if fields["layer_scale"] is not None:
-        block |= {"layer_scale_0": (width,), "layer_scale_1": (width,)}
-    for layer in range(fields["depth"]):
-        shapes |= _prefixed(f"{BLOCK}_{layer}", block)
-    shapes |= _norm("Transformer/encoder_norm", width)
-    if fields["pool_type"] == "map":
-        head = _prefixed(ATTENTION, attention) | _prefixed("MlpBlock_0", _dense(mlp)) | _norm("LayerNorm_0", width)
-        shapes |= _prefixed("MAPHead_0", {"probe": (1, 1, width), **head})
-    pooled = width * (2 if "+" in fields["pool_type"] else 1)
-    if fields["rep_size"]:
-        size = width if fields["rep_size"] is True else fields["rep_size"]
-        shapes |= _dense({"pre_logits": ((pooled,), (size,))})
-        pooled = size
-    if description.num_outputs:
-        shapes |= _dense({"head": ((pooled,), (description.num_outputs,))})
-    return shapes
-
-
-def _attention(width: int, heads: int) -> dict[str, Shape]:
-    """Return the shapes of the projections."""
-    inner = (heads, width // heads)
-    return _dense(dict.fromkeys(("query", "key", "value"), ((width,), inner)) | {"out": (inner, (width,))})
-
-
-def _composed(fields: Json) -> dict[str, Shape]:
-    """Return the shapes of compositions and of the norms of queries and keys."""
-    width, heads, groups = fields["width"], fields["num_heads"], fields["groups"]
-    per_group = heads // groups
-    inner = 2 * fields["rank"] * per_group
-    one: dict[str, Shape] = {}
-    for side in fields["branches"]:
-        if fields["projection"]:
-            one |= {f"w_{side}1": (width, groups, inner), f"w_{side}2": (groups, inner, inner)}
-        if fields["gate"]:
-            one[f"w_{side}g"] = (width, heads)
-    if fields["static"]:
-        one["w_b"] = (groups, per_group, per_group)
-    shapes: dict[str, Shape] = {}
-    for where in ("pre", "post"):
-        if fields["compose"] in (where, "both"):
-            shapes |= _prefixed(where, one)
-    if fields["qk_norm"]:
-        shapes |= {"query_norm/scale": (width // heads,), "key_norm/scale": (width // heads,)}
-    return shapes
-
-
 def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
     """Return the fields of the composition of an attention module with these parameters."""
     where = [name for name in ("pre", "post") if any(path.startswith(f"{name}/w_") for path in shapes)]
@@ -185,30 +111,13 @@ def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
     return fields
 
 
-def _scanned(theirs: str, ours: list[str], shape: Shape) -> Link:
+def _scanned(name: str, shape: Shape, depth: int) -> Link:
     """Link the parameter of a scanned layer to those of all layers."""
-
-    def layers(x: np.ndarray) -> Arrays:
-        return list(x)
-
-    return Link((theirs,), tuple(ours), layers, lambda *parts: (np.stack(parts),), ((len(ours), *shape),))
+    theirs, ours = name.replace("_{}", ""), tuple(name.format(i) for i in range(depth))
+    return Link((theirs,), ours, list, lambda *parts: (np.stack(parts),), ((depth, *shape),))
 
 
 def _count(tensors: Tensors) -> int:
     """Return the number of unrolled layers."""
     before = f"{BLOCK}_"
     return len({name.split("/")[1] for name in tensors if name.startswith(before)})
-
-
-def _dense(layers: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Shape]:
-    """Return the shapes of dense layers, given the shapes of their inputs and outputs."""
-    kernels: dict[str, Shape] = {f"{name}/kernel": (*inputs, *outputs) for name, (inputs, outputs) in layers.items()}
-    return kernels | {f"{name}/bias": outputs for name, (_, outputs) in layers.items()}
-
-
-def _norm(name: str, width: int) -> dict[str, Shape]:
-    return {f"{name}/scale": (width,), f"{name}/bias": (width,)}
-
-
-def _prefixed(before: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
-    return {f"{before}/{name}": shape for name, shape in shapes.items()}

@@ -9,20 +9,34 @@ than that of the tokens after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
+from dcvit.weights import torch_layers
 from dcvit.weights.config_table import ABSENT, Key, field, only, written
-from dcvit.weights.family import Description
-from dcvit.weights.links import Arrays, Link, linear, same
-from dcvit.weights.lm_fields import ConfigTable, LMFields
+from dcvit.weights.family import Description, shapes_of
+from dcvit.weights.links import Link, Shape
+from dcvit.weights.lm_fields import ConfigTable
 from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
+from dcvit.weights.torch_layers import ATTENTION, BLOCK, embedding_and_head
 
-EMBEDDING, HEAD, QK_NORM = "tok_embeddings.weight", "output.weight", "layers.0.attention.q_norm.scale"
+EMBEDDING, QK_NORM = "tok_embeddings.weight", "layers.0.attention.q_norm.scale"
+TABLE: torch_layers.Table = {
+    "layers.{}.attention_norm": f"{BLOCK}/attention_norm",
+    "layers.{}.attention.wqkv": [f"{ATTENTION}/{name}" for name in ("query", "key", "value")],
+    "layers.{}.attention.wo": f"{ATTENTION}/out",
+    "layers.{}.attention.q_norm.scale": f"{ATTENTION}/query_norm/scale",
+    "layers.{}.attention.k_norm.scale": f"{ATTENTION}/key_norm/scale",
+    "layers.{}.ffn_norm": f"{BLOCK}/mlp_norm",
+    "layers.{}.feed_forward.w1": f"{BLOCK}/MlpBlock_0/in",
+    "layers.{}.feed_forward.w2": f"{BLOCK}/MlpBlock_0/out",
+    "layers.{}.feed_forward.w3": f"{BLOCK}/MlpBlock_0/gate",
+    "layers.{}.feed_forward.mg": f"{BLOCK}/MlpBlock_0/group_gate",
+    "norm": "Transformer/decoder_norm",
+}
 PATTERNS = {None: "1:1", "LG": "1:1", "LGLL": "3:1", "LGL6": "7:1"}
 # A pattern of local and global layers in turn needs no name, and may then have any window.
 NAMED = {ours: theirs for theirs, ours in PATTERNS.items() if theirs != "LG"}
@@ -120,76 +134,31 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    return CONFIG.describe({"use_qk_norm": QK_NORM in tensors, **config} if config else {})
+    return CONFIG.describe(tensors, {"use_qk_norm": QK_NORM in tensors, **config} if config else {})
 
 
-def config(description: Description) -> Json:
-    return CONFIG.config(description)
-
-
-def unused(name: str) -> bool:
-    return UNUSED.fullmatch(name) is not None
+config = CONFIG.config
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    fields = LMFields.of(description)
-    width, hidden, bias = (fields.width,), (fields.hidden,), fields.use_bias
-    norm_bias = fields.norm == "layernorm"
-    mlps = [("w1", "in", width, hidden), ("w2", "out", hidden, width)]
-    if fields.mlp == "swiglu":
-        mlps.append(("w3", "gate", width, hidden))
-    found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
-    for i in range(fields.depth):
-        theirs, ours = f"layers.{i}", attention(i)
-        found += norm_layer(f"{theirs}.attention_norm", f"{block(i)}/attention_norm", fields.width, norm_bias)
-        for part in ("weight", "bias") if bias else ("weight",):
-            found.append(_fused(f"{theirs}.attention.wqkv", ours, part, fields))
-        heads = (fields.num_heads, fields.head_dim)
-        found += linear_layer(f"{theirs}.attention.wo", f"{ours}/out", heads, width, bias)
-        if fields.qk_norm:
-            found += [
-                checked(same(f"{theirs}.attention.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale"), fields.head_dim)
-                for name in ("query", "key")
-            ]
-        found += compositions([f"{theirs}.attention.dyn_w_proj.{name}" for name in ("dw1", "qkw", "dd")], ours, fields)
-        found += norm_layer(f"{theirs}.ffn_norm", f"{block(i)}/mlp_norm", fields.width, norm_bias)
-        for their_name, our_name, inputs, outputs in mlps:
-            path = f"{block(i)}/MlpBlock_0/{our_name}"
-            found += linear_layer(f"{theirs}.feed_forward.{their_name}", path, inputs, outputs, bias)
-        if fields.mlp_groups:
-            gate = f"{block(i)}/MlpBlock_0/group_gate/kernel"
-            found.append(linear(f"{theirs}.feed_forward.mg.weight", gate, width, (fields.mlp_groups,)))
-    return found + norm_layer("norm", "Transformer/decoder_norm", fields.width, norm_bias)
+    found = embedding_and_head("tok_embeddings", "output", description, tensors)
+    found += torch_layers.links(TABLE, description)
+    names = [f"layers.{{}}.attention.dyn_w_proj.{name}" for name in ("dw1", "qkw", "dd")]
+    return found + torch_layers.in_all_layers(compositions(names, ATTENTION, shapes_of(description)), description)
 
 
-def _fused(theirs: str, ours: str, part: str, fields: LMFields) -> Link:
-    """Link the rows of the queries, then those of the keys and of the values."""
-    split, rows = (3, fields.num_heads, fields.head_dim), 3 * fields.width
-    end = "kernel" if part == "weight" else "bias"
-
-    def to_ours(x: np.ndarray) -> Arrays:
-        return [np.moveaxis(y, (0, 1), (-2, -1)) for y in x.reshape(*split, *x.shape[1:])]  # M H D, or H D
-
-    def to_theirs(*parts: np.ndarray) -> Arrays:
-        joined = np.stack([np.moveaxis(y, (-2, -1), (0, 1)) for y in parts])
-        return (joined.reshape(rows, *joined.shape[3:]),)
-
-    paths = tuple(f"{ours}/{name}/{end}" for name in ("query", "key", "value"))
-    shape = (rows, fields.width) if part == "weight" else (rows,)
-    return checked(Link((f"{theirs}.{part}",), paths, to_ours, to_theirs), *shape)
-
-
-def compositions(theirs: Sequence[str], ours: str, fields: LMFields) -> list[Link]:
+def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) -> list[Link]:
     """Link the weights of the C = 4 compositions of a layer, in G = 1 group.
 
     Args:
       theirs: names of the dynamic projections, M G C I then G C I 2R H, and of the gates, M G C·H.
       ours: path of the attention.
-      fields: of the model.
+      shapes: the parameters of the model.
     """
-    inner = 2 * fields.rank * fields.num_heads
-    width, heads = fields.width, fields.num_heads
+    width, _, inner = (size or 0 for size in shapes[f"{ours}/pre/w_q1"])
+    heads = shapes[f"{ours}/pre/w_qg"][1] or 0
     first, second, gates = theirs
+    up = (1, 4, inner, inner // max(heads, 1), heads)
 
     def paths(end: str) -> tuple[str, ...]:
         return tuple(f"{ours}/{where}/w_{side}{end}" for where, side in COMPOSITIONS)
@@ -203,8 +172,7 @@ def compositions(theirs: Sequence[str], ours: str, fields: LMFields) -> list[Lin
         Link(
             (second,), paths("2"),
             lambda x: [x.reshape(1, 4, inner, inner)[:, c] for c in range(4)],
-            lambda *parts: (np.stack(parts, axis=1).reshape(1, 4, inner, 2 * fields.rank, heads),),
-            ((1, 4, inner, 2 * fields.rank, heads),),
+            lambda *parts: (np.stack(parts, axis=1).reshape(up),), (up,),
         ),
         Link(
             (gates,), paths("g"),

@@ -8,18 +8,18 @@ https://arxiv.org/abs/2405.08553, Section 4.5.
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import big_vision, vit_links
-from dcvit.weights.family import Description
-from dcvit.weights.links import Arrays, Link, Shape
+from dcvit.weights import big_vision, torch_layers, vit_links
+from dcvit.weights.dcformer import compositions
+from dcvit.weights.family import Description, shapes_of
+from dcvit.weights.links import Link, Shape, tensor
 from dcvit.weights.tensors import Json, Tensors
 
 OURS = vit_links.ATTENTION
-SIDES = [(where, side) for where in ("pre", "post") for side in "qk"]
-DENSE = {"query_dense": "query", "key_dense": "key", "value_dense": "value", "o_dense": "out"}
-NORMS = {"query_ln": "query_norm", "key_ln": "key_norm"}
+DENSE = {"query": "query_dense", "key": "key_dense", "value": "value_dense", "out": "o_dense"}  # ours -> theirs
+NORMS = {"query_norm": "query_ln", "key_norm": "key_ln"}
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -52,72 +52,28 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     """Return the links; see `dcvit.weights.family.Family`."""
-    fields = vit_links.settings(description)
-    name = OURS if tensors is None else _module(tensors) or OURS
-    composition = ("/pre/", "/post/", "_norm/scale")
+    name, shapes = OURS if tensors is None else _module(tensors) or OURS, shapes_of(description)
+    ours, theirs = (f"{vit_links.BLOCK}/{module}" for module in (OURS, name))
     found = []
-    for path, shape in big_vision.parameters(description).items():
-        if path.startswith(big_vision.BLOCK) and f"/{OURS}/" in path:
-            if not any(part in path for part in composition):
-                found.append(_projection(path, shape, name, tensors))
-        else:
-            found.append(vit_links.tensor(path, path, shape))
-    for layer in range(fields["depth"]):
-        at = f"{big_vision.BLOCK}_{layer}"
-        found += _composition(f"{at}/{name}", f"{at}/{OURS}", fields, tensors)
-    return found
+    for path, shape in shapes.items():
+        part, end = path.removeprefix(f"{ours}/").rpartition("/")[::2]
+        if not path.startswith(ours):
+            found.append(tensor(path, path, shape))
+        elif part in DENSE:
+            found.append(_projection(f"{theirs}/{DENSE[part]}/{end}", path, shape, tensors))
+        elif part in NORMS:
+            found.append(tensor(f"{theirs}/{NORMS[part]}/{end}", path, shape))
+        elif end == "w_b":
+            found.append(tensor(f"{theirs}/{part}_proj/w", path, shape))
+    dynamic = [f"{theirs}/{_dyn(tensors, end)}" for end in ("dw1", "qkw", "dd")]
+    return torch_layers.in_all_layers([*found, *compositions(dynamic, ours, shapes)], description)
 
 
-def unused(name: str) -> bool:
-    """Return True for no array: the files hold parameters only."""
-    return False
-
-
-def _projection(path: str, shape: Shape, name: str, tensors: Tensors | None) -> Link:
+def _projection(theirs: str, ours: str, shape: Shape, tensors: Tensors | None) -> Link:
     """Link a projection of attention, whose kernel the authors may store as a matrix."""
-    theirs = path.replace(f"/{OURS}/", f"/{name}/")
-    for old, new in DENSE.items():
-        theirs = theirs.replace(f"/{name}/{new}/", f"/{name}/{old}/")
-    sizes = [size or 0 for size in shape]
-    found = tensors[theirs].shape if tensors is not None and theirs in tensors else tuple(sizes)
-    if int(np.prod(found)) != int(np.prod(sizes)):
-        found = tuple(sizes)  # the check of shapes reports it
-    return vit_links.tensor(theirs, path, found, sizes)
-
-
-def _composition(theirs: str, ours: str, fields: Json, tensors: Tensors | None) -> list[Link]:
-    """Return the links of the compositions of a layer, and of its norms of queries and keys."""
-    width, heads, rank = fields["width"], fields["num_heads"], 2
-    inner = 2 * rank * heads
-
-    def names(end: str) -> tuple[str, ...]:
-        return tuple(f"{ours}/{where}/w_{side}{end}" for where, side in SIDES)
-
-    def down(x: np.ndarray) -> Arrays:
-        return [x[:, :, c] for c in range(4)]
-
-    def second(x: np.ndarray) -> Arrays:
-        return [x[:, c].reshape(1, inner, inner) for c in range(4)]
-
-    def gates(x: np.ndarray) -> Arrays:
-        return np.split(x[:, 0], 4, axis=-1)
-
-    found = [
-        Link((f"{theirs}/{_dyn(tensors, 'dw1')}",), names("1"), down,
-             lambda *parts: (np.stack(parts, axis=2),), ((width, 1, 4, inner),)),
-        Link((f"{theirs}/{_dyn(tensors, 'qkw')}",), names("2"), second,
-             lambda *parts: (np.stack([part.reshape(1, inner, 2 * rank, heads) for part in parts], axis=1),),
-             ((1, 4, inner, 2 * rank, heads),)),
-        Link((f"{theirs}/{_dyn(tensors, 'dd')}",), names("g"), gates,
-             lambda *parts: (np.concatenate(parts, axis=-1)[:, None],), ((width, 1, 4 * heads),)),
-    ]  # fmt: skip
-    if fields["static"]:
-        for where in ("pre", "post"):
-            found.append(vit_links.tensor(f"{theirs}/{where}_proj/w", f"{ours}/{where}/w_b", (1, heads, heads)))
-    if fields["qk_norm"]:
-        for old, new in NORMS.items():
-            found.append(vit_links.tensor(f"{theirs}/{old}/scale", f"{ours}/{new}/scale", (width // heads,)))
-    return found
+    first = (tensors or {}).get(theirs.format(0))
+    same_size = first is not None and math.prod(first.shape) == math.prod(size or 0 for size in shape)
+    return tensor(theirs, ours, first.shape if first and same_size else shape, shape)  # another size is an error
 
 
 def _module(tensors: Tensors) -> str | None:

@@ -6,7 +6,9 @@ class token; the classifier takes class token and mean of the patches (`pool_typ
 
 from __future__ import annotations
 
-from dcvit.weights import hf_config, hf_processor, hf_vision, preprocessing, vit_links
+import re
+
+from dcvit.weights import hf_config, hf_vision, preprocessing, vit_links
 from dcvit.weights.config_table import ABSENT, Key, field, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
@@ -21,6 +23,7 @@ SCALES = ("layer_scale1.lambda1", "layer_scale2.lambda1")
 ATTENTION_4 = ("attention.attention.query", "attention.attention.key", "attention.attention.value",
                "attention.output.dense")  # fmt: skip
 ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
+UNUSED = re.compile(r".*mask_token")  # of masked patches, which pretraining uses
 
 
 def _keys(kind: str) -> list[Key]:
@@ -63,7 +66,7 @@ def _ratio(fields: Json) -> int | None:
 
 def matches(tensors: Tensors, config: Json) -> bool:
     """Recognize the names of Hugging Face, or those of facebookresearch by the token of masked patches."""
-    prefix = _prefix(tensors)
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     if prefix is not None:
         return f"{prefix}encoder.layer.0.{SCALES[0]}" in tensors
     return {"mask_token", "pos_embed", "blocks.0.ls1.gamma"} <= tensors.keys()
@@ -71,21 +74,16 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.weights.family.Family`."""
-    prefix = _prefix(tensors)
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     if prefix is None:
         return _describe_original(tensors)
     kind = hf_config.check_type(config, "dinov2", "dinov2_with_registers")
-    fields, image_size = hf_vision.read(_keys(kind), config)
-    has_head = "classifier.weight" in tensors
-    fields["pool_type"] = "tok+gap" if has_head else "tok"
+    fields, classes = hf_vision.read(_keys(kind), config), vit_links.classes_of(tensors, "classifier.weight", "DINOv2")
+    fields["pool_type"] = "tok" if classes is None else "tok+gap"
     if f"{prefix}embeddings.register_tokens" in tensors:
         fields["registers"] = vit_links.shape_of(tensors, f"{prefix}embeddings.register_tokens", "DINOv2", axes=3)[1]
-    classes = vit_links.shape_of(tensors, "classifier.weight", "DINOv2")[0] if has_head else None
-    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, 1)
-    channels = hf_vision.channels_of(config, tensors, f"{prefix}{PATCHES}")
-    return Description(
-        "vit", classes, hf_vision.ordered(fields), hf_processor.read(config, "Bit", image_size, channels)
-    )
+    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, fields["image_size"], 1)
+    return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", "Bit")
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -93,37 +91,29 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     fields = vit_links.settings(description)
     gated, registers = fields["mlp"] == "swiglu", fields["registers"]
     kind = "dinov2_with_registers." if registers else "dinov2."
-    prefix = (kind if description.num_outputs else "") if tensors is None else _prefix(tensors)
+    prefix: str | None = kind if description.num_outputs else ""
+    if tensors is not None:
+        prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
+    before, embedded = ("", "") if prefix is None else (prefix, f"{prefix}embeddings.")
+    tokens = ((f"{embedded}cls_token", 1), *([(f"{embedded}register_tokens", registers)] if registers else []))
     if prefix is None:
-        tokens = (("cls_token", 1), *([("register_tokens", registers)] if registers else []))
-        block = vit_links.BlockNames(
-            NORMS, ("attn.qkv", "attn.proj"), ("mlp.w12", "mlp.w3") if gated else ("mlp.fc1", "mlp.fc2"),
-            ("ls1.gamma", "ls2.gamma"),
-        )  # fmt: skip
-        names = vit_links.Names(
-            "patch_embed.proj", vit_links.TokenNames("pos_embed", tokens, 1), "blocks.{}", block, "norm"
-        )  # fmt: skip
-        return vit_links.model_links(description, names)
+        mlp = ["mlp.w12", "mlp.w3"] if gated else ["mlp.fc1", "mlp.fc2"]
+        scales = ("ls1.gamma", "ls2.gamma")
+        block = vit_links.block("blocks.{}", NORMS, ("attn.qkv", "attn.proj"), mlp, scales, gated=gated)
+        table = {"patch_embed.proj": "embedding", **block, "norm": "Transformer/encoder_norm"}
+        return vit_links.model_links(description, table, vit_links.TokenNames("pos_embed", tokens, 1))
     newer = tensors is not None and any(".attention.q_proj." in name for name in tensors)
-    tokens = ((f"{prefix}embeddings.cls_token", 1),
-              *([(f"{prefix}embeddings.register_tokens", registers)] if registers else []))  # fmt: skip
-    mlp: tuple[str, ...] = ("mlp.weights_in", "mlp.weights_out") if gated else ("mlp.fc1", "mlp.fc2")
+    mlp = ["mlp.weights_in", "mlp.weights_out"] if gated else ["mlp.fc1", "mlp.fc2"]
     if gated and newer:
-        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    block = vit_links.BlockNames(NORMS, ATTENTION_5 if newer else ATTENTION_4, mlp, SCALES)
-    positions = vit_links.TokenNames(f"{prefix}embeddings.position_embeddings", tokens, 1)
-    names = vit_links.Names(
-        f"{prefix}{PATCHES}", positions, f"{prefix}encoder.layer.{{}}", block, f"{prefix}layernorm", "classifier"
-    )  # fmt: skip
-    found = vit_links.model_links(description, names)
+        mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    attention = ATTENTION_5 if newer else ATTENTION_4
+    block = vit_links.block(f"{before}encoder.layer.{{}}", NORMS, attention, mlp, SCALES, gated=gated)
+    table = {f"{before}{PATCHES}": "embedding", **block, f"{before}layernorm": "Transformer/encoder_norm"}
+    positions = vit_links.TokenNames(f"{embedded}position_embeddings", tokens, 1)
+    found = vit_links.model_links(description, table, positions, ["classifier"])
     if tensors is None and registers:
-        found.append(vit_links.zeros(f"{prefix}embeddings.mask_token", (1, fields["width"])))  # the class has it
+        found.append(vit_links.ignored(f"{embedded}mask_token", (1, fields["width"])))  # the class has it
     return found
-
-
-def unused(name: str) -> bool:
-    """Return True for the token of masked patches, which pretraining uses."""
-    return name.endswith("mask_token")
 
 
 def config(description: Description) -> Json:
@@ -154,7 +144,7 @@ def _describe_original(tensors: Tensors) -> Description:
     rows = vit_links.shape_of(tensors, "pos_embed", "DINOv2", axes=3)[1]
     side = round((rows - 1) ** 0.5)
     fields: Json = {
-        "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": max(1, width // 64),
+        "width": width, "depth": vit_links.depth_of(tensors, "blocks."), "num_heads": max(1, width // 64),
         "mlp_dim": last[1], "patch_size": tuple(patch), "pool_type": "tok", "mlp": "swiglu" if gated else "gelu",
         "layer_scale": 1e-5,
     }  # fmt: skip
@@ -166,8 +156,3 @@ def _describe_original(tensors: Tensors) -> Description:
     # The authors crop 224 of 256 pixels.
     steps = Preprocessing(size, preprocessing.resized(min(size), 0.875), "bicubic", IMAGENET_MEAN, IMAGENET_STD)
     return Description("vit", None, fields, preprocessing.to_pp(steps))
-
-
-def _prefix(tensors: Tensors) -> str | None:
-    """Return the prefix of Hugging Face's names, or None."""
-    return next((prefix for prefix in PREFIXES if f"{prefix}{PATCHES}.weight" in tensors), None)

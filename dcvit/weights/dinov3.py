@@ -7,9 +7,11 @@ positions.
 
 from __future__ import annotations
 
+import re
+
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
-from dcvit.weights import hf_config, hf_processor, hf_vision, vit_links
+from dcvit.weights import hf_config, hf_vision, torch_layers, vit_links
 from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.dinov2 import ATTENTION_5, NORMS, SCALES
 from dcvit.weights.family import Description
@@ -21,6 +23,7 @@ PATCHES, CLS, REGISTERS, MASK = (
     f"embeddings.{name}" for name in ("patch_embeddings", "cls_token", "register_tokens", "mask_token")
 )
 LAYERS = ("layer.{}", "model.layer.{}")  # in a file of `save_pretrained`, and of `state_dict`
+UNUSED = re.compile(re.escape(MASK))  # of masked patches, which pretraining uses
 BIASES = {"q": "query_bias", "k": "key_bias", "v": "value_bias"}
 
 
@@ -72,29 +75,21 @@ def matches(tensors: Tensors, config: Json) -> bool:
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.weights.family.Family`."""
     hf_config.check_type(config, "dinov3_vit")
-    fields, image_size = hf_vision.read(KEYS, config)
-    fields |= {"posemb": "rotary2d", "pool_type": "tok"}
-    channels = hf_vision.channels_of(config, tensors, PATCHES)
-    pp = hf_processor.read(config, "DINOv3ViT", image_size, channels)
-    return Description("vit", None, hf_vision.ordered(fields), pp)
+    fields = {**hf_vision.read(KEYS, config), "posemb": "rotary2d", "pool_type": "tok"}
+    return hf_vision.described(fields, None, config, tensors, PATCHES, "DINOv3ViT")
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
-    width, registers = fields["width"], fields["registers"]
     layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in (tensors or ())), LAYERS[0])
     first = ("mlp.gate_proj", "mlp.up_proj") if fields["mlp"] == "swiglu" else ("mlp.up_proj",)
-    block = vit_links.BlockNames(NORMS, ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
-    tokens = vit_links.TokenNames("", ((CLS, 1), *(((REGISTERS, registers),) if registers else ())))
-    found = vit_links.model_links(description, vit_links.Names(PATCHES, tokens, layer, block, "norm"))
-    found += [] if registers else [vit_links.zeros(REGISTERS, (1, 0, width))]
-    return found if tensors is not None else [*found, vit_links.zeros(MASK, (1, 1, width))]
-
-
-def unused(name: str) -> bool:
-    """Return True for the token of masked patches, which pretraining uses."""
-    return name == MASK
+    block = vit_links.block(layer, NORMS, ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
+    front = {PATCHES: "embedding", CLS: "cls", REGISTERS: "registers"}
+    found = torch_layers.links({**front, **block, "norm": "Transformer/encoder_norm"}, description)
+    if not fields["registers"]:
+        found.append(vit_links.ignored(REGISTERS, (1, 0, fields["width"])))
+    return found if tensors is not None else [*found, vit_links.ignored(MASK, (1, 1, fields["width"]))]
 
 
 def config(description: Description) -> Json:

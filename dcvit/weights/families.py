@@ -162,7 +162,7 @@ def open_weights(path: str | Path) -> Weights:
                 links = family.links(description, file.tensors)
             except CheckpointError as e:
                 raise CheckpointError(f"{path} ({name}): {e}") from None
-            linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
+            linking.check_names(links, file.tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
             linking.check_shapes(links, file.tensors, f"{path} ({name})")
             _check_case(links, path)
             return Weights(path, name, description, linking.parameters(links, file.tensors))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import config_table, hf_config, preprocessing, vit_links
+from dcvit.weights import config_table, hf_config, hf_processor, preprocessing, vit_links
 from dcvit.weights.config_table import Key, field, written
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Json, Tensors
@@ -46,15 +46,39 @@ def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, he
     ]
 
 
-def read(keys: Sequence[Key], config: Json) -> tuple[Json, tuple[int, int]]:
-    """Return the fields that a config.json holds, and height and width of the images.
+def read(keys: Sequence[Key], config: Json) -> Json:
+    """Return the fields that a config.json holds, and as `image_size` height and width of the images.
 
     Raises:
       CheckpointError: a value is not supported, or the heads do not divide the width.
     """
     fields = config_table.read(keys, config)
     vit_links.check_heads(fields)
-    return fields, fields.pop("image_size")
+    return fields
+
+
+def described(
+    fields: Json, classes: int | None, config: Json, tensors: Tensors, patches: str, processor: str
+) -> Description:
+    """Return the description of a model.
+
+    Args:
+      fields: its fields, and `image_size`.
+      classes: number of outputs, or None.
+      config: the content of config.json.
+      tensors: those of the file.
+      patches: the module of the patches in the file.
+      processor: see `kind` of `dcvit.weights.hf_processor.read`.
+
+    Raises:
+      CheckpointError: the tensor of the patches has another number of channels, or see `hf_processor.read`.
+    """
+    channels = hf_config.size(config, "num_channels", 3)
+    found = vit_links.shape_of(tensors, f"{patches}.weight", "the file", 4)[1]
+    if channels != found:
+        raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
+    pp = hf_processor.read(config, processor, fields["image_size"], channels)
+    return Description("vit", classes, {name: fields[name] for name in ORDER if name in fields}, pp)
 
 
 def write(keys: Sequence[Key], description: Description) -> Json:
@@ -65,26 +89,12 @@ def write(keys: Sequence[Key], description: Description) -> Json:
     return config_table.write(keys, {**vit_links.settings(description), **about})
 
 
-def ordered(fields: Json) -> Json:
-    """Return fields in the order `ORDER`."""
-    return {name: fields[name] for name in ORDER if name in fields}
-
-
 def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     """Return a height and width of a config.json, where one number stands for both."""
     value = config.get(key, default)
     if isinstance(value, list) and len(value) == 2:
         return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
     return hf_config.size(config, key, default), hf_config.size(config, key, default)
-
-
-def channels_of(config: Json, tensors: Tensors, patches: str) -> int:
-    """Return the number of channels of an image. Raises CheckpointError if the tensor of the patches has another."""
-    channels = hf_config.size(config, "num_channels", 3)
-    found = vit_links.shape_of(tensors, f"{patches}.weight", "the file", 4)[1]
-    if channels != found:
-        raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
-    return channels
 
 
 def square(size: Sequence[int]) -> int | list[int]:

@@ -6,8 +6,10 @@ attention, and is classified if it has a classifier of its own.
 
 from __future__ import annotations
 
+import re
+
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_processor, hf_vision, vit_links
+from dcvit.weights import hf_config, hf_vision, vit_links
 from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
@@ -17,15 +19,16 @@ from dcvit.weights.tensors import Json, Tensors
 PREFIXES = ("vit.", "deit.", "")
 PATCHES, CLS, DISTILLATION = "embeddings.patch_embeddings.projection", "embeddings.cls_token", "distillation_token"
 HEADS = ("classifier", "cls_classifier")  # alone, and beside that of the distillation token
-POOLER = ("pooler.dense.weight", "pooler.dense.bias")
-BLOCK_4 = vit_links.BlockNames(
-    ("layernorm_before", "layernorm_after"),
+NORMS = ("layernorm_before", "layernorm_after")
+BLOCK_4 = vit_links.block(
+    "encoder.layer.{}", NORMS,
     ("attention.attention.query", "attention.attention.key", "attention.attention.value", "attention.output.dense"),
     ("intermediate.dense", "output.dense"),
-)
-BLOCK_5 = vit_links.BlockNames(
-    BLOCK_4.norms, tuple(f"attention.{name}_proj" for name in "qkvo"), ("mlp.fc1", "mlp.fc2")
 )  # fmt: skip
+BLOCK_5 = vit_links.block("layers.{}", NORMS, [f"attention.{name}_proj" for name in "qkvo"], ("mlp.fc1", "mlp.fc2"))
+MODULES = {PATCHES: "embedding", "layernorm": "Transformer/encoder_norm", "pooler.dense": "pre_logits"}
+# The token of masked patches, which pretraining uses, and a pooler beside a classifier.
+UNUSED = re.compile(r".*(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
 
 
 def _written_pooler(fields: Json) -> object:
@@ -45,7 +48,7 @@ KEYS = [
 
 def matches(tensors: Tensors, config: Json) -> bool:
     """Recognize the names of ViT and DeiT, with or without a classifier."""
-    prefix = _prefix(tensors)
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     return prefix is not None and any(f"{prefix}{layers}.0.layernorm_before.weight" in tensors
                                       for layers in ("encoder.layer", "layers"))  # fmt: skip
 
@@ -53,23 +56,19 @@ def matches(tensors: Tensors, config: Json) -> bool:
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.weights.family.Family`."""
     kind = hf_config.check_type(config, "vit", "deit")
-    prefix = _prefix(tensors)
-    fields, image_size = hf_vision.read(KEYS, config)
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
+    fields = hf_vision.read(KEYS, config)
     head = next((name for name in HEADS if f"{name}.weight" in tensors), None)
     fields["pool_type"] = "tok+reg" if head == HEADS[1] else "tok"
     if f"{prefix}embeddings.{DISTILLATION}" in tensors or head == HEADS[1]:
         fields["registers"] = 1
-    classes = vit_links.shape_of(tensors, f"{head}.weight", "ViT")[0] if head else None
-    if classes is None and any(f"{prefix}{name}" in tensors for name in POOLER):  # a classifier takes the class token
-        size = vit_links.shape_of(tensors, f"{prefix}{POOLER[0]}", "ViT")[0]
+    classes = vit_links.classes_of(tensors, f"{head}.weight", "ViT")
+    if classes is None and (size := vit_links.classes_of(tensors, f"{prefix}pooler.dense.weight", "ViT")):
         fields["rep_size"] = True if size == fields["width"] else size
     before = 1 + fields.get("registers", 0)
-    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
-    channels = hf_vision.channels_of(config, tensors, f"{prefix}{PATCHES}")
+    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, fields["image_size"], before)
     processor = "DeiT" if kind == "deit" else "ViT"
-    return Description(
-        "vit", classes, hf_vision.ordered(fields), hf_processor.read(config, processor, image_size, channels)
-    )
+    return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", processor)
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -81,28 +80,14 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     prefix: str | None = ("deit." if fields["registers"] else "vit.") if description.num_outputs else ""
     newer = False
     if tensors is not None:
-        prefix = _prefix(tensors)
+        prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
         newer = any(".attention.q_proj." in name for name in tensors)
+    table = {f"{prefix}{theirs}": ours for theirs, ours in {**MODULES, **(BLOCK_5 if newer else BLOCK_4)}.items()}
     in_front = vit_links.TokenNames(
         f"{prefix}embeddings.position_embeddings", tuple((f"{prefix}{name}", n) for name, n in tokens), len(tokens)
     )
-    layers, block = ("layers.{}", BLOCK_5) if newer else ("encoder.layer.{}", BLOCK_4)
-    found = vit_links.model_links(
-        description,
-        vit_links.Names(
-            f"{prefix}{PATCHES}", in_front, f"{prefix}{layers}", block, f"{prefix}layernorm",
-            HEADS[fields["pool_type"] == "tok+reg"], "distillation_classifier",
-        ),
-    )  # fmt: skip
-    if fields["rep_size"]:
-        size = fields["width"] if fields["rep_size"] is True else fields["rep_size"]
-        found += vit_links.dense(f"{prefix}pooler.dense", "pre_logits", (fields["width"],), (size,))
-    return found
-
-
-def unused(name: str) -> bool:
-    """Return True for the token of masked patches, which pretraining uses, and a pooler beside a classifier."""
-    return name.endswith(("embeddings.mask_token", *POOLER))
+    heads = (HEADS[fields["pool_type"] == "tok+reg"], "distillation_classifier")
+    return vit_links.model_links(description, table, in_front, heads)
 
 
 def config(description: Description) -> Json:
@@ -124,8 +109,3 @@ def config(description: Description) -> Json:
         **hf_vision.write(KEYS, description),
     }
     return found | ({"num_labels": classes} if classes else {})
-
-
-def _prefix(tensors: Tensors) -> str | None:
-    """Return the prefix of the names, or None for another family."""
-    return next((prefix for prefix in PREFIXES if f"{prefix}{PATCHES}.weight" in tensors), None)

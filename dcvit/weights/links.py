@@ -2,13 +2,12 @@
 
 A family of models is described by a list of links. `parameters` reads tensors as parameters and `write` streams
 parameters into tensors; both handle one link at a time, so that no more than its arrays are in memory.
-
-Letters: M model width, H heads, K key heads, D head width, F MLP width. PyTorch's linear layers store "out in".
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -42,27 +41,17 @@ class Link(NamedTuple):
     check: Callable[..., None] | None = None
 
 
-def same(theirs: str, ours: str, shape: Sequence[int] = (), their_shape: Sequence[int] = ()) -> Link:
-    """Link a tensor to a parameter with the same numbers in the same order; shapes are given where they differ."""
-    return Link(
-        (theirs,), (ours,),
-        lambda x: (x.reshape(shape) if shape else x,),
-        lambda x: (x.reshape(their_shape) if shape else x,),
-    )  # fmt: skip
+def tensor(theirs: str, ours: str, shape: Shape | None = None, our_shape: Shape | None = None) -> Link:
+    """Link a tensor to a parameter with the same numbers in the same order.
 
-
-def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence[int] = ()) -> Link:
-    """Link the weight "out in" of a linear layer of PyTorch to a kernel of shape `inputs` + `outputs`.
-
-    Without shapes the kernel is "in out".
+    Args:
+      theirs, ours: their names.
+      shape: that of the tensor, which is checked; None is not.
+      our_shape: that of the parameter; None means that of the tensor.
     """
-    if not inputs:
-        return Link((theirs,), (ours,), lambda x: (x.T,), lambda x: (x.T,))
-    rows, columns = int(np.prod(inputs)), int(np.prod(outputs))
-    shape = (*inputs, *outputs)
-    return Link(
-        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(-1, columns).T,), ((columns, rows),)
-    )
+    if shape is None or our_shape in (None, shape):
+        return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), () if shape is None else (shape,))
+    return Link((theirs,), (ours,), lambda x: (x.reshape(our_shape),), lambda x: (x.reshape(shape),), (shape,))
 
 
 def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
@@ -114,14 +103,14 @@ def _to_theirs(link: Link, params: Mapping[str, Tensor]) -> Arrays:
     return [np.asarray(value, order="C") for value in values]
 
 
-def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Callable[[str], bool]) -> None:
+def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern[str] | None = None) -> None:
     """Check that the links name all tensors of a file, and no others.
 
     Args:
       links: the links of the family.
       tensors: the tensors of the file.
       what: the file, for the message.
-      unused: whether a tensor is not a parameter, such as a buffer.
+      unused: matches the names of tensors that are not parameters, such as buffers.
 
     Raises:
       CheckpointError: names occur on one side only (both sides are listed), or two tensors hold the same parameter.
@@ -133,7 +122,7 @@ def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Call
                 raise CheckpointError(f"{what}: {holders[path]} and {link.theirs[0]} hold the same parameter {path}")
             holders[path] = link.theirs[0]
     expected = {name for link in links for name in link.theirs}
-    extra = [name for name in tensors if name not in expected and not unused(name)]
+    extra = [name for name in tensors if name not in expected and not (unused and unused.fullmatch(name))]
     missing = sorted(expected - set(tensors))
     parts = [
         f"{len(names)} only in the {side}: {', '.join(names[:MAX_NAMED])}{' …' if len(names) > MAX_NAMED else ''}"

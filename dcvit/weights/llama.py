@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import functools
+import re
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import WINDOW_PATTERNS
 from dcvit.weights import hf_config as hf
+from dcvit.weights import torch_layers
 from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.family import Description
-from dcvit.weights.links import Link, same
+from dcvit.weights.links import Link
 from dcvit.weights.lm_fields import ConfigTable, LMFields
 from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
+from dcvit.weights.torch_layers import ATTENTION, BLOCK, embedding_and_head
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TABLE: torch_layers.Table = {
+    "model.layers.{}.input_layernorm": f"{BLOCK}/attention_norm",
+    **{
+        f"model.layers.{{}}.self_attn.{name[0]}_proj": f"{ATTENTION}/{name}"
+        for name in ("query", "key", "value", "out")
+    },
+    **{f"model.layers.{{}}.self_attn.{name[0]}_norm": f"{ATTENTION}/{name}_norm" for name in ("query", "key")},
+    "model.layers.{}.post_attention_layernorm": f"{BLOCK}/mlp_norm",
+    "model.layers.{}.mlp.gate_proj": f"{BLOCK}/MlpBlock_0/in",
+    "model.layers.{}.mlp.up_proj": f"{BLOCK}/MlpBlock_0/gate",
+    "model.layers.{}.mlp.down_proj": f"{BLOCK}/MlpBlock_0/out",
+    "model.norm": "Transformer/decoder_norm",
+}
+UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
 CONTEXTS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}  # defaults of transformers
 QWEN = ("qwen2", "qwen3")
 TYPES = {"G": "full_attention", "L": "sliding_attention"}  # by the letters of `WINDOW_PATTERNS`
@@ -116,35 +131,9 @@ def matches(tensors: Tensors, config: Json) -> bool:
     return {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"} <= set(tensors)
 
 
-def describe(tensors: Tensors, config: Json) -> Description:
-    return CONFIG.describe(config)
-
-
-def config(description: Description) -> Json:
-    return CONFIG.config(description)
-
-
-def unused(name: str) -> bool:
-    return name.endswith(".rotary_emb.inv_freq")
+describe, config = CONFIG.describe, CONFIG.config
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    fields = LMFields.of(description)
-    width, bias, qkv_bias = (fields.width,), fields.use_bias, fields.use_bias or bool(fields.qkv_bias)
-    queries, keys = (fields.num_heads, fields.head_dim), (fields.key_heads, fields.head_dim)
-    found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
-    for i in range(fields.depth):
-        theirs, ours, mlp = f"model.layers.{i}", attention(i), f"{block(i)}/MlpBlock_0"
-        found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", fields.width, False)
-        for name, heads in (("query", queries), ("key", keys), ("value", keys)):
-            found += linear_layer(f"{theirs}.self_attn.{name[0]}_proj", f"{ours}/{name}", width, heads, qkv_bias)
-        found += linear_layer(f"{theirs}.self_attn.o_proj", f"{ours}/out", queries, width, bias)
-        if fields.qk_norm:
-            for name in ("query", "key"):
-                scale = same(f"{theirs}.self_attn.{name[0]}_norm.weight", f"{ours}/{name}_norm/scale")
-                found.append(checked(scale, fields.head_dim))
-        found += norm_layer(f"{theirs}.post_attention_layernorm", f"{block(i)}/mlp_norm", fields.width, False)
-        for their_name, our_name in (("gate", "in"), ("up", "gate")):
-            found += linear_layer(f"{theirs}.mlp.{their_name}_proj", f"{mlp}/{our_name}", width, (fields.hidden,), bias)
-        found += linear_layer(f"{theirs}.mlp.down_proj", f"{mlp}/out", (fields.hidden,), width, bias)
-    return found + norm_layer("model.norm", "Transformer/decoder_norm", fields.width, False)
+    found = embedding_and_head("model.embed_tokens", "lm_head", description, tensors)
+    return found + torch_layers.links(TABLE, description)

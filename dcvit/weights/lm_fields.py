@@ -11,7 +11,7 @@ from dcvit.errors import CheckpointError
 from dcvit.weights import config_table, hf_config
 from dcvit.weights.config_table import Key
 from dcvit.weights.family import Description, defaults
-from dcvit.weights.tensors import Json
+from dcvit.weights.tensors import Json, Tensors
 
 # Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, or only where it
 # begins.
@@ -122,8 +122,8 @@ class ConfigTable:
     vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     type_of: Callable[[LMFields], str] | None = None
 
-    def describe(self, config: Json) -> Description:
-        """Return the model of a config.json. Raises CheckpointError if it has a property that our models lack."""
+    def describe(self, tensors: Tensors, config: Json) -> Description:
+        """Return the model of a config.json; see `dcvit.weights.family.Family`."""
         fields = self._read(config)
         return fields.describe(hf_config.size(config, "vocab_size", self.vocab_sizes.get(config["model_type"])))
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
 import jax
 import numpy as np
 
-from dcvit.errors import CheckpointError, ConfigError, first_line
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import lm, trees, vit
 from dcvit.models.trees import check_tree, shapes_of
-from dcvit.weights import preprocessing
+from dcvit.weights import family, preprocessing
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensors
 
 log = logging.getLogger(__name__)
-MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
 @contextlib.contextmanager
@@ -34,16 +33,9 @@ def errors_name_file(path: PurePath) -> Iterator[None]:
 
 
 def build(description: Description) -> vit.ViT | lm.LM:
-    """Return the module of a described model.
-
-    Raises:
-      CheckpointError: a field is unknown or has an invalid value.
-    """
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in description.fields.items()}
-    try:
-        return MAKERS[description.model_name](description.num_outputs, **fields)
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
+    """Return the module of a described model. Raises CheckpointError: see `dcvit.weights.family.build`."""
+    net: vit.ViT | lm.LM = family.build(description)
+    return net
 
 
 def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from dcvit.errors import CheckpointError, type_name
-from dcvit.weights import field_checks
-from dcvit.weights.family import Description
-from dcvit.weights.links import Link, same
+from dcvit.weights.family import Description, build
+from dcvit.weights.links import Link, tensor
 from dcvit.weights.tensors import OWN_KEY, Json, Tensors
 
 ROOT = "params/"  # before each name in the files that big_vision reads
@@ -50,17 +49,14 @@ def describe(tensors: Tensors, config: Json) -> Description:
         raise CheckpointError(
             f"the entry {OWN_KEY!r} has {len(names)} class_names; expected {outputs}, a name per class"
         )
-    return field_checks.check(Description(**found))
+    description = Description(**found)
+    build(description)  # checks the fields
+    return description
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     """Return a link for each tensor, whose name is the path of the parameter, optionally below `params/`."""
-    return [same(name, name.removeprefix(ROOT)) for name in tensors or ()]
-
-
-def unused(name: str) -> bool:
-    """Return False: all tensors are parameters."""
-    return False
+    return [tensor(name, name.removeprefix(ROOT)) for name in tensors or ()]
 
 
 def config(description: Description) -> Json:

@@ -37,6 +37,14 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 NORMS = {"pre_norm": "norm_pre", "pool_norm": "fc_norm"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
 NAMES = {ours: theirs for theirs, ours in POOLS.items()}
+(QUERY, *KEY_VALUE), OUT = vit_links.attention_modules(f"MAPHead_0/{vit_links.ATTENTION}")
+MODULES = {
+    "patch_embed.proj": "embedding", "norm": "Transformer/encoder_norm",
+    **{theirs: ours for ours, theirs in NORMS.items()},
+    "attn_pool.latent": "MAPHead_0/probe", "attn_pool.q": QUERY, "attn_pool.kv": KEY_VALUE, "attn_pool.proj": OUT,
+    "attn_pool.norm": "MAPHead_0/LayerNorm_0", "attn_pool.mlp.fc1": "MAPHead_0/MlpBlock_0/Dense_0",
+    "attn_pool.mlp.fc2": "MAPHead_0/MlpBlock_0/Dense_1",
+}  # fmt: skip
 ROTARY = "blocks.0.gamma_1"
 # Tensors of properties that this project's ViT lacks, by the end of their names.
 FOREIGN = {
@@ -77,7 +85,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
             raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
         pool = "tok+reg"
     fields: Json = {
-        "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": _heads(width, architecture),
+        "width": width, "depth": vit_links.depth_of(tensors, "blocks."), "num_heads": _heads(width, architecture),
         "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
     }  # fmt: skip
     if "num_heads" in arguments:
@@ -95,7 +103,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     registers = sum(count for _, count in _tokens(tensors)) - pool.startswith("tok")
     if registers:
         fields["registers"] = registers
-    classes = vit_links.shape_of(tensors, "head.weight", "timm ViT")[0] if "head.weight" in tensors else None
+    classes = vit_links.classes_of(tensors, "head.weight", "timm ViT")
     return Description("vit", classes, fields, _pp(config.get("pretrained_cfg")))
 
 
@@ -110,20 +118,12 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     else:
         tokens = _tokens(tensors)
         embedded = _embedded(tensors, sum(count for _, count in tokens), description)
-    block = vit_links.BlockNames(
-        ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma")
-    )
+    block = vit_links.block(
+        "blocks.{}", ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma"),
+        gated=fields["mlp"] == "swiglu",
+    )  # fmt: skip
     in_front = vit_links.TokenNames("pos_embed", tuple(tokens), embedded)
-    names = vit_links.Names(
-        "patch_embed.proj", in_front, "blocks.{}", block, "norm", "head", "head_dist", *NORMS.values()
-    )
-    found = vit_links.model_links(description, names)
-    return found + (_pooling(fields) if fields["pool_type"] == "map" else [])
-
-
-def unused(name: str) -> bool:
-    """Return True for no tensor: timm stores parameters only."""
-    return False
+    return vit_links.model_links(description, {**MODULES, **block}, in_front, ("head", "head_dist"))
 
 
 def config(description: Description) -> Json:
@@ -246,24 +246,6 @@ def _embedded(tensors: Tensors, before: int, description: Description) -> int:
     if round((rows - before) ** 0.5) ** 2 != rows - before:
         raise CheckpointError(f"timm ViT: pos_embed has {rows} rows, which is no square grid and {before} tokens")
     return before
-
-
-def _pooling(fields: Json) -> list[Link]:
-    """Return the links of the pooling head."""
-    width, heads, head = fields["width"], fields["num_heads"], "MAPHead_0"
-    inner, ours = (heads, width // heads), f"{head}/{vit_links.ATTENTION}"
-    return [
-        vit_links.tensor("attn_pool.latent", f"{head}/probe", (1, 1, width)),
-        *vit_links.dense("attn_pool.q", f"{ours}/query", (width,), inner),
-        *vit_links.fused(
-            ("attn_pool.kv.weight", "attn_pool.kv.bias"), (f"{ours}/key", f"{ours}/value"), width, inner
-        ),
-        *vit_links.dense("attn_pool.proj", f"{ours}/out", inner, (width,)),
-        *vit_links.norm("attn_pool.norm", f"{head}/LayerNorm_0", width),
-        *vit_links.mlp(
-            ("attn_pool.mlp.fc1", "attn_pool.mlp.fc2"), f"{head}/MlpBlock_0", width, fields["mlp_dim"], gated=False
-        ),
-    ]  # fmt: skip
 
 
 def _pp(found: object) -> str:

@@ -1,64 +1,148 @@
-"""Links of layers of PyTorch to those of the language models: linear layers, norms, embedding and head.
+"""Links of the layers of PyTorch to parameters of this project, by tables of names.
 
-Letters as in `dcvit.weights.links`.
+A table maps modules and tensors of another library to modules and parameters here; "{}" in both names stands for the
+number of a layer. Which parameters a module has, such as a bias, and their shapes follow from the described model, so
+that entries of modules that it lacks have no effect. PyTorch's linear layers store "out in", and convolutions "out in
+height width".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description
-from dcvit.weights.links import Link, linear, same
-from dcvit.weights.lm_fields import LMFields
+from dcvit.models.trees import matrix_axes
+from dcvit.weights.family import Description, build, shapes_of
+from dcvit.weights.links import Arrays, Link, Shape, tensor
 from dcvit.weights.tensors import Tensors
 
-
-def block(layer: int) -> str:
-    """Return the path of a decoder layer."""
-    return f"Transformer/decoderblock_{layer}"
-
-
-def attention(layer: int) -> str:
-    """Return the path of the attention of a decoder layer."""
-    return f"{block(layer)}/MultiHeadDotProductAttention_0"
+BLOCK = "Transformer/decoderblock_{}"
+ATTENTION = f"{BLOCK}/MultiHeadDotProductAttention_0"
+ENDS = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # names of parameters that PyTorch has others for
+Table = Mapping[str, str | Sequence[str]]  # several modules here: one linear layer there computes their outputs
 
 
-def checked(link: Link, *shape: int) -> Link:
-    """Return a link of one tensor, whose shape is checked before it is read."""
-    return link._replace(shapes=(shape,))
+def links(table: Table, description: Description, *, in_out: bool = False, by_head: bool = False) -> list[Link]:
+    """Return the links of a table.
+
+    Args:
+      table: their names -> ours.
+      description: the model.
+      in_out: linear layers store "in out", as GPT-2's.
+      by_head: a layer for several modules has the outputs of each head in turn, as GPT-NeoX's.
+    """
+    shapes, found = shapes_of(description), []
+    for theirs, ours in table.items():
+        if isinstance(ours, str):
+            found += module(theirs, ours, shapes, in_out=in_out)
+        else:
+            found += fused(theirs, ours, shapes, in_out=in_out, by_head=by_head)
+    return in_all_layers(found, description)
 
 
-def linear_layer(theirs: str, ours: str, inputs: Sequence[int], outputs: Sequence[int], bias: bool) -> list[Link]:
-    """Link the parameters of a linear layer whose inputs and outputs have several dimensions here."""
-    links = [linear(f"{theirs}.weight", f"{ours}/kernel", inputs, outputs)]
-    if bias:
-        size = int(np.prod(outputs))
-        links.append(checked(same(f"{theirs}.bias", f"{ours}/bias", outputs, (size,)), size))
-    return links
+def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]:
+    """Return links; one with "{}" in its names is repeated for each layer."""
+    result = [link for link in found if "{}" not in link.theirs[0]]
+    layered = [link for link in found if "{}" in link.theirs[0]]
+    for i in range(build(description).depth):
+        for link in layered:
+            theirs, ours = (tuple(name.format(i) for name in names) for names in (link.theirs, link.ours))
+            result.append(link._replace(theirs=theirs, ours=ours))
+    return result
 
 
-def norm_layer(theirs: str, ours: str, width: int, bias: bool) -> list[Link]:
-    """Link the parameters of a LayerNorm, or of an RMSNorm, which has no bias."""
-    ends = [("weight", "scale")] + ([("bias", "bias")] if bias else [])
-    return [checked(same(f"{theirs}.{their_end}", f"{ours}/{our_end}"), width) for their_end, our_end in ends]
+def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool = False) -> list[Link]:
+    """Link a parameter, or all those below a module; none if the model does not have it."""
+    if ours in shapes:
+        return [tensor(theirs, ours, shapes[ours])]
+    found = []
+    for path in (path for path in shapes if path.startswith(f"{ours}/")):
+        *modules, end = path.removeprefix(f"{ours}/").split("/")
+        name = ".".join([theirs, *modules, ENDS.get(end, end)])
+        found.append(_kernel(name, path, shapes[path], in_out) if end == "kernel" else _flat(name, path, shapes[path]))
+    return found
+
+
+def _flat(theirs: str, ours: str, shape: Shape) -> Link:
+    """Link a parameter that is no kernel; PyTorch's biases have one axis."""
+    return tensor(theirs, ours, (_size(shape),) if ours.endswith("/bias") else shape, shape)
+
+
+def _kernel(theirs: str, ours: str, shape: Shape, in_out: bool) -> Link:
+    """Link the weight of a linear layer, or of the convolution of patches."""
+    if len(shape) == 4:
+        there = (shape[3], shape[2], *shape[:2])
+        return Link(
+            (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
+        )
+    inputs, _ = matrix_axes(ours) or (1, 1)
+    rows, columns = _size(shape[:inputs]), _size(shape[inputs:])
+    if in_out:
+        return tensor(theirs, ours, (rows, columns), shape)
+    return Link(
+        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,),
+        ((columns, rows),),
+    )  # fmt: skip
+
+
+def fused(
+    theirs: str, ours: Sequence[str], shapes: Mapping[str, Shape], *, in_out: bool = False, by_head: bool = False
+) -> list[Link]:
+    """Link a linear layer that computes the outputs of several modules of equal shapes.
+
+    Args:
+      theirs: the layer, or the beginning of the names of its tensors, with a "_" at its end.
+      ours: the modules.
+      shapes: the parameters of the model.
+      in_out, by_head: see `links`.
+    """
+    found = []
+    for end, their_end in (("kernel", "weight"), ("bias", "bias")):
+        paths = tuple(f"{name}/{end}" for name in ours)
+        if paths[0] in shapes:
+            name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
+            found.append(_fused(name, paths, shapes[paths[0]], in_out, by_head))
+    return found
+
+
+def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
+    """Link a weight or a bias to the kernels or biases of several modules."""
+    inputs = [size or 0 for size in shape[: ours[0].endswith("/kernel")]]
+    count, size = len(ours), _size(shape[len(inputs) :])
+    groups = (shape[len(inputs)] or 1) if by_head else 1
+    there = (count * size, *inputs)
+
+    def to_ours(x: np.ndarray) -> Arrays:
+        parts = (x.T if in_out else x).reshape(groups, count, size // groups, *inputs)
+        return [parts[:, i].reshape(size, *inputs).T.reshape(shape) for i in range(count)]
+
+    def to_theirs(*parts: np.ndarray) -> Arrays:
+        rows = [part.reshape(*inputs, size).T.reshape(groups, size // groups, *inputs) for part in parts]
+        x = np.stack(rows, axis=1).reshape(there)
+        return (x.T if in_out else x,)
+
+    return Link((theirs,), ours, to_ours, to_theirs, (there[::-1] if in_out else there,))
+
+
+def _size(shape: Shape) -> int:
+    return math.prod(size or 0 for size in shape)
 
 
 def embedding_and_head(
     embedding: str, head: str, description: Description, tensors: Tensors | None = None
 ) -> list[Link]:
-    """Link the embedding and the head, which is absent or a copy in the file of a model whose head is tied."""
-    fields, vocab = LMFields.of(description), description.num_outputs or 0
-    first = checked(same(embedding, "embedding/embedding"), vocab, fields.width)
-    if not fields.tied:
-        return [first, linear(head, "head/kernel", (fields.width,), (vocab,))]
-    if tensors is None or head not in tensors:
-        return [first]
+    """Link the modules of embedding and head; a tied head is absent, or a copy in the file."""
+    shapes = shapes_of(description)
+    (first,) = module(embedding, "embedding", shapes)
+    weight, copy = first.theirs[0], f"{head}.weight"
+    if "head/kernel" in shapes or copy not in (tensors or ()):
+        return [first, *module(head, "head", shapes)]
 
-    def check_equal(x: np.ndarray, copy: np.ndarray) -> None:
-        if not np.array_equal(x, copy):
-            raise CheckpointError(f"{head} differs from {embedding}, but tie_word_embeddings is true")
+    def check_equal(x: np.ndarray, y: np.ndarray) -> None:
+        if not np.array_equal(x, y):
+            raise CheckpointError(f"{copy} differs from {weight}, but tie_word_embeddings is true")
 
-    return [Link((embedding, head), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]
+    return [Link((weight, copy), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]

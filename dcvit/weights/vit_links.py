@@ -1,7 +1,4 @@
-"""Links of the parameters of a Vision Transformer to tensors of PyTorch, for the families that differ in names only.
-
-Letters: M width, H heads, D head width, F MLP width, P height and width of a patch, N patches.
-"""
+"""Links of the parameters of a Vision Transformer to tensors of PyTorch, for the families that differ in names only."""
 
 from __future__ import annotations
 
@@ -11,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description, defaults
-from dcvit.weights.links import Arrays, Link, Shape, linear
+from dcvit.weights.family import Description, defaults, shapes_of
+from dcvit.weights.links import Arrays, Link, Shape
 from dcvit.weights.tensors import Json, Tensors
+from dcvit.weights.torch_layers import Table, links, module
 
+BLOCK = "Transformer/encoderblock_{}"
 ATTENTION = "MultiHeadDotProductAttention_0"
 DEFAULTS = defaults("vit", (
     "width", "depth", "num_heads", "mlp_dim", "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp",
@@ -23,27 +22,11 @@ DEFAULTS = defaults("vit", (
 ))  # fmt: skip
 
 
-class BlockNames(NamedTuple):
-    """Names of the modules of a layer, after the name of the layer.
-
-    Fields:
-      norms: of attention and MLP.
-      attention: the fused projection (q, k, v) and the output; or query, key, value and output.
-      mlp: the first layer and the last; for SwiGLU the first is fused (gate, up), or gate, up and down.
-      scales: tensors of LayerScale.
-    """
-
-    norms: tuple[str, str]
-    attention: tuple[str, ...]
-    mlp: tuple[str, ...]
-    scales: tuple[str, str] = ("", "")
-
-
 class TokenNames(NamedTuple):
     """Names of the position embeddings and of the tokens before the patches.
 
     Fields:
-      positions: the tensor of position embeddings; "" for a model without one.
+      positions: the tensor of position embeddings.
       tokens: pairs (tensor, number of tokens), in their order.
       embedded: how many of these tokens have a position embedding, which precede those of the patches.
       batched: the position embeddings have a first axis of length 1.
@@ -55,22 +38,39 @@ class TokenNames(NamedTuple):
     batched: bool = True
 
 
-class Names(NamedTuple):
-    """Names of the modules of a model; `block` of a layer has "{}" for its number. An empty head is absent.
+def block(
+    layer: str,
+    norms: Sequence[str],
+    attention: Sequence[str],
+    mlp: Sequence[str],
+    scales: Sequence[str] = (),
+    *,
+    gated: bool = False,
+) -> Table:
+    """Return the table of a layer.
 
-    `second_head` is that of the first register, with `pool_type="tok+reg"`; `norm_before` and `norm_after` are those of
-    `pre_norm` and `pool_norm`.
+    Args:
+      layer: the name of a layer, with "{}" for its number.
+      norms: the norms of attention and MLP.
+      attention: query, key, value and output; or the fused projection of the first three, and the output.
+      mlp: the first layer and the last, between which may be the gate of SwiGLU.
+      scales: tensors of LayerScale.
+      gated: the MLP is SwiGLU; of two layers, the first is fused (hidden, gate).
     """
+    qkv, out = attention_modules(f"{BLOCK}/{ATTENTION}")
+    first, gate, last = (f"{BLOCK}/MlpBlock_0/{name}" for name in ("Dense_0", "gate", "Dense_1"))
+    entries: list[tuple[str, str | Sequence[str]]] = [
+        *zip(norms, (f"{BLOCK}/LayerNorm_0", f"{BLOCK}/LayerNorm_1"), strict=True),
+        *zip(attention, (qkv, out) if len(attention) == 2 else (*qkv, out), strict=True),
+        *zip(mlp, (first, gate, last) if len(mlp) == 3 else ((first, gate) if gated else first, last), strict=True),
+        *zip(scales, (f"{BLOCK}/layer_scale_0", f"{BLOCK}/layer_scale_1"), strict=False),
+    ]
+    return {f"{layer}.{theirs}": ours for theirs, ours in entries}
 
-    patches: str
-    tokens: TokenNames
-    block: str
-    in_block: BlockNames
-    norm: str
-    head: str = ""
-    second_head: str = ""
-    norm_before: str = ""
-    norm_after: str = ""
+
+def attention_modules(attention: str) -> tuple[tuple[str, str, str], str]:
+    """Return the modules of an attention: query, key and value, and the output."""
+    return (f"{attention}/query", f"{attention}/key", f"{attention}/value"), f"{attention}/out"
 
 
 def settings(description: Description) -> Json:
@@ -78,51 +78,6 @@ def settings(description: Description) -> Json:
     fields = {**DEFAULTS, **description.fields}
     fields["mlp_dim"] = fields["mlp_dim"] or 4 * fields["width"]
     return fields
-
-
-def tensor(theirs: str, ours: str, shape: Shape, our_shape: Sequence[int] = ()) -> Link:
-    """Link a tensor of a shape to a parameter with the same numbers in the same order."""
-    their_shape = tuple(-1 if size is None else size for size in shape)
-    return Link(
-        (theirs,), (ours,), lambda x: (x.reshape(our_shape or x.shape),), lambda x: (x.reshape(their_shape),), (shape,)
-    )
-
-
-def norm(theirs: str, ours: str, width: int) -> list[Link]:
-    """Link a LayerNorm."""
-    return [
-        tensor(f"{theirs}.weight", f"{ours}/scale", (width,)),
-        tensor(f"{theirs}.bias", f"{ours}/bias", (width,)),
-    ]
-
-
-def dense(theirs: str, ours: str, inputs: Sequence[int], outputs: Sequence[int]) -> list[Link]:
-    """Link a linear layer with a bias."""
-    size = int(np.prod(outputs))
-    bias = tensor(f"{theirs}.bias", f"{ours}/bias", (size,), outputs)
-    return [linear(f"{theirs}.weight", f"{ours}/kernel", inputs, outputs), bias]
-
-
-def fused(theirs: Sequence[str], ours: Sequence[str], inputs: int, outputs: Sequence[int]) -> list[Link]:
-    """Link a linear layer, given by its tensors of weight and bias, that computes the outputs of several layers."""
-    count, size = len(ours), int(np.prod(outputs))
-    weight, bias = theirs
-
-    def kernels(x: np.ndarray) -> Arrays:
-        return [part.T.reshape(inputs, *outputs) for part in np.split(x, count)]
-
-    def weights(*parts: np.ndarray) -> Arrays:
-        return (np.concatenate([part.reshape(inputs, size).T for part in parts]),)
-
-    return [
-        Link((weight,), tuple(f"{name}/kernel" for name in ours), kernels, weights, ((count * size, inputs),)),
-        Link(
-            (bias,), tuple(f"{name}/bias" for name in ours),
-            lambda x: [part.reshape(outputs) for part in np.split(x, count)],
-            lambda *parts: (np.concatenate([part.reshape(-1) for part in parts]),),
-            ((count * size,),),
-        ),
-    ]  # fmt: skip
 
 
 def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
@@ -139,15 +94,6 @@ def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> lis
             lambda x: (x, x), ((outputs,),) * 2,
         ),
     ]  # fmt: skip
-
-
-def patches(theirs: str, width: int, patch: Sequence[int], bias: bool = True) -> list[Link]:
-    """Link the convolution of the patches, "M channels P P"."""
-    kernel = Link(
-        (f"{theirs}.weight",), ("embedding/kernel",),
-        lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), ((width, None, *patch),),
-    )  # fmt: skip
-    return [kernel] + ([tensor(f"{theirs}.bias", "embedding/bias", (width,))] if bias else [])
 
 
 def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
@@ -186,73 +132,42 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
     )  # fmt: skip
 
 
-def zeros(theirs: str, shape: Sequence[int]) -> Link:
+def ignored(theirs: str, shape: Sequence[int | None]) -> Link:
     """Link a tensor that has no effect but must exist: not read, and written as zeros."""
-    return Link((theirs,), (), lambda *_: (), lambda: (np.zeros(shape, np.float32),), (tuple(shape),))
+    sizes = [1 if size is None else size for size in shape]
+    return Link((theirs,), (), lambda *_: (), lambda: (np.zeros(sizes, np.float32),), (tuple(shape),))
 
 
-def attention(theirs: Sequence[str], ours: str, fields: Json) -> list[Link]:
-    """Link the projections of attention: fused projection and output, or query, key, value and output."""
-    width, heads, biases = fields["width"], fields["num_heads"], fields["qkv_bias"]
-    inner = (heads, width // heads)
-    qkv = [f"{ours}/{name}" for name in ("query", "key", "value")]
-    if len(theirs) == 2:
-        kernels, bias = fused((f"{theirs[0]}.weight", f"{theirs[0]}.bias"), qkv, width, inner)
-        links = [kernels, bias] if biases else [kernels]
-    else:
-        links = []
-        for initial, name, our_name in zip("qkv", theirs, qkv, strict=False):
-            kernel, bias = dense(name, our_name, (width,), inner)
-            links += [kernel, bias] if initial in biases else [kernel]
-    return [*links, *dense(theirs[-1], f"{ours}/out", inner, (width,))]
+def model_links(description: Description, table: Table, names: TokenNames, heads: Sequence[str] = ()) -> list[Link]:
+    """Return the links of a model.
 
-
-def mlp(theirs: Sequence[str], ours: str, width: int, mlp_dim: int, gated: bool) -> list[Link]:
-    """Link an MLP; `gated` as with SwiGLU."""
-    first, gate, last = (f"{ours}/{name}" for name in ("Dense_0", "gate", "Dense_1"))
-    links = dense(theirs[-1], last, (mlp_dim,), (width,))
-    if gated and len(theirs) == 2:
-        return fused((f"{theirs[0]}.weight", f"{theirs[0]}.bias"), (first, gate), width, (mlp_dim,)) + links
-    if gated:
-        links += dense(theirs[1], gate, (width,), (mlp_dim,))
-    return dense(theirs[0], first, (width,), (mlp_dim,)) + links
-
-
-def model_links(description: Description, names: Names) -> list[Link]:
-    """Return the links of a model, except those of a pooling head."""
+    Args:
+      description: the model.
+      table: its modules, except the head.
+      names: position embeddings and the tokens before the patches.
+      heads: the classifier, and that of the first register, with which `pool_type="tok+reg"` averages.
+    """
     fields = settings(description)
-    width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
-    has_cls = fields["pool_type"].startswith("tok")
-    links = patches(names.patches, width, fields["patch_size"], not fields["pre_norm"])
-    if fields["pre_norm"]:
-        links += norm(names.norm_before, "pre_norm", width)
-    if names.tokens.positions:
-        links.append(tokens(names.tokens, width, has_cls))
-    else:
-        pairs = zip(names.tokens.tokens, ("cls", "registers"), strict=False)
-        links += [tensor(token, our_token, (1, count, width)) for (token, count), our_token in pairs]
-    for layer in range(fields["depth"]):
-        theirs, ours = names.block.format(layer), f"Transformer/encoderblock_{layer}"
-        for i, (name, scale) in enumerate(zip(names.in_block.norms, names.in_block.scales, strict=True)):
-            links += norm(f"{theirs}.{name}", f"{ours}/LayerNorm_{i}", width)
-            if fields["layer_scale"] is not None:
-                links.append(tensor(f"{theirs}.{scale}", f"{ours}/layer_scale_{i}", (width,)))
-        in_attention = [f"{theirs}.{name}" for name in names.in_block.attention]
-        links += attention(in_attention, f"{ours}/{ATTENTION}", fields)
-        links += mlp([f"{theirs}.{name}" for name in names.in_block.mlp], f"{ours}/MlpBlock_0", width, mlp_dim, gated)
-    last = (names.norm_after, "pool_norm") if fields["pool_norm"] else (names.norm, "Transformer/encoder_norm")
-    links += norm(*last, width)
-    if names.head and description.num_outputs:
-        pooled = width * (2 if "+" in fields["pool_type"] else 1)
-        if fields["pool_type"] == "tok+reg":
-            return links + averaged((names.head, names.second_head), "head", width, description.num_outputs)
-        links += dense(names.head, "head", (pooled,), (description.num_outputs,))
-    return links
+    found = [tokens(names, fields["width"], fields["pool_type"].startswith("tok")), *links(table, description)]
+    if not heads or not description.num_outputs:
+        return found
+    if fields["pool_type"] == "tok+reg":
+        return found + averaged(heads, "head", fields["width"], description.num_outputs)
+    return found + module(heads[0], "head", shapes_of(description))
 
 
-def depth_of(tensors: Tensors, block: str) -> int:
-    """Return the number of layers whose names begin as `block`, which has "{}" for the number of a layer."""
-    before = block.partition("{}")[0]
+def prefix_of(tensors: Tensors, prefixes: Sequence[str], name: str) -> str | None:
+    """Return the prefix with which the file has a tensor, or None for another family."""
+    return next((prefix for prefix in prefixes if f"{prefix}{name}" in tensors), None)
+
+
+def classes_of(tensors: Tensors, head: str, what: str) -> int | None:
+    """Return the number of classes of a head, or None for a file without it."""
+    return shape_of(tensors, head, what)[0] if head in tensors else None
+
+
+def depth_of(tensors: Tensors, before: str) -> int:
+    """Return the number of layers, whose tensors are named `before` and a number."""
     numbers = {name.removeprefix(before).split(".")[0] for name in tensors if name.startswith(before)}
     return len([number for number in numbers if number.isdigit()])
 

@@ -14,15 +14,16 @@ import tensorstore
 
 import dcvit
 from dcvit.errors import CheckpointError
-from dcvit.weights import big_vision, own
 from dcvit.weights import links as linking
+from dcvit.weights import own
 from dcvit.weights.export import formats
 from dcvit.weights.families import FAMILIES, Weights, open_weights
-from dcvit.weights.family import Description
+from dcvit.weights.family import Description, shapes_of
 from dcvit.weights.tensors import Tensor
 
 FIELDS = dict(width=16, depth=2, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
 PP = "decode|resize(16)|value_range(-1, 1)"
+SIZES = {"embedding/kernel": (8, 8, 3, 16), "pos_embedding": (1, 4, 16)}  # of images of 16 pixels
 NO_TENSORS = "no file of plain tensors|is no safetensors or .npz file"  # the latter without PyTorch
 MODELS = {
     "timm": Description("vit", 5, FIELDS, PP),
@@ -43,9 +44,11 @@ def config_of(family):
 
 def model(family):
     """Return the tensors and the config of a small intact model."""
-    shapes = big_vision.parameters(MODELS[family])
-    sizes = {"embedding/kernel": (8, 8, 3, 16), "pos_embedding": (1, 4, 16)}
-    arrays = {name: np.full(sizes.get(name, shape), 0.1, np.float32) for name, shape in shapes.items()}
+    shapes = {
+        name.format(i): shape for name, shape in shapes_of(MODELS[family]).items() for i in range(FIELDS["depth"])
+    }
+    shapes |= {name: size for name, size in SIZES.items() if name in shapes}
+    arrays = {name: np.full(shape, 0.1, np.float32) for name, shape in shapes.items()}
     params = {name: Tensor(array.shape, lambda array=array: array) for name, array in arrays.items()}
     return dict(linking.write(FAMILIES[family].links(MODELS[family]), params)), config_of(family)
 

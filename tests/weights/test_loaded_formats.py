@@ -32,7 +32,7 @@ def described(model, **values):
     ("fields", "message"),
     [
         (dict(posemb="cosine"), "posemb='cosine'; known: 'learn', 'sincos2d'"),
-        (dict(window=5), "unexpected keyword argument 'window'"),
+        (dict(window=5), "no option 'window'"),
     ],
 )
 def test_errors_of_a_description_name_the_file(read, fields, message, tmp_path):

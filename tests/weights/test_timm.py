@@ -139,8 +139,7 @@ def check_described(name):
         return False
     try:
         found = timm_vit.describe(tensors, config)
-        model_links = timm_vit.links(found, tensors)
-        links.check_names(model_links, tensors, name, timm_vit.unused)
+        links.check_names(timm_vit.links(found, tensors), tensors, name)
     except CheckpointError:
         return False
     block, fields = model.blocks[0], found.fields
