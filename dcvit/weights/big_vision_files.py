@@ -10,7 +10,6 @@ linen, the inlined pooling head, and position embeddings with a row for the clas
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -19,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
@@ -91,7 +89,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
       CheckpointError: the file or folder is damaged or unsafe (see `dcvit.weights.npz.open_arrays`), has no such
         subtree, or has an array under an old and a new name.
     """
-    arrays = _open_folder(source.path) if source.path.is_dir() else _open_npz(source.path)
+    arrays = _open_folder(source.path) if source.path.is_dir() else npz.open_arrays(source.path)
     root = next((root for root in ROOTS if any(name.startswith(root) for name in arrays)), "")
     below = f"{root}{source.subtree}/" if source.subtree else root
     found = {name.removeprefix(below): array for name, array in arrays.items() if name.startswith(below)}
@@ -117,26 +115,6 @@ def _array_folders(path: Path) -> Iterator[Path]:
     """Return the folders of the arrays below `params` in a .bv folder; the others are of the optimizer, and large."""
     children = sorted(path.glob(f"{ROOTS[0].replace('/', '~')}*"))
     return (child for child in children if (child / METADATA).is_file())
-
-
-def _open_npz(path: Path) -> dict[str, Tensor]:
-    def read(array: npz.NpzArray) -> np.ndarray:
-        with _npz_errors():
-            x = array.read()
-        # numpy does not know bfloat16 and stores its bytes as a void type.
-        return x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x
-
-    with _npz_errors():
-        arrays = npz.open_arrays(path)
-    return {name: Tensor(array.shape, functools.partial(read, array)) for name, array in arrays.items()}
-
-
-@contextlib.contextmanager
-def _npz_errors() -> Iterator[None]:
-    try:
-        yield
-    except npz.NpzError as e:
-        raise CheckpointError(str(e)) from None
 
 
 def _open_folder(path: Path) -> dict[str, Tensor]:

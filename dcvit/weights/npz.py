@@ -11,13 +11,14 @@ import functools
 import io
 import math
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from dcvit.errors import first_line
+from dcvit.errors import CheckpointError, first_line
+from dcvit.models.trees import Tensor
 from input_pipeline import memory
 
 HEADER_BYTES = 10_240  # of a member: magic string, version, length, and numpy's own limit of 10,000 for the header
@@ -25,73 +26,59 @@ METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the compression methods 
 ENCRYPTED = 0x1  # a flag of a zip's member
 
 
-class NpzError(ValueError):
-    """A damaged or unsafe archive; the message names the file and its member."""
-
-
-class NpzArray(NamedTuple):
-    """An array in an archive, which `read` reads."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-
-def open_arrays(path: str | Path) -> dict[str, NpzArray]:
+def open_arrays(path: str | Path) -> dict[str, Tensor]:
     """Open the arrays of a `.npz` file by name; only the directory of the archive and the headers are read.
 
+    numpy does not know bfloat16 and stores its bytes with the void dtype `V2`, which is read as bfloat16.
+
     Raises:
-      NpzError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
+      CheckpointError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
         size than announced; names are no paths in a tree. What only the data shows is raised when the array is read,
         and so is a need for more memory than is available then; all arrays together may need more.
     """
     with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
         members = _members(archive)
         return {
-            name: NpzArray(_shape(archive, name, info), functools.partial(_read, path, name, info))
+            name: Tensor(_shape(archive, name, info), functools.partial(_read, path, name, info))
             for name, info in members.items()
         }
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a `.npz` file by name, as `numpy.load` does with `allow_pickle=False`.
-
-    An array of a dtype that numpy does not know, such as bfloat16, is returned with the void dtype `V2`.
-
-    Raises:
-      NpzError: see `open_arrays`.
-    """
+    """Read all arrays of a `.npz` file by name. Raises CheckpointError: see `open_arrays`."""
     return {name: array.read() for name, array in open_arrays(path).items()}
 
 
 def _read(path: str | Path, name: str, info: zipfile.ZipInfo) -> np.ndarray:
     with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
-        return _array(archive, name, info)
+        array = _array(archive, name, info)
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 @contextlib.contextmanager
 def _errors_of(path: str | Path) -> Iterator[None]:
-    """Raise NpzError with the path for every error of a file."""
+    """Raise CheckpointError with the path for every error of a file."""
     try:
         yield
-    except NpzError as e:
-        raise NpzError(f"{path}: {e}") from None
+    except CheckpointError as e:
+        raise CheckpointError(f"{path}: {e}") from None
     except OSError as e:
-        raise NpzError(f"cannot read {path}: {e.strerror or first_line(e)}") from None
+        raise CheckpointError(f"cannot read {path}: {e.strerror or first_line(e)}") from None
     except Exception as e:  # zipfile raises many types of exceptions for damaged directories
-        raise NpzError(f"{path} is not an .npz archive, or is damaged: {first_line(e)}") from None
+        raise CheckpointError(f"{path} is not an .npz archive, or is damaged: {first_line(e)}") from None
 
 
 @contextlib.contextmanager
 def _errors_in(name: str) -> Iterator[None]:
-    """Raise NpzError with the name of a member for every error in its content; errors of the file pass."""
+    """Raise CheckpointError with the name of a member for every error in its content; errors of the file pass."""
     try:
         yield
     except OSError:
         raise
-    except NpzError as e:
-        raise NpzError(f"member {name!r}: {e}") from None
+    except CheckpointError as e:
+        raise CheckpointError(f"member {name!r}: {e}") from None
     except Exception as e:
-        raise NpzError(f"member {name!r} is damaged: {first_line(e)}") from None
+        raise CheckpointError(f"member {name!r} is damaged: {first_line(e)}") from None
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -100,27 +87,29 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     for info in archive.infolist():
         name = info.orig_filename.removesuffix(".npy")  # `filename` is cut at a NUL byte
         if "\\" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise NpzError(f"member {info.orig_filename!r} is not a valid name of an array")
+            raise CheckpointError(f"member {info.orig_filename!r} is not a valid name of an array")
         if name in members:
-            raise NpzError(f"member {name!r} occurs twice")
+            raise CheckpointError(f"member {name!r} occurs twice")
         if info.flag_bits & ENCRYPTED:
-            raise NpzError(f"member {name!r} is encrypted")
+            raise CheckpointError(f"member {name!r} is encrypted")
         if info.compress_type not in METHODS:
-            raise NpzError(f"member {name!r} is compressed by a method that numpy does not use")
+            raise CheckpointError(f"member {name!r} is compressed by a method that numpy does not use")
         members[name] = info
     for name in members:
         parts = name.split("/")
         for above in ("/".join(parts[:depth]) for depth in range(1, len(parts))):
             if above in members:
-                raise NpzError(f"member {above!r} is both an array and the folder of {name!r}")
+                raise CheckpointError(f"member {above!r} is both an array and the folder of {name!r}")
     return members
 
 
 def _check_memory(name: str, announced: int) -> None:
-    """Raise NpzError if the array of a member, of so many bytes, needs more than the available memory."""
+    """Raise CheckpointError if the array of a member, of so many bytes, needs more than the available memory."""
     left = memory.available()
     if left is not None and announced > left:
-        raise NpzError(f"member {name!r} announces {announced / 1e9:.1f} GB; available memory: {left / 1e9:.1f} GB")
+        raise CheckpointError(
+            f"member {name!r} announces {announced / 1e9:.1f} GB; available memory: {left / 1e9:.1f} GB"
+        )
 
 
 def _shape(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> tuple[int, ...]:
@@ -140,7 +129,7 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
     with _errors_in(name), archive.open(longer) as stream:
         array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
         if stream.read(1):  # at the end of the data zipfile compares the checksum
-            raise NpzError(f"unpacks to more than the {info.file_size:,} bytes announced")
+            raise CheckpointError(f"unpacks to more than the {info.file_size:,} bytes announced")
     return array
 
 
@@ -152,24 +141,24 @@ def _check_header(start: bytes, announced: int) -> tuple[int, ...]:
       announced: the size of the file in the directory of the archive.
 
     Raises:
-      NpzError: not a header of an array of numbers or strings whose size is the announced one.
+      CheckpointError: not a header of an array of numbers or strings whose size is the announced one.
     """
     file = io.BytesIO(start)
     try:
         version = np.lib.format.read_magic(file)
     except ValueError:
-        raise NpzError("not an array: it does not begin as a .npy file does") from None
+        raise CheckpointError("not an array: it does not begin as a .npy file does") from None
     if version not in ((1, 0), (2, 0)):
-        raise NpzError(f"unknown version {version} of .npy")
+        raise CheckpointError(f"unknown version {version} of .npy")
     parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, _, dtype = parse(file)
     except Exception as e:  # Python's parser of literals and numpy's of dtypes raise many types of exceptions
-        raise NpzError(f"its header is damaged: {first_line(e)}") from None
+        raise CheckpointError(f"its header is damaged: {first_line(e)}") from None
     if dtype.hasobject:
-        raise NpzError("an array of Python objects, which would have to be unpickled")
+        raise CheckpointError("an array of Python objects, which would have to be unpickled")
     if min(shape, default=0) < 0 or not dtype.itemsize:
-        raise NpzError(f"the header announces {dtype} of shape {shape}, which is not an array")
+        raise CheckpointError(f"the header announces {dtype} of shape {shape}, which is not an array")
     if file.tell() + math.prod(shape) * dtype.itemsize != announced:
-        raise NpzError(f"the header announces {dtype} of shape {shape}, the archive {announced:,} bytes")
+        raise CheckpointError(f"the header announces {dtype} of shape {shape}, the archive {announced:,} bytes")
     return shape
