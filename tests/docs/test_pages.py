@@ -118,7 +118,7 @@ def test_every_option_of_a_script_in_a_code_block_exists():
         for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
             for command in commands(block):
                 words = command.split(" -- ")[0]
-                for script, rest in re.findall(r"((?:scripts|tests/robustness)/[\w/]+\.(?:py|sh))((?: [^#]*)?)", words):
+                for script, rest in re.findall(r"(scripts/[\w/]+\.(?:py|sh))((?: [^#]*)?)", words):
                     source = (ROOT / script).read_text()
                     for option in re.findall(r"\s--([\w-]+)", rest):
                         assert option in source, f"{page.name}: {script} has no option --{option}"

@@ -1,12 +1,7 @@
-"""Targets of `tests/robustness/fuzz.py`: the bytes to generate, and the functions of the package that read them."""
+"""Targets of `scripts/attack/fuzz.py`: the bytes to generate, and the functions of the package that read them."""
 
-import functools
-import hashlib
-import importlib.util
 import io
 import json
-import tempfile
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -17,39 +12,20 @@ from PIL import Image
 
 import input_pipeline
 from dcvit.config import load as configs
-from dcvit.config import values
 from dcvit.hub.model import open_trained
-from dcvit.inference.task_files import check_task_files
-from dcvit.runs import checksums, curves, identity, metrics, steps, workdir
+from dcvit.runs import checksums, identity, metrics, steps, workdir
 from dcvit.training.setup import make_setup
-from dcvit.weights import big_vision_files
 from input_pipeline.images import decode
 from input_pipeline.preprocess import ops
 from input_pipeline.text import tokenizer
-from input_pipeline.text.megatron_writer import tokenize_files
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 Read = Callable[[bytes, Path], None]
 
 NUMBERS = (0, 1, -1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e-320, 1e308, 1e400, -1e400)
 WORDS = (
-    "",
-    " ",
-    "\0",
-    "\n",
-    "é",
-    "\ud800",
-    "🎉",
-    "train",
-    "..",
-    "/",
-    "%s",
-    "{}",
-    "1e9",
-    "a" * 300,
-    "(" * 300,
-    "-" * 300,
-)
+    "", " ", "\0", "\n", "é", "\ud800", "🎉", "train", "..", "/", "%s", "{}", "1e9", "a" * 300, "(" * 300, "-" * 300,
+)  # fmt: skip
 SCALARS = st.sampled_from((None, True, False, float("nan"), *NUMBERS, *WORDS)) | st.integers() | st.text(max_size=8)
 VALUES = st.recursive(
     SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=6
@@ -164,21 +140,6 @@ def read_pp(data: bytes, folder: Path) -> None:
     input_pipeline.Preprocess(spec)(example, np.random.default_rng(0))
 
 
-def overrides() -> st.SearchStrategy[bytes]:
-    parents = st.sampled_from(("model", "input", "input.data", "optax", "evals.test", "schedule"))
-    children = st.sampled_from(
-        ("width", "depth", "num_heads", "patch_size", "compose", "variant", "kind", "pp", "type")
-    )
-    keys = st.sampled_from(values.known_keys()) | st.tuples(parents, children).map(".".join) | st.text(max_size=8)
-    texts = VALUES.map(repr) | st.sampled_from(("", "none", "True", "[", "('a', 1)", "0x10", "1_0", *WORDS))
-    return text(st.tuples(keys, texts).map("=".join))
-
-
-def read_override(data: bytes, folder: Path) -> None:
-    for name, small in (("vit_digits", TINY_VIT), ("lm_stdlib", TINY_LM)):
-        configs.load(name, [*small, as_text(data)])
-
-
 def complete_configs() -> list[Json]:
     return [
         json.loads(configs.load(name, small).to_json())
@@ -218,39 +179,6 @@ def read_image(data: bytes, folder: Path) -> None:
         decode.decode(data, channels, precise=True, exif=exif)
 
 
-def npz_files() -> list[bytes]:
-    arrays = {
-        "params/a/kernel": np.ones((2, 3), np.float32),
-        "params/b": np.int64(3),
-        "params/c": np.zeros((0, 2), "f2"),
-    }
-    files = [io.BytesIO(), io.BytesIO(), io.BytesIO()]
-    np.savez(files[0], **arrays)
-    np.savez_compressed(files[1], **arrays)
-    with zipfile.ZipFile(files[2], "w") as archive:
-        archive.writestr(
-            "a.npy",
-            b"\x93NUMPY\x01\x00v\x00"
-            + b"{'descr': '<f4', 'fortran_order': True, 'shape': (1,), }".ljust(117)
-            + b"\n\0\0\0\0",
-        )
-    return [file.getvalue() for file in files]
-
-
-def read_npz(path: Path) -> None:
-    for tensor in big_vision_files.open_arrays(big_vision_files.Source(path, "")).values():
-        tensor.read()
-
-
-def compressed(content: bytes) -> list[bytes]:
-    """Return the content as a zstd file, with and without checksum; itself if the library is not installed."""
-    if importlib.util.find_spec("zstandard") is None:
-        return [content]
-    import zstandard
-
-    return [zstandard.ZstdCompressor(write_checksum=checked).compress(content) for checked in (True, False)]
-
-
 def read_text(path: Path) -> None:
     for kind in ("text", "spans"):
         try:
@@ -260,56 +188,13 @@ def read_text(path: Path) -> None:
             continue
 
 
-@functools.cache
-def metrics_files() -> list[bytes]:
-    """Metrics as a run writes them, and with checksums as earlier versions wrote them."""
-    rows = [{"step": i, "loss": 0.5 + i, "test/top1": None} for i in range(3)]
-    return [
-        b"".join(json.dumps(row).encode() + b"\n" for row in found)
-        for found in (rows, [{**row, "crc32": "0a1b2c3d"} for row in rows])
-    ]
-
-
-def read_metrics(path: Path) -> None:
-    metrics.read(path)
-    metrics.JsonLines(path, resume_step=1).close()
-    curves.plot([path.parent], path.with_suffix(".svg"))
-
-
-@functools.cache
-def megatron_files() -> dict[str, bytes]:
-    """The files of two documents by suffix."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "a.jsonl").write_text('{"text": "some words"}\n{"text": "of two documents"}\n')
-        tokenize_files(
-            f"{folder}/a.jsonl", None, f"{folder}/a", key="text", end_of_text="", on_progress=lambda *_: None
-        )
-        return {suffix: (Path(folder) / f"a{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")}
-
-
-def read_megatron(suffix: str) -> Read:
-    """Return a function that reads a pair whose file with the suffix has other bytes."""
-
-    def read(data: bytes, folder: Path) -> None:
-        for name, content in {**megatron_files(), suffix: data}.items():
-            (folder / f"a{name}").write_bytes(content)
-        source = input_pipeline.open_source("megatron", path=str(folder), context=8)
-        source[len(source) - 1]
-
-    return read
-
-
 def tokenizer_files() -> list[Json]:
     """The content of small files tokenizer.json with different models."""
     end = {"id": 3, "content": tokenizer.END_OF_TEXT, "special": True} | dict.fromkeys(
         ("single_word", "lstrip", "rstrip", "normalized"), False
     )
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    parts = (
-        {"decoder": level, "pre_tokenizer": level},
-        {"normalizer": {"type": "NFKC"}},
-        {"decoder": {"type": "ByteFallback"}},
-    )
+    parts = ({"decoder": level, "pre_tokenizer": level}, {"normalizer": {"type": "NFKC"}}, {"decoder": None})
     vocab = {"a": 0, "b": 1, "ab": 2}
     models = (
         {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]], "byte_fallback": False},
@@ -355,45 +240,8 @@ def read_about(data: bytes, folder: Path) -> None:
     found = steps.about(path)
     identity.check_same_run(path, found, about["config"], about["data"], ["lr"])
     identity.resume_warnings(found, {"software": identity.software(), "devices": about["devices"]})
-    (folder / "metrics.jsonl").write_bytes(metrics_files()[0])
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 3, "loss": 0.5}\n')
     metrics.JsonLines(folder / "metrics.jsonl", resume_step=found["step"]).missing(found)
-
-
-def checksum_files() -> list[bytes]:
-    line = hashlib.sha256(b"x").hexdigest().encode()
-    return [line + b"  params/x\n" + line + b"  about/metadata\n"]
-
-
-def read_checksums(data: bytes, folder: Path) -> None:
-    for name in ("params/x", "about/metadata"):
-        (folder / name).parent.mkdir()
-        (folder / name).write_bytes(b"x")
-    (folder / checksums.NAME).write_bytes(data)
-    checksums.items(folder)
-    checksums.problems(folder, only=("params",), share=(1, 2))
-    checksums.problems(folder)
-
-
-def task_files() -> list[bytes]:
-    task = {
-        "task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "a.jsonl"}},
-        "test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "answer", "include": "b.yaml",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
-    return [
-        json.dumps(task).encode(),
-        b"task: a\nfewshot: &x [1, *x]\nmetric_list:\n  - metric: !function m.f\n<<: {a: 1}\n",
-    ]
-
-
-def read_workdir(name: str) -> Read:
-    """Return a function that reads a file which identifies the run of a workdir."""
-
-    def read(path: Path) -> None:
-        workdir.existing(path.parent)
-        workdir.accepted(path.parent)
-
-    return into(name, read)
 
 
 def targets() -> dict[str, Target]:
@@ -402,32 +250,12 @@ def targets() -> dict[str, Target]:
         {"text": "some words", "inputs": "ask", "targets": "say", "meta": {"n": [1]}},
         {"text": "é", "inputs": "", "targets": "x"},
     ]
-    pair = megatron_files()
     return {
         "pp": Target(pp_strings(), read_pp),
-        "override": Target(overrides(), read_override),
         "config.json": Target(json_files(complete_configs()), into("config.json", read_config)),
         "setup": Target(json_files(complete_configs()), into("config.json", read_setup)),
-        "data.json": Target(json_files([DATA]), read_workdir("data.json")),
-        "accepted.json": Target(json_files([{"accept": ["lr"]}]), read_workdir("accepted.json")),
         "about": Target(json_files(abouts()), read_about),
-        "SHA256SUMS": Target(damaged(checksum_files()), read_checksums),
-        "metrics.jsonl": Target(
-            damaged(metrics_files()) | json_lines([{"step": 1, "loss": 0.5}, {"step": 2}]),
-            into("metrics.jsonl", read_metrics),
-        ),
         "image": Target(damaged(image_files()), read_image),
-        "npz": Target(damaged(npz_files()), into("a.npz", read_npz)),
         "text": Target(json_lines(lines), into("a.jsonl", read_text)),
-        "text.zst": Target(
-            damaged(compressed(b"".join(json.dumps(line).encode() + b"\n" for line in lines))),
-            into("a.jsonl.zst", read_text),
-        ),
-        "megatron index": Target(damaged([pair[".idx"]]), read_megatron(".idx")),
-        "megatron description": Target(json_files([json.loads(pair[".json"])]), read_megatron(".json")),
         "tokenizer.json": Target(json_files(tokenizer_files()), into("tokenizer.json", read_tokenizer)),
-        "task file": Target(
-            damaged(task_files()) | json_files([json.loads(task_files()[0])]),
-            into("a.yaml", lambda path: check_task_files(path.parent)),
-        ),
-    }  # fmt: skip
+    }

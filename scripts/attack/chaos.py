@@ -1,8 +1,8 @@
 """Interrupts a training run at random moments and compares its result with an uninterrupted run.
 
-    python tests/robustness/chaos.py --model vit --kills 50 --terms 20 --seed 0
-    python tests/robustness/chaos.py --model lm --kills 50 --terms 20 --seed 0
-    python tests/robustness/chaos.py --model vit --processes 2 --kills 20 --terms 10 --seed 0
+    python scripts/attack/chaos.py --model vit --kills 50 --terms 20 --interrupts 10 --seed 0
+    python scripts/attack/chaos.py --model lm --kills 50 --terms 20 --interrupts 10 --seed 0
+    python scripts/attack/chaos.py --model vit --processes 2 --kills 20 --terms 10 --interrupts 0 --seed 0
 
 Each start of the run receives one SIGKILL, SIGTERM or SIGINT at a random moment of the start, of the compilation, of a
 step, of a save or of an evaluation. Every third start is paused for a second before (SIGSTOP, SIGCONT); every third one
@@ -10,21 +10,19 @@ loses the reader of its stdout, and must do two more steps. In a run of two proc
 signal, and both must end. After all signals, the run is started once more and completes. Its last checkpoint and its
 metrics.jsonl must be bitwise identical to those of the uninterrupted run. SIGTERM and SIGINT must lose no step. SIGKILL
 may lose the steps since the latest complete checkpoint: at most the interval, plus those that ran during the next save.
-Prints a row of a Markdown table. The exit status is 1 if anything differs.
+Prints counts as JSON, and a line for each violated requirement; the exit status is 1 if there are any.
 """
 
 import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,9 +34,10 @@ from dcvit.parallel import runtime
 from dcvit.runs.steps import saved_steps
 
 INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
-AIMS = ("starting", "compiling", "a step", "saving", "evaluating")
+# Kind of moment -> seconds within which the signal follows it.
+MOMENTS = {"starting": 5.0, "compiling": 3.0, "a step": 0.05, "saving": 0.15, "evaluating": 0.05}
 BEFORE = ("", "paused ", "closed stdout ")  # what happens to a start before its signal
-STATUSES = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGTERM: {75}, signal.SIGINT: {130}}
+STATUSES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 130}
 CONFIGS = {
     "vit": ("vit_digits", {"evals.test.log_steps": EVAL, "ema_decay": 0.99, "mixup": 0.2}),
     "lm": (
@@ -57,7 +56,7 @@ def command(model: str, workdir: Path, steps: int) -> list[str]:
     return [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir), *words]
 
 
-def several(count: int) -> list[list[str]]:
+def cluster(count: int) -> list[list[str]]:
     """Return the options of each process of a run on this machine."""
     if count == 1:
         return [[]]
@@ -70,35 +69,31 @@ def several(count: int) -> list[list[str]]:
 class Attempt:
     """One start of the run, until it ends or is interrupted."""
 
-    def __init__(self, model: str, workdir: Path, steps: int, processes: int, *, cache: bool = True):
+    def __init__(self, args: argparse.Namespace, workdir: Path, steps: int, *, cache: bool = True):
         self.workdir, self.log = workdir, workdir.with_name(f"{workdir.name}.log")
-        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": str(cache).lower()}
-        if processes > 1:
-            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        self.log.write_bytes(b"")
         self.rows_before = self.rows()
-        with self.log.open("ab") as log:
+        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": str(cache).lower()}
+        if args.processes > 1:
+            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        with self.log.open("wb") as log:
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
-            self.processes = [
-                subprocess.Popen(
-                    [*command(model, workdir, steps), *words], stdout=self.reader.stdin, stderr=log, env=environment
-                )
-                for words in several(processes)
-            ]
+            streams = {"stdout": self.reader.stdin, "stderr": log, "env": environment}
+            words = command(args.model, workdir, steps)
+            self.processes = [subprocess.Popen([*words, *more], **streams) for more in cluster(args.processes)]
         self.reader.stdin.close()  # the pipe remains open in the processes
         self.started = time.monotonic()
 
     def runs(self) -> bool:
         return all(process.poll() is None for process in self.processes)
 
-    def until(self, condition: Callable[[], bool], what: str) -> bool:
+    def until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition. Return False if a process ended first."""
         while not condition():
             if not self.runs():
                 return False
             if time.monotonic() - self.started > TIMEOUT:
-                self.kill()
-                raise SystemExit(f"chaos: not {what} after {TIMEOUT} s:\n{self.log.read_text()}")
+                self.end(0)
+                raise SystemExit(f"chaos: no progress in {TIMEOUT} s:\n{self.log.read_text()}")
             time.sleep(0.001)
         return True
 
@@ -106,35 +101,28 @@ class Attempt:
         path = self.workdir / "metrics.jsonl"
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
-    def row(self) -> int:
+    def step(self) -> int:
         """Return the step of the last row of metrics."""
         lines = self.rows()
         return json.loads(lines[-1])["step"] if lines else 0
 
-    def says(self, text: str) -> bool:
+    def logged(self, text: str) -> bool:
         return text in self.log.read_text()
 
-    def saving(self) -> bool:
-        folder = self.workdir / "checkpoints"
-        return folder.is_dir() and any("orbax-checkpoint-tmp" in path.name for path in folder.iterdir())
+    def saves(self) -> bool:
+        return any("orbax-checkpoint-tmp" in path.name for path in self.workdir.glob("checkpoints/*"))
 
-    def aim(self, at: str, target: int, draw: random.Random) -> bool:
-        """Wait for a random moment of a kind of `AIMS`. Return False if the run ended first."""
-        if at == "starting":
-            time.sleep(draw.uniform(0, 5))
-            return self.runs()
-        if not self.until(lambda: self.says("compiling the training step"), "compiling"):
+    def aim(self, moment: str, step: int, draw: random.Random) -> bool:
+        """Wait for a random moment of a kind. Return False if the run ended first."""
+        if moment == "evaluating":
+            step = -(-step // EVAL) * EVAL - 1
+        if moment != "starting" and not self.until(lambda: self.logged("compiling the training step")):
             return False
-        if at == "compiling":
-            time.sleep(draw.uniform(0, 3))
-            return self.runs()
-        if at == "evaluating":
-            target = -(-target // EVAL) * EVAL - 1
-        if not self.until(lambda: self.row() >= target, f"at step {target}"):
+        if moment not in ("starting", "compiling") and not self.until(lambda: self.step() >= step):
             return False
-        if at == "saving" and not self.until(self.saving, "saving"):
+        if moment == "saving" and not self.until(self.saves):
             return False
-        time.sleep(draw.uniform(0, 0.15 if at == "saving" else 0.05))
+        time.sleep(draw.uniform(0, MOMENTS[moment]))
         return self.runs()
 
     def disturb(self, how: str, process: subprocess.Popen) -> bool:
@@ -145,13 +133,13 @@ class Attempt:
             process.send_signal(signal.SIGCONT)
         elif how == "closed stdout ":
             self.reader.kill()
-            step = max(self.row(), max(saved_steps(self.workdir), default=0))
-            return self.until(lambda: self.row() >= step + 2, "continuing without a reader")
+            step = max(self.step(), max(saved_steps(self.workdir), default=0))
+            return self.until(lambda: self.step() >= step + 2)
         return self.runs()
 
     def interrupt(self, number: signal.Signals, process: subprocess.Popen) -> list[int]:
         """Send a signal to a process, or to all if they are not connected yet, and return all exit statuses."""
-        connected = self.says("dcvit train: ") or self.reader.poll() is not None
+        connected = self.logged("dcvit train: ") or self.reader.poll() is not None
         for receiver in [process] if connected else self.processes:
             receiver.send_signal(number)
         return self.end(END_SECONDS if number == signal.SIGKILL else TIMEOUT)
@@ -162,51 +150,47 @@ class Attempt:
         while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
             time.sleep(0.01)
         statuses = [process.poll() or 0 for process in self.processes]
-        self.kill()
-        return statuses
-
-    def kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
         self.reader.wait()
+        return statuses
 
     def lost(self) -> int:
         """Return the number of steps done by the run, of which the interrupted attempt did some, but not saved."""
-        done = 0 if self.rows() == self.rows_before else self.row()
+        done = 0 if self.rows() == self.rows_before else self.step()
         return max(0, done - max(saved_steps(self.workdir), default=0))
 
 
-def interrupt(args: argparse.Namespace, workdir: Path, steps: int, draw: random.Random) -> dict:
-    """Run until completion with all interruptions. Return the signals, the lost steps and the errors."""
+def interrupted_run(args: argparse.Namespace, workdir: Path, steps: int) -> tuple[dict[str, list[int]], list[str]]:
+    """Run until completion with all interruptions. Return the lost steps of each signal, and the errors."""
+    draw = random.Random(args.seed)
     sent = [signal.SIGKILL] * args.kills + [signal.SIGTERM] * args.terms + [signal.SIGINT] * args.interrupts
     draw.shuffle(sent)
-    events, wrong = Counter(), []
-    lost: dict[signal.Signals, list[int]] = {number: [] for number in STATUSES}
+    lost: dict[str, list[int]] = {number.name: [] for number in STATUSES}
+    wrong = []
     for i, number in enumerate(sent):
-        at, before = AIMS[i % len(AIMS)], BEFORE[i % len(BEFORE)]
-        attempt = Attempt(args.model, workdir, steps, args.processes, cache=at != "compiling")
+        moment, before = list(MOMENTS)[i % len(MOMENTS)], BEFORE[i % len(BEFORE)]
+        what = f"{number.name} to {before}{moment}"
+        attempt = Attempt(args, workdir, steps, cache=moment != "compiling")
         receiver = draw.randrange(args.processes)
-        target = (i + 1) * (steps - 2 * INTERVAL) // len(sent)
-        if not (attempt.aim(at, target, draw) and attempt.disturb(before, attempt.processes[receiver])):
-            attempt.kill()
-            wrong.append(f"the run ended before {number.name} to {before}{at}:\n{attempt.log.read_text()}")
-            break
-        begun = time.monotonic()
+        step = (i + 1) * (steps - 2 * INTERVAL) // len(sent)
+        if not (attempt.aim(moment, step, draw) and attempt.disturb(before, attempt.processes[receiver])):
+            attempt.end(0)
+            return lost, [*wrong, f"the run ended before {what}:\n{attempt.log.read_text()}"]
         statuses = attempt.interrupt(number, attempt.processes[receiver])
-        valid = STATUSES[number] | ({-number} if at == "starting" else set())  # before Python has its handler
+        valid = {STATUSES[number], *([-number] if moment == "starting" else [])}  # before Python has its handler
         if statuses[receiver] not in valid or 0 in statuses:
-            wrong.append(f"{number.name} to {before}{at} gave the statuses {statuses}:\n{attempt.log.read_text()}")
-        events[f"{number.name} {before}{at}"] += 1
-        lost[number].append(attempt.lost())
-        print(
-            f"{i + 1}/{len(sent)} {number.name} to process {receiver}, {before}{at}: statuses {statuses} after "
-            f"{time.monotonic() - begun:.0f} s, step {attempt.row()}, {attempt.lost()} steps lost", file=sys.stderr,
-        )  # fmt: skip
-    attempt = Attempt(args.model, workdir, steps, args.processes)
+            wrong.append(f"{what} gave the statuses {statuses}:\n{attempt.log.read_text()}")
+        lost[number.name].append(attempt.lost())
+        most = 2 * INTERVAL - 1 if number == signal.SIGKILL else 0  # a save waits for the previous one to end
+        if attempt.lost() > most:
+            wrong.append(f"{what} lost {attempt.lost()} steps")
+        print(f"{i + 1}/{len(sent)} {what}: step {attempt.step()}, {attempt.lost()} lost", file=sys.stderr)
+    attempt = Attempt(args, workdir, steps)
     if any(statuses := attempt.end()):
         wrong.append(f"the last attempt ended with the statuses {statuses}:\n{attempt.log.read_text()}")
-    return {"events": events, "lost": lost, "wrong": wrong}
+    return lost, wrong
 
 
 def arrays(item: Path) -> object:
@@ -221,69 +205,49 @@ def differences(one: Path, other: Path, steps: int) -> list[str]:
     found = []
     if (one / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes():
         found.append("metrics.jsonl")
-    states = [one / "checkpoints" / str(steps), other / "checkpoints" / str(steps)]
+    states = [(run / "checkpoints" / str(steps)).absolute() for run in (one, other)]
     for item in sorted(p.name for p in states[0].iterdir() if p.is_dir() and p.name != "about"):
-        trees = [arrays((state / item).absolute()) for state in states]
-        leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
+        leaves = [jax.tree_util.tree_leaves_with_path(arrays(state / item)) for state in states]
         for (path, a), (_, b) in zip(*leaves, strict=True):
             if np.asarray(a).tobytes() != np.asarray(b).tobytes():
                 found.append(f"{item}{jax.tree_util.keystr(path)}")
     abouts = [json.loads((state / "about" / "metadata").read_text()) for state in states]
-    found += [key for key in abouts[0] if key != "seconds" and abouts[0][key] != abouts[1][key]]
-    return found
+    return found + [key for key in abouts[0] if key != "seconds" and abouts[0][key] != abouts[1][key]]
 
 
-def row(args: argparse.Namespace, steps: int, lost: dict[str, list[int]], found: list[str], seconds: float) -> str:
-    """Return a Markdown table of one row."""
-    beyond = sum(value > INTERVAL for value in lost["SIGKILL"])
-    worst = {name: max(values, default=0) for name, values in lost.items()}
-    cells = {
-        "model": args.model if args.processes == 1 else f"{args.model}, {args.processes} processes",
-        **{name: len(values) for name, values in lost.items()}, "steps": steps,
-        "SIGKILL lost (most, interval)": f"{worst['SIGKILL']}, {INTERVAL} ({beyond} more than {INTERVAL})",
-        "SIGTERM, SIGINT lost": max(worst["SIGTERM"], worst["SIGINT"]), "differences": ", ".join(found) or "none",
-        "time": f"{seconds:.0f} s",
-    }  # fmt: skip
-    lines = [cells, ["---"] * len(cells), cells.values()]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+def report(counts: dict, wrong: list[str]) -> int:
+    """Print the counts and the violated requirements, and return the exit status."""
+    print(json.dumps(counts))
+    for line in wrong:
+        print(f"wrong: {line}")
+    return 1 if wrong else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CONFIGS, default="vit")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--terms", type=int, default=20)
-    parser.add_argument("--interrupts", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for both runs (default: a temporary folder)")
+    for name, count in {"kills": 50, "terms": 20, "interrupts": 10, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=count)
     args = parser.parse_args()
     runtime.skip_absent_tpu()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with SIGINT ignored
-    steps = 8 * (args.kills + args.terms + args.interrupts) + 2 * INTERVAL
-    out = args.out or Path(tempfile.mkdtemp(prefix="dcvit-chaos-"))
-    out.mkdir(parents=True, exist_ok=True)
-    uninterrupted, interrupted = out / "uninterrupted", out / "interrupted"
-    if uninterrupted.exists() or interrupted.exists():
-        raise SystemExit(f"chaos: {out} already contains runs")
-    started = time.monotonic()
-    attempt = Attempt(args.model, uninterrupted, steps, args.processes)
-    if any(attempt.end()):
-        raise SystemExit(f"chaos: the uninterrupted run failed:\n{attempt.log.read_text()}")
-    report = interrupt(args, interrupted, steps, random.Random(args.seed))
-    found = differences(uninterrupted, interrupted, steps)
-    lost = {number.name: values for number, values in report["lost"].items()}
-    for name, values in lost.items():
-        most = 2 * INTERVAL - 1 if name == "SIGKILL" else 0  # a save waits for the previous one to end
-        if max(values, default=0) > most:
-            report["wrong"].append(f"{name} lost {max(values)} steps")
-    print(json.dumps({"events": report["events"], "lost": lost}), file=sys.stderr)
-    print(row(args, steps, lost, found, time.monotonic() - started))
-    for line in report["wrong"]:
-        print(f"wrong: {line}")
-    if not args.out:
-        shutil.rmtree(out)
-    return 1 if found or report["wrong"] else 0
+    steps, started = 8 * (args.kills + args.terms + args.interrupts) + 2 * INTERVAL, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dcvit-chaos-") as folder:
+        uninterrupted, interrupted = Path(folder, "uninterrupted"), Path(folder, "interrupted")
+        attempt = Attempt(args, uninterrupted, steps)
+        if any(attempt.end()):
+            raise SystemExit(f"chaos: the uninterrupted run failed:\n{attempt.log.read_text()}")
+        lost, wrong = interrupted_run(args, interrupted, steps)
+        different = [] if wrong else differences(uninterrupted, interrupted, steps)
+    counts = {
+        "model": args.model, "processes": args.processes, "steps": steps,
+        "signals": {name: len(values) for name, values in lost.items()},
+        "most steps lost": {name: max(values, default=0) for name, values in lost.items()},
+        "SIGKILL lost more than the interval": sum(steps > INTERVAL for steps in lost["SIGKILL"]),
+        "differences": different, "seconds": round(time.monotonic() - started),
+    }  # fmt: skip
+    return report(counts, [*wrong, *(f"{name} differs" for name in different)])
 
 
 if __name__ == "__main__":
