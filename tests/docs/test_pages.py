@@ -88,13 +88,6 @@ def test_every_command_in_a_code_block_has_options_that_exist():
     assert checked > 30
 
 
-def test_pages_write_commands_in_one_form_and_install_editable():
-    """`dcvit COMMAND`; the equivalent form is mentioned once. A copy of the clone would ignore edits of its configs."""
-    text = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
-    assert len(re.findall(r"^.*python -m dcvit\.\w+.*$", text, re.MULTILINE)) == 1
-    assert re.findall(r'pip install "?\.', text) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("composed", ["dynamic", "zero"])
 def test_the_explanation_of_pre_and_post_is_what_compose_computes(composed):

@@ -4,7 +4,6 @@ The calls are written down from the public interface of big_vision, which has no
 """
 
 import contextlib
-import inspect
 import logging
 
 import flax.linen as nn
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from small_models import assert_trees_equal, jit, random_params, save_npz
 
-from dcvit.models import fields, vit
+from dcvit.models import vit
 from dcvit.models.trees import unstack_blocks
 
 SMALL = {"patch_size": (4, 4), "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 4, "rep_size": True}
@@ -136,19 +135,6 @@ def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     assert_trees_equal({**unstack_blocks(loaded), "head": saved["head"]}, saved)
 
 
-def test_every_policy_of_jax_can_be_named():
-    """A function of `jax.checkpoint_policies` that takes named arguments builds a policy and is none."""
-    found = {}
-    for name in dir(jax.checkpoint_policies):
-        if not name.startswith("_"):
-            found[name] = getattr(jax.checkpoint_policies, name)
-    builds = {"policy_1", "offload_src", "names_not_to_save", "names_which_can_be_saved"}
-    policies = {name for name, f in found.items() if not builds & inspect.signature(f).parameters.keys()}
-    assert policies == set(fields.JAX_POLICIES)
-    for name in (*policies, "none"):
-        assert vit.Model(7, remat_policy=name).remat == name
-
-
 def test_remat_policy_is_the_field_remat():
     images = jnp.zeros((1, 8, 8, 3))
     assert vit.Model(7).remat == vit.Model(7, remat_policy=None, remat="none").remat == "none"
@@ -157,28 +143,6 @@ def test_remat_policy_is_the_field_remat():
     for name in ("save_only_these_names", "all"):
         with pytest.raises(ValueError, match=f"remat='{name}'; known: 'none', "):
             jax.eval_shape(vit.Model(7, **SMALL, remat_policy=name).init, jax.random.key(0), images)
-
-
-def saved_arrays(**options):
-    """Return the number of values that the forward pass of a small model keeps for the backward pass."""
-    model = vit.Model(7, **SMALL, **options)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 8, 8, 3)))["params"]
-
-    def forward(params):
-        return jax.vjp(lambda p: jnp.sum(model.apply({"params": p}, jnp.ones((2, 8, 8, 3)))[0]), params)[1]
-
-    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(forward, params)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scan", [False, True])
-def test_policies_keep_what_their_names_say(scan):
-    none, full, dots, everything = (
-        saved_arrays(scan=scan, remat_policy=name)
-        for name in ("none", "nothing_saveable", "dots_saveable", "everything_saveable")
-    )
-    assert full < dots < everything
-    assert full < dots < none
 
 
 @pytest.mark.slow

@@ -20,10 +20,6 @@ README = PAGE.read_text()
 MARKER = "<!-- run by tests/scripts/test_readme.py -->"
 
 
-def test_it_has_at_most_150_lines():
-    assert len(README.splitlines()) <= 150
-
-
 @pytest.mark.weekly
 def test_its_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
     """The commands run in a folder with the repository's configs and images."""

@@ -23,15 +23,6 @@ def test_shellcheck_reports_nothing(script):
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("script", ["tpu/pod.sh", "slurm.sbatch"])
-def test_help_of_a_launcher_is_its_first_comment(sandbox, script):
-    status, out, err = sandbox.run(script, "--help")
-    assert (status, err) == (0, "")
-    assert len(out.splitlines()) > 5
-    for line in out.splitlines():
-        assert f"# {line}".rstrip() in (SCRIPTS / script).read_text()
-
-
 @pytest.mark.slow
 def test_launch_commands_in_the_documentation_are_accepted(sandbox):
     text = (SCRIPTS.parent / "docs" / "pods.md").read_text().replace("\\\n", " ")
