@@ -2,7 +2,7 @@
 
 import shutil
 import signal
-import subprocess
+from pathlib import Path
 
 import pytest
 from stand_ins import RUN, SCRIPTS, TIMEOUT, program, wait_for
@@ -28,34 +28,22 @@ def cluster(sandbox):
     return sandbox
 
 
-def test_copy_of_the_script_runs_in_the_folder_of_submission_and_returns_the_status(cluster, tmp_path):
+def test_job_near_its_time_limit_is_requeued_once_and_ends_with_the_status_of_its_step(cluster, tmp_path):
     """Slurm runs a copy of the script with stdin closed."""
-    copy = tmp_path / "slurm_script"
-    shutil.copy(SCRIPTS / "slurm.sbatch", copy)
-    done = subprocess.run(
-        ["bash", copy, *RUN, "--", "--config.seed=1"], env=cluster.env | cluster.job, cwd=tmp_path,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 9, done.stderr
-    words = (cluster.folder / "srun").read_text().split("\0")[:-1]
-    assert words[-len(RUN) - 3 :] == ["-m", "dcvit.train", *RUN, "--config.seed=1"]
-    assert "--cpus-per-task=6" in words
-    assert f"step at {cluster.checkout}" in done.stdout
-    assert not (cluster.folder / "scontrol").exists()
-
-
-def test_job_near_its_time_limit_is_requeued_once(cluster):
-    """The script ends together with its step and returns the status of the step."""
+    copy = Path(shutil.copy(SCRIPTS / "slurm.sbatch", tmp_path / "slurm_script"))
     cluster.set(long="")
-    job = cluster.start("slurm.sbatch", *RUN, **cluster.job)
+    job = cluster.start(copy, *RUN, "--", "--config.seed=1", **cluster.job)
     wait_for((cluster.folder / "srun").exists)
     job.send_signal(signal.SIGUSR1)
     wait_for((cluster.folder / "scontrol").exists)
     assert job.poll() is None
     cluster.set(go="")
-    job.communicate(timeout=TIMEOUT)
-    assert job.returncode == 9
+    out, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 9, err
     assert (cluster.folder / "scontrol").read_text() == "requeue 7\n"
+    words = (cluster.folder / "srun").read_text().split("\0")[:-1]
+    assert words[-len(RUN) - 3 :] == ["-m", "dcvit.train", *RUN, "--config.seed=1"]
+    assert f"step at {cluster.checkout}" in out
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,11 @@ from pathlib import Path
 
 import bundles as tpu_bundles
 import compile_kernels
-import cycles as tpu_cycles
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcvit.models.flops import training_flops
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
-from dcvit.parallel import hlo
-from dcvit.training import aot
 from dcvit.training.setup import load_setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,70 +58,6 @@ def test_conditional_parts_count_in_the_steps_that_execute_them():
 def test_compiled_kernels_cover_every_named_model():
     models = {name for names in compile_kernels.shapes().values() for name in names}
     assert models == {*PRESETS, *(f"{kind}-{name}" for name in VARIANTS for kind in ("ViT", "DCViT"))}
-    for shape, names in compile_kernels.shapes().items():
-        plain = [name for name in names if not name.startswith("DC") or name.startswith("DCFlash")]
-        assert plain == ([] if shape.composed else names), shape
-        assert shape.queries in (1, shape.keys)
-        grouped = [name for name in names if name.startswith("DCFlash")]
-        assert grouped == (names if shape.key_heads < shape.heads else []), shape
-        assert shape.heads == (4 if grouped else 1) * shape.key_heads
-    for composed in (True, False):
-        batches = {s.batch for s, names in compile_kernels.shapes().items() if f"{'DC' * composed}ViT-S" in names}
-        assert batches == {4, 64}
-
-
-CONVOLUTIONS = {
-    "padding": dict(window_strides=(2, 1), padding=((1, 2), (0, 3))),
-    "holes": dict(window_strides=(1, 3), padding=((5, 0), (2, 3)), lhs_dilation=(1, 2), rhs_dilation=(2, 1)),
-    "groups": dict(window_strides=(1, 1), padding="SAME", feature_group_count=2),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_flops_of_a_convolution_are_those_of_xla(name):
-    """Products of many heads are convolutions with padding on TPUs, whose windows are mostly empty."""
-    options = CONVOLUTIONS[name]
-    features = 6 // options.get("feature_group_count", 1)
-
-    def convolve(x, w):
-        return jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-    lowered = jax.jit(convolve).lower(jnp.zeros((2, 9, 8, 6)), jnp.zeros((3, 2, features, 4)))
-    program, _ = hlo.computations(
-        lowered.as_text(dialect="hlo").replace("ENTRY main.1 {", "ENTRY main.1 () -> f32[] {")
-    )
-    (instructions,) = program.values()
-    shapes = {x.name: x.shape for x in instructions}
-    expected = lowered.cost_analysis()["flops"]
-    assert expected > 0
-    assert sum(tpu_cycles.flops(x, shapes) for x in instructions) == expected
-
-
-@needs_libtpu
-@pytest.mark.weekly
-@pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
-def test_estimates_of_a_scan_respect_the_hardware(topology):
-    """Two layers in a scan: no product is faster than the matrix units, and no relayout faster than the memory."""
-    layers, batch, width = 2, 4096, 1024
-    chip, devices = aot.topology_devices(topology)
-    place = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
-
-    def step(x, w):
-        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-        return jax.lax.optimization_barrier(x.T).reshape(2, width // 2, batch).swapaxes(1, 2)
-
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=place) for s in [(batch, width), (layers, width, width)]]
-    found = tpu_cycles.costs(jax.jit(step).lower(*shapes).compile().as_text(), {})
-    products = [cost for cost in found if cost.kind == "matmul"]
-    assert {cost.times for cost in products} == {layers}
-    flops = sum(cost.flops for cost in products)
-    assert flops == layers * 2 * batch * width**2
-    assert 0.3 < flops / tpu_cycles.MXU[chip.name] / sum(cost.cycles for cost in products) <= 1
-    relayouts = [cost for cost in found if cost.kind == "relayout" and cost.moved]
-    assert relayouts
-    clock = chip.peak / tpu_cycles.MXU[chip.name]
-    assert all(cost.moved / tpu_cycles.HBM[chip.name] * clock <= cost.cycles for cost in relayouts)
 
 
 @needs_libtpu
