@@ -36,44 +36,27 @@ def environment():
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
-def words_of(command, workdir, tmp_path):
-    """The command line of each command in these tests."""
-    if command == "train":
-        short = ["total_steps=2", "model.depth=1", "model.width=16", "model.compose=none", "tensorboard=true"]
-        return [
-            "train",
-            "--config",
-            "vit_digits",
-            "--workdir",
-            str(tmp_path / "run"),
-            *(f"--config.{w}" for w in short),
-        ]
-    if command == "predict":
-        Image.new("L", (8, 8)).save(tmp_path / "a.jpg")
-        resize = "decode(1)|resize(8)|value_range(-1, 1)"  # by TensorFlow
-        config = ["--config", "vit_digits", f"--config.pp_predict={resize}", *MODEL]
-        return ["predict", str(tmp_path / "a.jpg"), *config, "--workdir", str(workdir)]
-    return ["evaluate", "--workdir", str(workdir)]
-
-
-def check(code, environment, tmp_path):
-    """Run a driver; only lines of the package may be printed."""
+@pytest.mark.weekly
+def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "a.jpg")
+    short = ["total_steps=2", "model.depth=1", "model.width=16", "model.compose=none", "tensorboard=true"]
+    resize = "decode(1)|resize(8)|value_range(-1, 1)"  # by TensorFlow
+    commands = [
+        ["train", "--config", "vit_digits", "--workdir", str(tmp_path / "run"), *(f"--config.{w}" for w in short)],
+        ["evaluate", "--workdir", str(digits_workdir)],
+        ["predict", str(tmp_path / "a.jpg"), "--workdir", str(digits_workdir), "--config", "vit_digits"],
+    ]
+    commands[-1] += [f"--config.pp_predict={resize}", *MODEL]
     output = tmp_path / "output.txt"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(output), str(ROOT)], env=environment, cwd=tmp_path, capture_output=True,
-        text=True,
+        [sys.executable, "-c", DRIVER.format(commands=commands), str(output), str(ROOT)], env=environment, cwd=tmp_path,
+        capture_output=True, text=True,
     )  # fmt: skip
     lines = output.read_text().splitlines()
     assert done.returncode == 0, (done.stderr, lines)
     assert (done.stdout, done.stderr) == ("", "")
     assert lines
     assert [line for line in lines if FOREIGN.search(line)] == []
-
-
-@pytest.mark.weekly
-def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
-    commands = [words_of(command, digits_workdir, tmp_path) for command in ("train", "evaluate", "predict")]
-    check(DRIVER.format(commands=commands), environment, tmp_path)
     table = (tmp_path / "run" / "parameters.txt").read_text()  # instead of the console
     assert "pos_embedding" in table
     assert "Total: " in table
