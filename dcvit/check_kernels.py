@@ -73,7 +73,7 @@ def attention_case(
     import jax
 
     from dcvit.dcmha import ComposeWeights, plan
-    from dcvit.dcmha.inputs import Inputs, checked
+    from dcvit.dcmha.inputs import Inputs, make_call
     from dcvit.dcmha.segments import Segments
 
     keys, groups = keys or queries, more.get("groups", 1)
@@ -96,11 +96,9 @@ def attention_case(
     segments = ids if more.get("segments") else None
     pre, post = (weights(more.get(name, ALL)) for name in ("pre", "post"))
     options = {name: more[name] for name in ("causal", "window", "groups") if name in more}
-    inputs, checked_options = checked(
-        Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask, segments), **options
-    )
-    names, reasons = plan.candidates(inputs, checked_options)
-    return plan.make_case(names, inputs, checked_options), reasons
+    call = make_call(Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask, segments), **options)
+    names, reasons = plan.candidates(call)
+    return plan.make_case(names, call), reasons
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 
 from dcvit.dcmha import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Composition, Inputs, Options
 from dcvit.dcmha.segments import make_segments
 
 SAME = "as the pre-compose"
@@ -59,6 +59,11 @@ def random_segments(batch, queries, keys, documents):
     return tuple(map(jnp.asarray, both))
 
 
+def call_of(inputs, options=Options()):  # noqa: B008 - immutable
+    """The call of attention with these arrays and options."""
+    return Call(inputs, options, Composition.of_weights(inputs.pre, inputs.post, options.groups))
+
+
 @functools.cache
 def on_arrays(implementation):
     """The function of arrays and options (q, k, v, pre, post, causal=…) that calls an implementation."""
@@ -68,7 +73,7 @@ def on_arrays(implementation):
         first_query=0, **more,
     ):  # fmt: skip
         inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-        return implementation(inputs, Options(causal, window, groups, scale, first_query), **more)
+        return implementation(call_of(inputs, Options(causal, window, groups, scale, first_query)), **more)
 
     return attention
 

@@ -68,7 +68,7 @@ class Rectangle:
         return lists
 
 
-def run(kind, config, operands):
+def launch(kind, config, operands):
     """`launch.run` without Pallas."""
     r, c = Rectangle(config, operands), config
     spread = lambda planes: [jnp.repeat(x, c.group_heads, axis=1) for x in planes]  # noqa: E731

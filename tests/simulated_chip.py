@@ -18,29 +18,29 @@ from dcvit.dcmha.pallas_tpu import api, tiling
 from dcvit.dcmha.selection import Selection
 from dcvit.training import kernels
 
-right = blockwise.attention
+right = blockwise.run
 
 
-def correct(inputs, options):
-    return right(inputs, options)
+def correct(call):
+    return right(call)
 
 
-def fast(inputs, options):
+def fast(call):
     """Be right, and the fastest: `__main__` delays the other implementations."""
-    return correct(inputs, options)
+    return correct(call)
 
 
-def wrong(inputs, options):
-    return correct(inputs, options) * 1.1
+def wrong(call):
+    return correct(call) * 1.1
 
 
-def raises(inputs, options):
+def raises(call):
     raise RuntimeError("Mosaic failed to compile the kernel")
 
 
-def blocks(inputs, options):
+def blocks(call):
     """Never finish, as a kernel that waits for a semaphore."""
-    return correct(inputs, options) + wait(10_000).astype(inputs.q.dtype)
+    return correct(call) + wait(10_000).astype(call.inputs.q.dtype)
 
 
 def wait(seconds):
@@ -59,6 +59,6 @@ if __name__ == "__main__":
     kernel = os.environ["KERNEL"]
     if kernel == "fast":
         for module in (blockwise, reference):
-            module.attention = delayed(module.attention)
-    api.attention = globals()[kernel]
+            module.run = delayed(module.run)
+    api.run = globals()[kernel]
     sys.exit(cli.run(command))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dcvit.dcmha import plan, reference
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
-from dcvit.dcmha.inputs import Inputs, checked
+from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.selection import verify
@@ -84,8 +84,8 @@ def attention(
         support the case.
     """
     inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-    inputs, options = checked(inputs, causal=causal, window=window, groups=groups, scale=scale)
-    return plan.attention(inputs, options, implementation, dropout)
+    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale)
+    return plan.attention(call, implementation, dropout)
 
 
 def attention_weights(
@@ -109,5 +109,5 @@ def attention_weights(
       ValueError: as `attention`.
     """
     inputs = Inputs(q, k, k, pre, post, mask, make_segments(segments))
-    inputs, options = checked(inputs, causal=causal, window=window, groups=groups, scale=scale)
-    return reference.attention_matrices(inputs, options).composed_weights
+    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale)
+    return reference.attention_matrices(call.inputs, call.options).composed_weights

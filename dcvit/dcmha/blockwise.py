@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise_tile as tile
 from dcvit.dcmha import partition, reference
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
 from dcvit.dcmha.partition import map_examples
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
@@ -90,18 +90,18 @@ class Block(NamedTuple):
 supports = reference.supports  # every call
 
 
-def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
 
     Scores and weights are float32, or float64 for float64 inputs. The product of q and the scale is
     rounded to q's dtype.
     """
-    out: Array = _arrange_and_attend(_attend, options, inputs)
+    out: Array = _arrange_and_attend(_attend, call.options, call.inputs)
     return out
 
 
-def forward_mode(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute `attention` in operations that JAX differentiates: the forward mode of other implementations."""
+def forward_mode(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
+    """Compute attention in operations that JAX differentiates: the forward mode of other implementations."""
     out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
     return out
 

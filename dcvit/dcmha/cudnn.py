@@ -15,25 +15,25 @@ import jax.numpy as jnp
 from dcvit.dcmha import reference
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.shapes import Array, Float
 
 
-def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
 
     Raises:
       UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.
     """
-    if (reason := supports(inputs, options)) is not None:
+    if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
-    return _attention(options, inputs)
+    return _attention(call.options, call.inputs)
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why cuDNN does not support a call, or is not installed, or None."""
-    q, k, v, pre, post, mask, segments = inputs
-    if pre is not None or post is not None:
+    (q, k, v, _, _, mask, segments), options = call.inputs, call.options
+    if not call.is_plain:
         return "cuDNN does not compose heads"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
@@ -47,7 +47,7 @@ def supports(inputs: Inputs, options: Options) -> str | None:
     if (options.causal or options.window is not None) and q.shape[1] != k.shape[1]:
         return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys"
     try:
-        jax.eval_shape(functools.partial(_call, options), inputs)
+        jax.eval_shape(functools.partial(_call, options), call.inputs)
     except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
         return f"cuDNN: {str(error).strip().splitlines()[0]}"
     return None
@@ -73,6 +73,4 @@ def _backward(options: Options, inputs: Inputs, results: tuple[Array, list[Array
     return found[0]
 
 
-_attention = differentiable(
-    _forward, _backward, forward_mode=lambda options, inputs: reference.attention(inputs, options)
-)
+_attention = differentiable(_forward, _backward, forward_mode=reference.attend)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float
@@ -30,23 +30,28 @@ from dcvit.dcmha.shapes import Array, Float
 exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why a call is not supported, or None."""
-    queries = inputs.q.shape[1]
+    queries = call.inputs.q.shape[1]
     return None if queries == 1 else f"decoding attends from one query, found {queries}"
 
 
-def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention of one query (T = 1).
 
     Scores and weights are float32, or float64 for float64 inputs.
 
     Raises:
       UnsupportedError: there are several queries.
     """
-    q, k, v, pre, post, mask, segments = inputs
-    if (reason := supports(inputs, options)) is not None:
+    if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
+    return attend(call.options, call.inputs)
+
+
+def attend(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
+    """Compute `run` from the parts of a call."""
+    q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]

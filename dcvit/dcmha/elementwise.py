@@ -11,18 +11,18 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import reference
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call
 from dcvit.dcmha.shapes import Array, Float
 
 supports = reference.supports  # every call
 
 
-def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
 
     Scores and weights are float32, or float64 for float64 inputs.
     """
-    return reference.attention(inputs, options, compose=compose)
+    return reference.run(call, compose=compose)
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

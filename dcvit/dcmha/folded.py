@@ -13,36 +13,30 @@ apart from rounding, for every mask and window. Decoding needs no cache but that
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
-from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.inputs import Call
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 
 Combine: TypeAlias = Callable[[Array, Array], Array]  # the type of `combine_heads`
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why the composition of a call cannot be folded, or None."""
-    composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
-    return composition.why_not_foldable(inputs.k.shape[2])
+    return call.composition.why_not_foldable(call.inputs.k.shape[2])
 
 
-def attention(
-    inputs: Inputs, options: Options, *, attend: Callable[[Inputs, Options], Array], combine: Combine
-) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
-
-    `attend` computes plain attention, and `combine` is the function that combines the vectors of heads.
-    """
-    q = compose_heads(inputs.q, inputs.pre, groups=options.groups, combine=combine)
-    out = attend(inputs._replace(q=q, pre=None, post=None), dataclasses.replace(options, groups=1))
-    return compose_heads(out, inputs.post, groups=options.groups, combine=combine)
+def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Float[Array, "B T H D"]:
+    """Compute a call of attention; `attend` computes plain attention, `combine` combines the vectors of heads."""
+    inputs, groups = call.inputs, call.options.groups
+    q = compose_heads(inputs.q, inputs.pre, groups=groups, combine=combine)
+    out = attend(call.without_composition(q))
+    return compose_heads(out, inputs.post, groups=groups, combine=combine)
 
 
 def compose_heads(
@@ -62,7 +56,8 @@ def compose_heads(
     if w is None:
         return x
     batch, length, heads, _ = x.shape
-    groups = groups if Composition.of_weights(w, None).mixes_heads else heads
+    mixes_heads = w.static is not None or w.q1 is not None
+    groups = groups if mixes_heads else heads
     matrix = query_map(w, batch=batch, length=length, heads=heads, groups=groups, dtype=statistics_dtype(x.dtype))
     return combine(x, matrix)
 

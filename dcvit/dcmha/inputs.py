@@ -1,8 +1,9 @@
-"""Types of a call of attention: its arrays, its options, and the composition of a layer."""
+"""Call of attention: its arrays, its options, and the composition of a layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -58,16 +59,26 @@ class Options:
     first_query: int = 0
 
 
-def checked(
-    inputs: Inputs, *, causal: bool = False, window: Any = None, groups: Any = 1, scale: object = None
-) -> tuple[Inputs, Options]:
-    """Return the inputs, where a compose without weights is None, and the options, after checking both.
+def make_call(
+    inputs: Inputs,
+    composition: Composition | None = None,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    groups: Any = 1,
+    scale: object = None,
+) -> Call:
+    """Return a call after checking its arrays and options; a compose without weights becomes None.
 
-    The arguments are those of `dcvit.dcmha.attention`.
+    Args:
+      inputs: the arrays.
+      composition: that of the layer; None means that of the arrays, with `groups`.
+      causal, window, groups, scale: see `dcvit.dcmha.attention`. `groups` is unused if the composition is given.
 
     Raises:
       ValueError: as `dcvit.dcmha.attention`.
     """
+    groups = groups if composition is None else composition.groups
     for name, number in (("groups", groups), ("window", 1 if window is None else window)):
         if not isinstance(number, int | np.integer):
             raise ValueError(f"{name}={number!r}: expected an integer that is known at trace time")
@@ -83,7 +94,9 @@ def checked(
                 weights, batch=batch, heads=heads, queries=queries, keys=inputs.k.shape[1], groups=groups
             )  # fmt: skip
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (inputs.pre, inputs.post))
-    return inputs._replace(pre=pre, post=post), Options(causal, window, groups, checked_scale(scale, head_dim))
+    options = Options(causal, window, groups, checked_scale(scale, head_dim))
+    composition = composition or Composition.of_weights(pre, post, groups)
+    return Call(inputs._replace(pre=pre, post=post), options, composition)
 
 
 def check_arrays(inputs: Inputs) -> None:
@@ -248,3 +261,34 @@ class Composition:
             return composes * tokens * (weights + heads * per_group * (matrix + width // heads))
         each_pair = sides * (self.projection * 2 * rank * heads + self.gate * heads) + self.static * heads * per_group
         return composes * (tokens * sides * weights + pairs * each_pair)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs"], meta_fields=["options", "composition"])
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of attention, as a tree of its arrays. `make_call` checks and makes it.
+
+    Fields:
+      inputs: the arrays.
+      options: how a query attends.
+      composition: which composes the arrays contain; its groups are those of the options.
+    """
+
+    inputs: Inputs
+    options: Options
+    composition: Composition
+
+    @property
+    def is_plain(self) -> bool:
+        """True if there is no composition."""
+        return self.composition.compose is None
+
+    def in_groups(self, groups: int) -> Call:
+        """Return the call with another number of groups, as for a part of the heads."""
+        options = dataclasses.replace(self.options, groups=groups)
+        return Call(self.inputs, options, dataclasses.replace(self.composition, groups=groups))
+
+    def without_composition(self, q: Float[Array, "B T H D"]) -> Call:
+        """Return plain attention of the queries `q` to the same keys."""
+        plain = self.inputs._replace(q=q, pre=None, post=None)
+        return Call(plain, dataclasses.replace(self.options, groups=1), Composition())

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import device, folded, reference, selection
-from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.partition import map_examples, splits_arrays
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array
@@ -37,7 +37,7 @@ MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may
 # Scores of all heads and examples, 4 GiB in float32. With as many, only dropout holds them on GPUs.
 MAX_GPU_SCORES = 2**30
 
-Implementation: TypeAlias = Callable[[Inputs, Options], Array]  # a function that computes attention
+Implementation: TypeAlias = Callable[[Call], Array]  # a function that computes attention
 # Kinds of calls, by which the table says where a backend is tried: of one query, as in decoding; of few scores without
 # composition on a CPU; all others, and those whose scores are not held on a GPU.
 ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
@@ -49,10 +49,10 @@ ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
 class Module(Protocol):
     """Module of a backend."""
 
-    def supports(self, inputs: Inputs, options: Options) -> str | None:
-        """Return the reason why the backend does not compute a call, or None; `attention` raises it."""
+    def supports(self, call: Call) -> str | None:
+        """Return the reason why the backend does not compute a call, or None; `run` raises it."""
 
-    def attention(self, inputs: Inputs, options: Options) -> Array:
+    def run(self, call: Call) -> Array:
         """Compute attention."""
 
 
@@ -88,7 +88,7 @@ class Backend(NamedTuple):
 # `pallas_gpu` 0.15 to 0.36 (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12
 # and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
 BACKENDS = {
-    "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`
+    "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
     "pallas_tpu_decode": Backend("pallas_tpu.decode", {"tpu": (ONE,)}, "tpu", is_kernel=True, is_fused=True),
     "decode": Backend("decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
     "cudnn": Backend("cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
@@ -122,11 +122,11 @@ def fused_only() -> Iterator[None]:
         _FUSED_ONLY.reset(token)
 
 
-def attention(inputs: Inputs, options: Options, implementation: str | None = None, dropout: object = None) -> Array:
+def attention(call: Call, implementation: str | None = None, dropout: object = None) -> Array:
     """Compute attention with the backend of `decide`.
 
     Args:
-      inputs, options: returned by `dcvit.dcmha.inputs.checked`.
+      call: returned by `dcvit.dcmha.inputs.make_call`.
       implementation: a name from `BACKENDS`, or None.
       dropout: see `dcvit.dcmha.attention`.
 
@@ -135,17 +135,17 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
     """
     dropout = checked_dropout(dropout)
     selection.current()  # an invalid environment variable is an error also where no kernel exists
-    if inputs.q.size == 0 and implementation in (None, *BACKENDS):
-        return jnp.zeros_like(inputs.q)
-    name = decide(inputs, options, implementation, dropout)
+    if call.inputs.q.size == 0 and implementation in (None, *BACKENDS):
+        return jnp.zeros_like(call.inputs.q)
+    name = decide(call, implementation, dropout)
     if name == "folded":
-        return folded.attention(inputs, options, attend=attention, combine=combine_heads)
+        return folded.run(call, attend=attention, combine=combine_heads)
     if dropout is not None:
-        return reference.attention(inputs, options, dropout=dropout)
-    return BACKENDS[name].load().attention(inputs, options)
+        return reference.run(call, dropout=dropout)
+    return BACKENDS[name].load().run(call)
 
 
-def decide(inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None) -> str:
+def decide(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> str:
     """Return the backend that computes a call: the named one, or the best of the `candidates`.
 
     The first candidate is the best, unless there are kernels: then verdicts decide (`dcvit.dcmha.selection`). The
@@ -159,29 +159,27 @@ def decide(inputs: Inputs, options: Options, implementation: str | None = None, 
         if implementation not in BACKENDS:
             raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(BACKENDS)}")
         name, note = implementation, ", as requested"
-        if (reason := refusal(name, inputs, options, dropout, is_named=True)) is not None:
+        if (reason := refusal(name, call, dropout, is_named=True)) is not None:
             raise ValueError(f"implementation {name} does not support this case: {reason}")
     else:
-        names, reasons = candidates(inputs, options, dropout)
+        names, reasons = candidates(call, dropout)
         kernels = [name for name in names if BACKENDS[name].is_kernel]
         name = next(name for name in names if name not in kernels)
         if kernels:
-            is_long = inputs.q.shape[1] * inputs.k.shape[1] > MAX_SCORES_TO_HOLD
+            is_long = call.inputs.q.shape[1] * call.inputs.k.shape[1] > MAX_SCORES_TO_HOLD
             timed = [name for name in names if name != "reference" or not is_long]
-            name = selection.select(make_case(timed, inputs, options)) or name
+            name = selection.select(make_case(timed, call)) or name
         not_selected = "it is not selected (see dcvit check-kernels)"
         reasons |= {kernel: not_selected for kernel in kernels if kernel != name}
         note = "".join(f"; not {other}: {reason}" for other, reason in reasons.items())
-    here, about = device.platform(), _describe(inputs, options)
-    if _FUSED_ONLY.get() and here != "cpu" and inputs.q.shape[1] > 1 and not BACKENDS[name].is_fused:
+    here, about = device.platform(), _describe(call)
+    if _FUSED_ONLY.get() and here != "cpu" and call.inputs.q.shape[1] > 1 and not BACKENDS[name].is_fused:
         raise NotFusedError(f"attention is not fused: {name} on {here} for {about}{note}")
     LOG.info("attention: %s on %s for %s%s", name, here, about, note)
     return name
 
 
-def candidates(
-    inputs: Inputs, options: Options, dropout: Dropout | None = None
-) -> tuple[tuple[str, ...], dict[str, str]]:
+def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to choose from for a call on the current platform, in the order of `BACKENDS`.
 
     Of those that the table names for the call, they are the ones that support it. A kernel after a backend that needs
@@ -192,35 +190,32 @@ def candidates(
     """
     if dropout is not None:
         return ("reference",), {}
-    if folds(inputs, options):
+    if folds(call):
         return ("folded",), {}
-    here, kind = device.platform(), _kind(inputs, options)
+    here, kind = device.platform(), _kind(call)
     names: list[str] = []
     reasons: dict[str, str] = {}
     for name, backend in BACKENDS.items():
         is_late = backend.is_kernel and any(not BACKENDS[before].is_kernel for before in names)
         if is_late or kind not in backend.tried.get(here, ()):
             continue
-        if (reason := refusal(name, inputs, options)) is None:
+        if (reason := refusal(name, call)) is None:
             names.append(name)
         else:
             reasons[name] = reason
     return tuple(names) or ("reference",), reasons  # another platform
 
 
-def folds(inputs: Inputs, options: Options, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
+def folds(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
     """Return True if the composition of a call is folded into the queries and outputs of plain attention.
 
     It is wherever that is exact, because plain attention holds no scores; with small models on CPUs it may not be the
     fastest.
     """
-    may_fold = implementation in (None, "folded") and dropout is None
-    return may_fold and folded.supports(inputs, options) is None
+    return implementation in (None, "folded") and dropout is None and folded.supports(call) is None
 
 
-def refusal(
-    name: str, inputs: Inputs, options: Options, dropout: Dropout | None = None, *, is_named: bool = False
-) -> str | None:
+def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: bool = False) -> str | None:
     """Return the reason why a backend does not compute a call on the current platform and mesh, or None.
 
     Without a mesh, the program is known to run on one device only if the process sees no other. `is_named` says that
@@ -239,7 +234,7 @@ def refusal(
             return "the compiler cannot split a kernel over several devices, and no mesh is set"
     if dropout is not None and name != "reference":
         return "only reference has dropout"
-    return backend.load().supports(inputs, options)
+    return backend.load().supports(call)
 
 
 def combine_heads(x: Array, w: Array) -> Array:
@@ -273,36 +268,35 @@ def combine_heads(x: Array, w: Array) -> Array:
     return forms[selection.select(case) or "sum"](x, w)
 
 
-def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
+def make_case(names: Sequence[str], call: Call) -> Case:
     """Return the case whose verdicts determine which of these candidates a call uses."""
-    arrays = shapes_of(inputs)
+    arrays = shapes_of(call.inputs)
 
-    def of_arrays(implementation: Callable[..., Array]) -> Callable[[Inputs], Array]:
-        return lambda inputs: implementation(inputs, options)
+    def of_arrays(implementation: Implementation) -> Callable[[Inputs], Array]:
+        return lambda inputs: implementation(dataclasses.replace(call, inputs=inputs))
 
-    functions = {name: of_arrays(BACKENDS[name].load().attention) for name in names}
-    key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(options), **_settings()})}"
+    functions = {name: of_arrays(BACKENDS[name].load().run) for name in names}
+    key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(call.options), **_settings()})}"
     kernels = frozenset(name for name in names if BACKENDS[name].is_kernel)
     return Case(
-        _describe(inputs, options), key, arrays, functions, kernels, of_arrays(reference_of(inputs)),
-        is_inference=inputs.q.shape[1] == 1,
+        _describe(call), key, arrays, functions, kernels, of_arrays(reference_of(call.inputs)),
+        is_inference=arrays.q.shape[1] == 1,
     )  # fmt: skip
 
 
-def _kind(inputs: Inputs, options: Options) -> str:
+def _kind(call: Call) -> str:
     """Return the kind of a call; see `BACKENDS`.
 
     A part of the queries (`Options.first_query`) on a GPU counts as long, because `pallas_gpu` needs all queries.
     """
-    queries, here = inputs.q.shape[1], device.platform()
-    scores, is_plain = queries * inputs.k.shape[1], inputs.pre is None and inputs.post is None
+    queries, here = call.inputs.q.shape[1], device.platform()
     if queries == 1:
         return ONE
-    if here == "gpu" and (options.first_query or is_long(inputs)):
-        return LONG_PLAIN if is_plain else LONG_COMPOSED
-    if here == "cpu" and is_plain and scores < MAX_SCORES_FOR_PLAIN_XLA:
+    if here == "gpu" and (call.options.first_query or is_long(call.inputs)):
+        return LONG_PLAIN if call.is_plain else LONG_COMPOSED
+    if here == "cpu" and call.is_plain and queries * call.inputs.k.shape[1] < MAX_SCORES_FOR_PLAIN_XLA:
         return SMALL
-    return PLAIN if is_plain else COMPOSED
+    return PLAIN if call.is_plain else COMPOSED
 
 
 def is_long(inputs: Inputs, examples: int | None = None) -> bool:
@@ -325,11 +319,12 @@ def _facts(facts: Mapping[str, object]) -> str:
 
 def reference_of(inputs: Inputs) -> Implementation:
     """Return what the results of kernels are compared with; for long rows, it holds the scores of a block of them."""
-    return BACKENDS["blockwise"].load().attention if is_long(inputs, examples=1) else _by_example
+    return BACKENDS["blockwise"].load().run if is_long(inputs, examples=1) else _by_example
 
 
-def _by_example(inputs: Inputs, options: Options) -> Array:
+def _by_example(call: Call) -> Array:
     """Compute `reference` for one example after the other: it holds the scores of one."""
+    inputs = call.inputs
     static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
     mask = inputs.mask
     if mask is not None:
@@ -338,12 +333,12 @@ def _by_example(inputs: Inputs, options: Options) -> Array:
     def attend(options: Options, x: Inputs) -> Array:
         one = jax.tree.map(lambda array: array[None], x)
         pre, post = (w and w._replace(static=s) for w, s in zip((one.pre, one.post), static, strict=True))
-        out: Array = reference.attention(one._replace(pre=pre, post=post), options)[0]
+        out: Array = reference.attend(options, one._replace(pre=pre, post=post))[0]
         return out
 
     pre, post = (w and w._replace(static=None) for w in (inputs.pre, inputs.post))
     mapped = inputs._replace(pre=pre, post=post, mask=mask)
-    out: Array = map_examples(jax.checkpoint(attend, static_argnums=0), options, mapped)
+    out: Array = map_examples(jax.checkpoint(attend, static_argnums=0), call.options, mapped)
     return out
 
 
@@ -366,9 +361,10 @@ def checked_dropout(dropout: object) -> Dropout | None:
     return dropout
 
 
-def _describe(inputs: Inputs, options: Options) -> str:
+def _describe(call: Call) -> str:
     """Return the shapes and branches of a case for the log."""
-    composes = " and ".join(Composition.of_weights(inputs.pre, inputs.post).names) or "plain"
+    inputs, options = call.inputs, call.options
+    compositions = " and ".join(call.composition.names) or "plain"
     suffix = f", window {options.window}" if options.window is not None else ""
     suffix += ", segments" if inputs.segments is not None else ""
-    return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {composes}{suffix}"
+    return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {compositions}{suffix}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha.compose import compose
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array, Bool, Float
@@ -70,7 +70,7 @@ def masked_softmax(
     return weights / jnp.where(total == 0, 1, total)
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why a call is not supported: None, as all are."""
 
 
@@ -100,13 +100,20 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
     )
 
 
-def attention(
-    inputs: Inputs, options: Options, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
+def run(
+    call: Call, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
 ) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+    """Compute a call of attention.
 
     Scores and weights are float32, or float64 for float64 inputs. `compose` computes Eqn 7.
     """
+    return attend(call.options, call.inputs, dropout=dropout, compose=compose)
+
+
+def attend(
+    options: Options, inputs: Inputs, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
+) -> Float[Array, "B T H D"]:
+    """Compute `run` from the parts of a call."""
     weights = attention_matrices(inputs, options, compose).composed_weights
     if dropout is not None:
         weights = _drop(weights, dropout)

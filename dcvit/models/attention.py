@@ -10,13 +10,13 @@ import jax
 
 from dcvit.dcmha import Dropout
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, Options, checked
+from dcvit.dcmha.inputs import Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
-from dcvit.models.head_variants import MODULES, Tokens, VariantProjections
+from dcvit.models.head_variants import MODULES, Tokens, VariantProjections, composition_of
 from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
 
@@ -123,10 +123,10 @@ class Attention(VariantProjections):
     def attend(self, x: LayerInputs) -> tuple[Float[Array, "B T _"], Cache]:
         """Return the output, and the cache with the new tokens; without a cache, that of the new tokens alone."""
         prepared = self.prepare(x)
-        inputs, options = checked(
-            prepared.inputs, causal=prepared.causal, window=prepared.window, groups=self.attended_groups()
-        )
-        return self.output_of(self.head_outputs(prepared.tokens, inputs, options), x.q), prepared.cache
+        call = make_call(
+            prepared.inputs, self.attended_composition(), causal=prepared.causal, window=prepared.window
+        )  # fmt: skip
+        return self.output_of(self.head_outputs(prepared.tokens, call), x.q), prepared.cache
 
     def prepare(self, x: LayerInputs) -> Prepared:
         """Project the inputs, compute the compose weights (Eqn 5-6), and add the tokens of the cache."""
@@ -158,28 +158,28 @@ class Attention(VariantProjections):
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
 
-    def head_outputs(
-        self, tokens: Tokens, inputs: Inputs, options: Options, dropout: Dropout | None = None
-    ) -> Float[Array, "B T H D"]:
+    def head_outputs(self, tokens: Tokens, call: Call, dropout: Dropout | None = None) -> Float[Array, "B T H D"]:
         """Return the outputs of all heads, composed or of a head variant."""
 
-        def attend(inputs: Inputs) -> Array:
-            return sharded_attention.attention(
-                inputs, options, implementation=self.implementation, dropout=dropout
-            )  # fmt: skip
+        def attend(call: Call) -> Array:
+            return sharded_attention.attention(call, implementation=self.implementation, dropout=dropout)
 
-        maybe_remat: Callable[[Inputs], Array] = attend
+        maybe_remat: Callable[[Call], Array] = attend
         if self.remat:
             maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
         if self.heads not in MODULES:
-            found = maybe_remat(inputs)
+            found = maybe_remat(call)
             return found.reshape(*tokens.x.shape[:2], self.num_heads, -1) if self.heads == "paired" else found
-        outputs: Array = self.variant_module(self.heads)(tokens, inputs, maybe_remat)
+        outputs: Array = self.variant_module(self.heads)(tokens, call, maybe_remat)
         return outputs
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
         """Return the output projection of all heads, sharded as `like`."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
+
+    def attended_composition(self) -> Composition:
+        """Return the composition of the layer, or that by which a head variant is computed."""
+        return self.composition() if self.compose else composition_of(self.heads, self.num_heads)
 
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:

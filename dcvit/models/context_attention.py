@@ -22,23 +22,24 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from dcvit.dcmha.derivatives import RESULTS
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs
 from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Float, not_none
 from dcvit.parallel.mesh import axis_size
 
 BY_QUERY = ("q", "q1", "q2", "qg", "queries")  # the fields of `Inputs` with a query axis, which is axis 1
 BY_KEY = ("k", "v", "k1", "k2", "kg", "keys")
-Attend = Callable[[Inputs, Options], Array]
+Attend = Callable[[Call], Array]
 
 
-def token_axes(inputs: Inputs, options: Options, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[str, ...]:
+def token_axes(call: Call, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[str, ...]:
     """Return the axes of the mesh that split the tokens of a call.
 
     They are "context", and "tensor" too if `with_tensor`. There are none if "context" has one device, and for calls
     other than causal attention of all tokens of a row to themselves: those of decoding and of rows whose length is not
     a multiple of twice the number of devices are computed in whole by each device.
     """
+    inputs, options = call.inputs, call.options
     tokens = inputs.q.shape[1]
     axes = tuple(axis for axis in ("context", "tensor")[: 1 + with_tensor] if mesh.shape.get(axis, 1) > 1)
     is_causal = (options.causal or options.window is not None) and inputs.mask is None
@@ -46,51 +47,54 @@ def token_axes(inputs: Inputs, options: Options, mesh: AbstractMesh, *, with_ten
     return axes if "context" in axes and is_causal and fits else ()
 
 
-def attention(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Float[Array, "B T H D"]:
+def attention(attend: Attend, call: Call, axis: tuple[str, ...]) -> Float[Array, "B T H D"]:
     """Compute the outputs of the tokens of this device.
 
     Args:
       attend: attention on one device.
-      inputs: arrays of the tokens of this device.
-      options: the options.
+      call: the call with the arrays of the tokens of this device.
       axis: the mesh axes of `token_axes`, which are manual.
     """
+    inputs, window = call.inputs, call.options.window
     if inputs.segments is None:
         ids = jnp.zeros(inputs.q.shape[:2], jnp.int32)
         inputs = inputs._replace(segments=Segments(ids, ids))
     else:  # no token has NO_ID, also where the ids are not known when the program is traced
         ids, ids_k = (jnp.maximum(ids, NO_ID + 1) for ids in inputs.segments)
         inputs = inputs._replace(segments=Segments(ids, ids_k))
-    compute = _in_window if options.window is not None and options.window <= inputs.q.shape[1] else _balanced
+    compute = _in_window if window is not None and window <= inputs.q.shape[1] else _balanced
     policy = jax.checkpoint_policies.save_only_these_names(RESULTS)  # do not keep the keys of other devices
-    out: Array = jax.checkpoint(lambda inputs: compute(attend, inputs, options, axis), policy=policy)(inputs)
+    out: Array = jax.checkpoint(lambda call: compute(attend, call, axis), policy=policy)(
+        dataclasses.replace(call, inputs=inputs)
+    )
     return out
 
 
-def _in_window(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Array:
+def _in_window(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
     """Compute attention to a window, with as many keys of the device before."""
-    n, window = jax.lax.axis_size(axis), not_none(options.window)
+    n, window = jax.lax.axis_size(axis), not_none(call.options.window)
 
     def with_earlier(x: Array) -> Array:
         earlier = jax.lax.ppermute(x[:, -window:], axis, [(i, i + 1) for i in range(n - 1)])
         return jnp.concatenate([earlier, x], axis=1)
 
-    extended = _map(with_earlier, inputs, BY_KEY)
+    extended = _map(with_earlier, call.inputs, BY_KEY)
     first = jax.lax.axis_index(axis) == 0  # which has received zeros
     ids = not_none(extended.segments).keys
     ids = jnp.where(first & (jnp.arange(ids.shape[1]) < window)[None], jnp.int32(NO_ID), ids)
-    return attend(_with_key_ids(extended, ids), dataclasses.replace(options, first_query=window))
+    return attend(_part(call, extended, ids, window))
 
 
-def _balanced(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Array:
+def _balanced(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
     """Compute attention for two blocks of queries, one of an even and one of an odd number, to all keys."""
-    gathered = _map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), inputs, BY_KEY)
-    return jnp.concatenate([_of_blocks(attend, gathered, options, axis, parity) for parity in (0, 1)], axis=1)
+    gathered = _map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), call.inputs, BY_KEY)
+    call = dataclasses.replace(call, inputs=gathered)
+    return jnp.concatenate([_of_blocks(attend, call, axis, parity) for parity in (0, 1)], axis=1)
 
 
-def _of_blocks(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...], parity: int) -> Array:
+def _of_blocks(attend: Attend, call: Call, axis: tuple[str, ...], parity: int) -> Array:
     """Return the outputs of this device's even or odd block of queries, which another device may have computed."""
-    n, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    n, here, inputs = jax.lax.axis_size(axis), jax.lax.axis_index(axis), call.inputs
     size = inputs.q.shape[1] // 2
     computed_by = [min(block, 2 * n - 1 - block) for block in range(parity, 2 * n, 2)]
     block = jnp.where(here % 2 == parity, here, 2 * n - 1 - here)  # which this device computes
@@ -107,7 +111,7 @@ def _of_blocks(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str
     part = _map(ordered, _map(send, inputs, BY_QUERY), BY_KEY)
     is_later = jnp.repeat(order > block, size)[None]
     ids = jnp.where(is_later, jnp.int32(NO_ID), not_none(part.segments).keys)
-    out = attend(_with_key_ids(part, ids), dataclasses.replace(options, first_query=(2 * n - 1) * size))
+    out = attend(_part(call, part, ids, (2 * n - 1) * size))
     back: Array = jax.lax.ppermute(out, axis, [(device, owner) for owner, device in enumerate(computed_by)])
     return back
 
@@ -118,5 +122,8 @@ def _map(f: Callable[[Array], Array], inputs: Inputs, names: tuple[str, ...]) ->
     return mapped
 
 
-def _with_key_ids(inputs: Inputs, ids: Array) -> Inputs:
-    return inputs._replace(segments=not_none(inputs.segments)._replace(keys=ids))
+def _part(call: Call, inputs: Inputs, ids: Array, first_query: int) -> Call:
+    """Return the call of a part of the queries, whose keys have these ids."""
+    inputs = inputs._replace(segments=not_none(inputs.segments)._replace(keys=ids))
+    options = dataclasses.replace(call.options, first_query=first_query)
+    return dataclasses.replace(call, inputs=inputs, options=options)

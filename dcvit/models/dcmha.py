@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha import Dropout
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, checked
+from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.reference import attention_matrices
 from dcvit.dcmha.segments import make_segments
@@ -129,12 +129,12 @@ class FlaxAttention(Attention):
         prepared = self.prepare(x)
         inputs, batch, mask = prepared.inputs, len(x.q), prepared.inputs.mask
         has_per_head_mask = mask is not None and mask.shape[1] > 1
-        inputs, options = checked(
-            heads_as_examples(inputs) if has_per_head_mask else inputs,
-            causal=prepared.causal, window=prepared.window, groups=self.attended_groups(),
+        call = make_call(
+            heads_as_examples(inputs) if has_per_head_mask else inputs, self.attended_composition(),
+            causal=prepared.causal, window=prepared.window,
         )  # fmt: skip
         dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
-        outputs = self.head_outputs(prepared.tokens, inputs, options, dropout)
+        outputs = self.head_outputs(prepared.tokens, call, dropout)
         if has_per_head_mask:
             outputs = outputs.reshape(batch, -1, *outputs.shape[1:2], outputs.shape[-1]).swapaxes(1, 2)
         out, cache = self.output_of(outputs, x.q), prepared.cache if wanted.cache else None
@@ -142,7 +142,7 @@ class FlaxAttention(Attention):
             return LayerOutputs(out, None, cache)
         if self.heads is not None:
             raise ValueError(f"heads={self.heads!r} has no attention weights to return")
-        weights = attention_matrices(inputs, options).composed_weights
+        weights = attention_matrices(call.inputs, call.options).composed_weights
         return LayerOutputs(out, weights.reshape(batch, -1, *weights.shape[2:]), cache)
 
 

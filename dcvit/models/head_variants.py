@@ -7,6 +7,7 @@ The names are those of `dcvit.models.head_settings`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs
+from dcvit.dcmha.inputs import Call, Composition, Inputs
 from dcvit.dcmha.kv_cache import positions
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.segments import Segments
@@ -34,7 +35,7 @@ LOSSES = "losses"  # the collection to which modules sow losses
 DIFF_EPSILON = 1e-5  # of the norm of "diff", as released
 NORM_EPSILON = 1e-12  # least squared length of a value that "xsa" divides by
 
-Attend = Callable[[Inputs], Array]  # inputs of attention -> outputs of its heads
+Attend = Callable[[Call], Array]  # a call of attention -> outputs of its heads
 
 
 class Tokens(NamedTuple):
@@ -88,9 +89,9 @@ class MixtureOfHeads(HeadVariant):
     chosen: int = 0
 
     @nn.compact
-    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the weighted outputs of all heads."""
-        outputs = attend(inputs)
+        outputs = attend(call)
         gates = constrain(self._gates(tokens.x), BATCH, "context", "tensor").astype(outputs.dtype)
         return outputs * gates[..., None]
 
@@ -129,9 +130,9 @@ class Differential(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the outputs of the pairs, two heads for each. `attend` composes H/2 groups."""
-        k, v = inputs.k, inputs.v
+        k, v = call.inputs.k, call.inputs.v
         pairs, repeats, width = self.num_heads // 2, self.num_heads // k.shape[2], k.shape[-1]
         if repeats > 1:  # neighboring pairs share the values of a pair of key heads
             k = jnp.repeat(k, repeats, axis=2)
@@ -145,7 +146,7 @@ class Differential(HeadVariant):
         # The skip connection of a compose adds the identity.
         static = jnp.stack([jnp.stack([0 * one, one]), jnp.stack([-factor, -factor - one])])
         post = ComposeWeights(static=jnp.broadcast_to(static[None], (pairs, 2, 2)))
-        outputs = attend(inputs._replace(k=k, v=v, post=post))
+        outputs = attend(dataclasses.replace(call, inputs=call.inputs._replace(k=k, v=v, post=post)))
         paired = outputs.reshape(*outputs.shape[:2], pairs, 2 * width)
         paired = in_float32(nn.RMSNorm(epsilon=DIFF_EPSILON, name="norm"), paired)
         return (paired * jnp.asarray(1 - start, paired.dtype)).astype(outputs.dtype).reshape(outputs.shape)
@@ -163,9 +164,9 @@ class DifferentialV2(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the differences."""
-        outputs = attend(inputs)
+        outputs = attend(call)
         scores = self.dense(self.num_heads, "lambda")(tokens.x)
         factor = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype)))
         factor = constrain(factor, BATCH, "context", "tensor").astype(outputs.dtype)
@@ -181,9 +182,9 @@ class ExclusiveSelf(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the orthogonal parts of the outputs. No value of the tokens may be missing, as with other keys."""
-        outputs = attend(inputs)
+        outputs = attend(call)
         wide = statistics_dtype(outputs.dtype)
         own = tokens.v.astype(wide)
         length = jnp.sum(jnp.square(own), axis=-1, keepdims=True)
@@ -200,9 +201,9 @@ class ElementwiseGates(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the gated outputs."""
-        outputs = attend(inputs)
+        outputs = attend(call)
         scores = self.dense(outputs.shape[-2] * outputs.shape[-1], "gate")(tokens.x)
         gates = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype))).astype(outputs.dtype)
         return outputs * constrain(gates.reshape(outputs.shape), BATCH, "context", "tensor", None)
@@ -279,6 +280,13 @@ def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
     The paper's models use 50 to 90 % of their heads; "moh_topk" uses 75 %.
     """
     return (0, num_heads) if head_variant == "moh" else (num_heads // 4, num_heads // 2)
+
+
+def composition_of(head_variant: str | None, num_heads: int) -> Composition:
+    """Return the composition by which a variant is computed."""
+    if head_variant != "diff":
+        return Composition()
+    return Composition("post", branches="", projection=False, gate=False, static=True, groups=num_heads // 2)
 
 
 def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:

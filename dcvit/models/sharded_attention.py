@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha import Dropout, device, folded, plan
-from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs
 from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.models import context_attention
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
 
 
 def attention(
-    inputs: Inputs, options: Options, *, implementation: str | None = None, dropout: Dropout | None = None
+    call: Call, *, implementation: str | None = None, dropout: Dropout | None = None
 ) -> Float[Array, "B T H D"]:
     """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
@@ -54,27 +54,29 @@ def attention(
     folded before the heads are split over devices.
     """
     mesh = active_mesh()
-    if mesh is not None and mesh.shape.get("tensor", 1) > 1 and plan.folds(inputs, options, implementation, dropout):
-        return folded.attention(inputs, options, attend=attention, combine=plan.combine_heads)
-    placement = place(inputs, options, implementation=implementation, dropout=dropout)
+    if mesh is not None and mesh.shape.get("tensor", 1) > 1 and plan.folds(call, implementation, dropout):
+        return folded.run(call, attend=attention, combine=plan.combine_heads)
+    placement = place(call, implementation=implementation, dropout=dropout)
     attend = functools.partial(plan.attention, implementation=placement.implementation)
     if not placement.is_mapped:
-        return attend(inputs, options, dropout=dropout)
+        return attend(call, dropout=dropout)
+    inputs = call.inputs
     if placement.key_repeats > 1:
         k, v = (jnp.repeat(x, placement.key_repeats, axis=2) for x in (inputs.k, inputs.v))
         inputs = inputs._replace(k=k, v=v)
-    local = dataclasses.replace(options, groups=placement.groups)
-    split = split_of(placement, inputs)
-    compute: plan.Implementation = attend
-    if placement.tokens:
-        compute = functools.partial(context_attention.attention, attend, axis=placement.tokens)
+    local, split = call.in_groups(placement.groups), split_of(placement, inputs)
+
+    def compute(inputs: Inputs) -> Array:
+        own = dataclasses.replace(local, inputs=inputs)
+        return context_attention.attention(attend, own, placement.tokens) if placement.tokens else attend(own)
+
     sharded: Callable[[Inputs], Array] = jax.shard_map(
-        lambda inputs: compute(inputs, local), in_specs=(split,), out_specs=split.q, check_vma=False
-    )
+        compute, in_specs=(split,), out_specs=split.q, check_vma=False
+    )  # fmt: skip
     return sharded(inputs)
 
 
-def place(inputs: Inputs, options: Options, *, implementation: str | None, dropout: Dropout | None) -> Placement:
+def place(call: Call, *, implementation: str | None, dropout: Dropout | None) -> Placement:
     """Return the placement of a call.
 
     Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
@@ -88,10 +90,10 @@ def place(inputs: Inputs, options: Options, *, implementation: str | None, dropo
     mesh = active_mesh()
     if mesh is None or dropout is not None:
         return Placement(implementation)
-    tensor, (heads, key_heads) = mesh.shape.get("tensor", 1), (inputs.q.shape[2], inputs.k.shape[2])
-    composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
-    is_independent = composition.compose is None or options.groups % tensor == 0  # no composition across devices
-    tokens = context_attention.token_axes(inputs, options, mesh, with_tensor=not is_independent)
+    inputs, groups, tensor = call.inputs, call.options.groups, mesh.shape.get("tensor", 1)
+    heads, key_heads = inputs.q.shape[2], inputs.k.shape[2]
+    is_independent = call.is_plain or groups % tensor == 0  # no composition across devices
+    tokens = context_attention.token_axes(call, mesh, with_tensor=not is_independent)
     if implementation == "reference" and not tokens:
         return Placement(implementation)
     holds_scores = device.platform() != "gpu" or not plan.is_long(inputs)  # no automatic choice does for long rows
@@ -102,11 +104,11 @@ def place(inputs: Inputs, options: Options, *, implementation: str | None, dropo
     choices = [divisible_axes(inputs.q.shape[:1], [axes], mesh)[0] for axes in (spread, BATCH)]
     batch = choices[0] or choices[1]
     if tensor == 1 or not is_independent or heads % tensor:
-        return Placement(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=options.groups)
+        return Placement(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=groups)
     repeats = math.lcm(key_heads, tensor) // key_heads  # the smallest repetition that the axis divides
     return Placement(
         implementation, is_mapped=True, key_repeats=repeats, batch=batch, tokens=tokens, heads="tensor",
-        groups=max(1, options.groups // tensor),
+        groups=max(1, groups // tensor),
     )  # fmt: skip
 
 

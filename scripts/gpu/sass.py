@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.pallas_gpu import api
 from dcvit.dcmha.pallas_gpu.block import Operands
 from dcvit.dcmha.pallas_gpu.config import KernelConfig
-from dcvit.dcmha.pallas_gpu.launch import Results, run
+from dcvit.dcmha.pallas_gpu.launch import Results, launch
 
 H100 = """platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -69,13 +69,12 @@ def kernels(shape: tuple[int, int, int, int, bool], rank: int, branches: str) ->
 
     def record(kind: str, config: KernelConfig, operands: Operands) -> Results:
         found[kind] = config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-        return run(kind, config, operands)
+        return launch(kind, config, operands)
 
     def both(inputs: Inputs, cotangent: jax.Array) -> object:
-        options = Options(causal=causal, scale=width**-0.5)
-        return jax.vjp(lambda x: api.attention(x, options), inputs)[1](cotangent)
+        return jax.vjp(lambda x: api.run(make_call(x, causal=causal)), inputs)[1](cotangent)
 
-    with mock.patch.object(api, "run", record), mock.patch.object(api, "is_gpu", return_value=True):
+    with mock.patch.object(api, "launch", record), mock.patch.object(api, "is_gpu", return_value=True):
         jax.eval_shape(both, Inputs(q, q, q, weights, weights), q)
     return found
 
@@ -87,7 +86,7 @@ def compiled(kind: str, config: KernelConfig, operands: Operands) -> tuple[str, 
     operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
-        run.lower(kind, config, operands).compile()
+        launch.lower(kind, config, operands).compile()
         (code,), (messages,) = (list(Path(folder).glob(f"*.{suffix}*")) for suffix in ("sass", "ptxas"))
         return code.read_text(), messages.read_text()
 

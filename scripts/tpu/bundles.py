@@ -132,7 +132,7 @@ def child(spec: dict[str, Any]) -> None:
     from jax.typing import DTypeLike
 
     from dcvit.dcmha import ComposeWeights
-    from dcvit.dcmha.inputs import Inputs, Options
+    from dcvit.dcmha.inputs import Inputs, make_call
     from dcvit.dcmha.pallas_tpu import api
     from dcvit.dcmha.pallas_tpu import decode as decode_kernel
 
@@ -152,14 +152,13 @@ def child(spec: dict[str, Any]) -> None:
         *[array(batch, queries, rank, heads)] * 2, array(batch, queries, heads),
         *[array(batch, keys, rank, heads)] * 2, array(batch, keys, heads),
     )  # fmt: skip
-    options = Options(spec["causal"], spec["window"], scale=width**-0.5)
 
     def forward(*arguments: jax.Array) -> jax.Array:
-        return api.attention(Inputs(*arguments), options)
+        return api.run(make_call(Inputs(*arguments), causal=spec["causal"], window=spec["window"]))
 
     def decode(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *weights: object) -> jax.Array:
         k, v = (x.reshape(batch, keys, key_heads, width) for x in (k, v))
-        return decode_kernel.attention(Inputs(q, k, v, *weights, mask), Options(scale=options.scale))
+        return decode_kernel.run(make_call(Inputs(q, k, v, *weights, mask)))
 
     def gradient(do: jax.Array, *arguments: object) -> object:
         return jax.vjp(forward, *arguments)[1](do)

@@ -287,7 +287,7 @@ NAN = [  # implementation, and a local layer: tokens, window. Several blocks of 
 def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(place, implementation, tokens, window):
     branches = None if "plain" in place else "qkpg"
     at, place = tokens // 2, place.removeprefix("plain ")
-    attend = plan.BACKENDS[implementation].load().attention
+    attend = plan.BACKENDS[implementation].load().run
     found = queries_with_nan(attend, place, tokens, at, window, branches=branches, rank=1)
     assert found == ([at] if place[0] == "q" else list(range(at, at + window)))
 
@@ -315,7 +315,7 @@ def test_gradients_are_right_where_all_scores_of_a_row_are_large(implementation,
     d_scores = w * (d_w - (w * d_w).sum(-1, keepdims=True)) * (1 + pre["qg"])[..., None]
 
     def attend(q, k, v, pre):
-        return on_arrays(plan.BACKENDS[implementation].load().attention)(q, k, v, pre, causal=True)
+        return on_arrays(plan.BACKENDS[implementation].load().run)(q, k, v, pre, causal=True)
 
     args = *(jnp.float32(x) for x in (q, k, v)), to_jax(pre, jnp.float32)
     dq, _, dv, _ = jax.jit(lambda args: jax.vjp(attend, *args)[1](jnp.float32(cotangent)))(args)

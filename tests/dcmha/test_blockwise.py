@@ -54,9 +54,9 @@ def run(case, dtype=jnp.float32):
     runs = blockwise.runs(args[0].shape[1], args[1].shape[1], layout, group)
     assert sum(run.blocks for run in runs) > 2
     narrow = jax.tree.map(lambda x: x.astype(dtype), args)
-    found = output_and_gradients(on_arrays(blockwise.attention), narrow, options)
+    found = output_and_gradients(on_arrays(blockwise.run), narrow, options)
     assert all(x.dtype == dtype for x in jax.tree.leaves(found))
-    return found, output_and_gradients(on_arrays(reference.attention), args, options)
+    return found, output_and_gradients(on_arrays(reference.run), args, options)
 
 
 def test_padded_queries_have_the_blocks_of_the_queries():
@@ -100,9 +100,7 @@ def test_segments_equal_the_reference_to_rounding(x64, case, sizes):
     if sizes is not None:
         most = min(args[1].shape[1], (options["window"] or 10**6) + blockwise.GROUP - 1)
         assert blockwise.document_sizes(most) == sizes
-    found, right = (
-        output_and_gradients(on_arrays(f), args, options) for f in (blockwise.attention, reference.attention)
-    )
+    found, right = (output_and_gradients(on_arrays(f), args, options) for f in (blockwise.run, reference.run))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         assert x.dtype == jnp.float64
         assert float(jnp.abs(x - y).max()) <= 1e-12 * float(jnp.abs(y).max())
@@ -139,7 +137,7 @@ def test_examples_that_are_computed_at_once_have_the_bits_of_one_after_the_other
     def compute(count):
         monkeypatch.setattr(blockwise, "SCORES_AT_ONCE", count * 4 * 12 * 12)
         blockwise._arrange_and_attend.clear_cache()
-        return output_and_gradients(on_arrays(blockwise.attention), args, options)
+        return output_and_gradients(on_arrays(blockwise.run), args, options)
 
     assert worst(relative_errors(compute(count), compute(1))) == 0
 

@@ -5,7 +5,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import on_arrays, random_case
+from attention_cases import call_of, on_arrays, random_case
 from jax._src.cudnn import fused_attention_stablehlo
 from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
@@ -114,8 +114,8 @@ def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_refer
     by_cudnn = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **o: by_cudnn(*a, **o | {"implementation": "xla"}))
 
-    def attention(inputs, options):
-        return cudnn._attention(options, inputs)
+    def attention(call):
+        return cudnn._attention(call.options, call.inputs)
 
     check_forward_mode(on_arrays(attention), args, options)
     check_second_derivatives(on_arrays(attention), args, options, 2e-5, names)
@@ -129,7 +129,7 @@ def test_forward_mode_calls_cudnn_for_the_value_only():
 
 def test_a_part_of_the_queries_is_refused():
     args, _ = case()
-    assert "a part of them" in cudnn.supports(Inputs(*args), Options(causal=True, first_query=4))
+    assert "a part of them" in cudnn.supports(call_of(Inputs(*args), Options(causal=True, first_query=4)))
 
 
 def test_cudnn_counts_as_fused():

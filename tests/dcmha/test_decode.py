@@ -13,7 +13,7 @@ from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_r
 from dcvit import dcmha
 from dcvit.dcmha import decode, device, plan, reference
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, checked
+from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.pallas_tpu import decode as kernel
 from dcvit.dcmha.selection import Selection, selecting
 
@@ -30,8 +30,8 @@ CASES = {
     "post only": {"keys": 18, "branches": None, "post": "qkpg"},
 }
 IMPLEMENTATIONS = {
-    "XLA": (on_arrays(decode.attention), {}),
-    "kernel": (on_arrays(kernel.attention), {"interpret": True}),
+    "XLA": (on_arrays(decode.run), {}),
+    "kernel": (on_arrays(kernel.run), {"interpret": True}),
 }
 IN_EXHAUSTIVE = {  # covered by other cases in the default suite
     "kernel": ("one key", "shared mask", "static", "key-wise, rank 3", "window", "pre only", "post only"),
@@ -49,7 +49,7 @@ def cases(implementations):
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))
 def expected(*args, **options):
-    return on_arrays(reference.attention)(*args, **options)
+    return on_arrays(reference.run)(*args, **options)
 
 
 def compare(implementation, *cases, **options):
@@ -92,12 +92,12 @@ def test_bfloat16_is_close_to_float32(name, implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [("groups, shared keys", on_arrays(decode.attention)), ("static", on_arrays(kernel.attention))],
+    [("groups, shared keys", on_arrays(decode.run)), ("static", on_arrays(kernel.run))],
 )
 def test_gradients_equal_the_reference(name, attention):
     """The kernel has the gradient of the XLA implementation, which computes it on every platform."""
     args, options = random_case(1, **CASES[name])
-    right = output_and_gradients(on_arrays(reference.attention), args, options)
+    right = output_and_gradients(on_arrays(reference.run), args, options)
     errors = relative_errors(output_and_gradients(attention, args, options), right)
     assert worst(errors) < 2e-5, errors
 
@@ -119,7 +119,7 @@ def test_masked_keys_have_no_effect_and_a_fully_masked_example_is_zero(implement
 def test_the_kernel_has_no_races_and_does_not_read_after_the_last_key(monkeypatch):
     """Memory after the last key is NaN in the interpreter that detects races."""
     watched = watch_races(monkeypatch)
-    monkeypatch.setitem(IMPLEMENTATIONS, "races", (on_arrays(kernel.attention), {"interpret": DETECT_RACES}))
+    monkeypatch.setitem(IMPLEMENTATIONS, "races", (on_arrays(kernel.run), {"interpret": DETECT_RACES}))
     args, options = random_case(1, **CASES["masks, batch 5"] | {"batch": 2, "mask": (2, 1, 1, 21)})
     ((_, error),) = compare("races", args, **options)
     assert error < 2e-5
@@ -129,10 +129,10 @@ def test_the_kernel_has_no_races_and_does_not_read_after_the_last_key(monkeypatc
 @pytest.mark.parametrize(
     ("attention", "change", "message"),
     [
-        (on_arrays(decode.attention), {"queries": 2}, "one query, found 2"),
-        (on_arrays(kernel.attention), {"queries": 2}, "one query, found 2"),
-        (on_arrays(kernel.attention), {"dtype": jnp.float16}, "float16"),
-        (on_arrays(kernel.attention), {"keys": 2**20}, "VMEM"),
+        (on_arrays(decode.run), {"queries": 2}, "one query, found 2"),
+        (on_arrays(kernel.run), {"queries": 2}, "one query, found 2"),
+        (on_arrays(kernel.run), {"dtype": jnp.float16}, "float16"),
+        (on_arrays(kernel.run), {"keys": 2**20}, "VMEM"),
     ],
 )
 def test_unsupported_cases_raise_a_reason(attention, change, message):
@@ -174,8 +174,7 @@ def compile_for(topology, heads, head_dim, keys, batch, composed):
 
     def step(q, k, v, weights, mask):
         k, v = (x.reshape(batch, keys, heads, head_dim) for x in (k, v))
-        inputs, options = checked(Inputs(q, k, v, weights, weights, mask))
-        assert plan.decide(inputs, options) == "pallas_tpu_decode"
+        assert plan.decide(make_call(Inputs(q, k, v, weights, weights, mask))) == "pallas_tpu_decode"
         return dcmha.attention(q, k, v, weights, weights, mask=mask)
 
     q, k = array(batch, 1, heads, head_dim), array(batch, keys, heads * head_dim)

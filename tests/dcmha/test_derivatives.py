@@ -22,8 +22,8 @@ CASES = {
 }
 
 
-interpreted_tpu = functools.partial(tpu.attention, interpret=True)
-interpreted_tpu_decode = functools.partial(tpu_decode.attention, interpret=True)
+interpreted_tpu = functools.partial(tpu.run, interpret=True)
+interpreted_tpu_decode = functools.partial(tpu_decode.run, interpret=True)
 
 
 def tangents(args):
@@ -40,7 +40,7 @@ def check_forward_mode(attention, args, options):
         return jax.jvp(lambda *a: attention(*a, **options), args, along), (out, linear(*along))
 
     (out, tangent), linearized = both(attention, args, tangents(args))
-    expected = both(on_arrays(reference.attention), args, tangents(args))[0]
+    expected = both(on_arrays(reference.run), args, tangents(args))[0]
     assert worst(relative_errors((out, tangent), expected)) < 1e-5
     assert worst(relative_errors(linearized, expected)) < 1e-5
 
@@ -50,7 +50,7 @@ def check_forward_mode(attention, args, options):
     "case", ["window, mask", *(pytest.param(c, marks=pytest.mark.weekly) for c in CASES if c != "window, mask")]
 )
 def test_blockwise_attention_has_a_forward_mode(case):
-    check_forward_mode(on_arrays(blockwise.attention), *random_case(24, heads=4, batch=2, **CASES[case]))
+    check_forward_mode(on_arrays(blockwise.run), *random_case(24, heads=4, batch=2, **CASES[case]))
 
 
 @pytest.mark.weekly
@@ -63,7 +63,7 @@ def test_one_query_has_a_forward_mode():
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     "backend",
-    [on_arrays(interpreted_tpu), on_arrays(gpu.attention)],
+    [on_arrays(interpreted_tpu), on_arrays(gpu.run)],
     ids=["tpu", "gpu"],
 )
 def test_kernels_have_a_forward_mode(backend):
@@ -109,7 +109,7 @@ def check_second_derivatives(attention, args, options, tolerance, names=ALL):
     found = compute(attention, args, tangents(args))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (args, tangents(args)))
-        expected = compute(on_arrays(reference.attention), *wide)
+        expected = compute(on_arrays(reference.run), *wide)
     for name in found:
         assert worst(relative_errors(found[name], expected[name])) < tolerance, name
 
@@ -125,33 +125,33 @@ SECOND = {
 @pytest.mark.parametrize("case", SECOND)
 def test_second_derivatives_of_blockwise_attention_in_float64(x64, case):
     args, options = random_case(dtype=jnp.float64, **SECOND[case])
-    check_second_derivatives(on_arrays(blockwise.attention), args, options, 1e-10)
+    check_second_derivatives(on_arrays(blockwise.run), args, options, 1e-10)
 
 
 @pytest.mark.weekly
 def test_second_derivatives_of_one_query_in_float64(x64):
     args, options = random_case(1, 9, batch=2, dtype=jnp.float64)
-    check_second_derivatives(on_arrays(decode.attention), args, options, 1e-10)
+    check_second_derivatives(on_arrays(decode.run), args, options, 1e-10)
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     ("attention", "case", "names"),
     [
-        (on_arrays(blockwise.attention), SECOND["masked"], ALL),
+        (on_arrays(blockwise.run), SECOND["masked"], ALL),
         (
             on_arrays(interpreted_tpu),
             {"queries": 8, "rank": 1, "mask": (1, 1, 8, 8)},
             ALL,
         ),
         (on_arrays(interpreted_tpu_decode), {"queries": 1, "keys": 9}, ALL),
-        (on_arrays(gpu.attention), {"queries": 16, "head_dim": 32, "rank": 1}, ALL[:1]),
+        (on_arrays(gpu.run), {"queries": 16, "head_dim": 32, "rank": 1}, ALL[:1]),
     ],
     ids=["blockwise", "tpu", "tpu_decode", "gpu"],
 )
 def test_second_derivatives_in_float32(attention, case, names):
     """The kernels for GPUs split operands into pairs of bfloat16, with errors of about 1e-5."""
-    tolerance = 5e-5 if attention is on_arrays(gpu.attention) else 2e-5
+    tolerance = 5e-5 if attention is on_arrays(gpu.run) else 2e-5
     check_second_derivatives(attention, *random_case(**case), tolerance, names)
 
 
@@ -163,7 +163,7 @@ def test_the_hessian_of_blockwise_attention_is_symmetric_and_that_of_the_referen
     def hessian(attention, q):
         return jax.hessian(lambda q: jnp.sum(jnp.sin(attention(q, *args[1:], **options))))(q).reshape(q.size, q.size)
 
-    found, expected = hessian(on_arrays(blockwise.attention), args[0]), hessian(on_arrays(reference.attention), args[0])
+    found, expected = hessian(on_arrays(blockwise.run), args[0]), hessian(on_arrays(reference.run), args[0])
     np.testing.assert_allclose(found, expected, atol=1e-12)
     np.testing.assert_allclose(found, found.T, atol=1e-12)
 
@@ -186,7 +186,7 @@ def test_a_wrong_type_of_an_output_or_gradient_is_an_error(wrong, change):
 def test_the_gradient_of_one_argument_is_that_of_all():
     """Tangents that are zero, as those of frozen parameters, do not change the others."""
     args, options = random_case(24, heads=2)
-    loss = lambda *args: jnp.sum(jnp.sin(on_arrays(blockwise.attention)(*args, **options)))  # noqa: E731
+    loss = lambda *args: jnp.sum(jnp.sin(on_arrays(blockwise.run)(*args, **options)))  # noqa: E731
     every = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*args)
     for i in (1, 4):
         one = jax.jit(jax.grad(loss, argnums=i))(*args)

@@ -10,7 +10,7 @@ from test_plan import check_on_a_mesh
 
 from dcvit import dcmha
 from dcvit.dcmha import folded, plan
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.models.attention import Attention
 
 CASES = {  # every branch that can be folded, and every option of attention
@@ -52,7 +52,7 @@ def test_output_and_gradients_equal_the_reference_in_float64(x64, name):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_chosen_where_it_is_exact(name):
     args, options = case(name, jnp.float32)
-    assert plan.decide(Inputs(*args), Options(groups=options["groups"])) == "folded"
+    assert plan.decide(make_call(Inputs(*args), groups=options["groups"])) == "folded"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_it_is_chosen_where_it_is_exact(name):
 )
 def test_a_composition_that_cannot_be_folded_is_refused_with_the_reason(change, reason):
     args, options = random_case(5, heads=4, key_heads=2, **change)
-    assert plan.decide(Inputs(*args), Options(groups=options["groups"])) != "folded"
+    assert plan.decide(make_call(Inputs(*args), groups=options["groups"])) != "folded"
     with pytest.raises(ValueError, match=f"implementation folded does not support this case: .*{reason}"):
         dcmha.attention(*args, **options, implementation="folded")
 

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from attention_cases import call_of
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType
 from pallas_checks import weights_like
@@ -59,7 +60,7 @@ CASES = {
 
 
 def make_call(branches, dtype, change):
-    """Inputs as ShapeDtypeStructs, and options, of a case."""
+    """The call of a case, of ShapeDtypeStructs."""
     change = dict(change)
     batch, queries, width = change.pop("batch", 1), change.pop("queries", TOKENS), change.pop("width", WIDTH)
     key_heads, rank = change.pop("key_heads", HEADS), change.pop("rank", 2)
@@ -79,7 +80,7 @@ def make_call(branches, dtype, change):
     kv = array(batch, TOKENS, key_heads, width)
     ids = Segments(array(batch, queries, dtype=jnp.int32), array(batch, TOKENS, dtype=jnp.int32)) if segments else None
     mask = None if mask is None else array(*mask, dtype=bool)
-    return Inputs(array(batch, queries, HEADS, width), kv, kv, weights, weights, mask, ids), options
+    return call_of(Inputs(array(batch, queries, HEADS, width), kv, kv, weights, weights, mask, ids), options)
 
 
 def empty_outputs(kind, config, operands):
@@ -102,19 +103,20 @@ def measure(name, policy="trust"):
 
     An array of as many booleans as the caller's mask is that mask in another shape.
     """
-    inputs, options = make_call(*CASES[name])
+    call = make_call(*CASES[name])
+    inputs = call.inputs
     with (
         mock.patch.object(device, "platform", return_value="gpu"),
         mock.patch.object(plan, "splits_arrays", return_value=False),
         mock.patch.object(api, "is_gpu", return_value=True),
-        mock.patch.object(api, "run", empty_outputs),
+        mock.patch.object(api, "launch", empty_outputs),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", return_value=91000),
         selection.selecting(selection.Selection(policy)),
         unittest.TestCase().assertLogs("dcvit.dcmha", "INFO") as log,
     ):
-        jaxpr = jax.make_jaxpr(
-            lambda inputs, cotangent: jax.vjp(lambda x: plan.attention(x, options), inputs)[1](cotangent)
-        )(inputs, inputs.q)
+        jaxpr = jax.make_jaxpr(lambda call, cotangent: jax.vjp(lambda x: plan.attention(x), call)[1](cotangent))(
+            call, inputs.q
+        )
     own = 0 if inputs.mask is None else inputs.mask.size
     arrays = [x for x in arrays_of(jaxpr.jaxpr) if not (x.dtype == bool and x.size == own)]
     choices = [
@@ -142,10 +144,10 @@ def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(
 @pytest.mark.parametrize(("queries", "implementation"), [(TOKENS - 1, None), (63, "reference")])
 def test_long_rows_are_not_given_to_the_reference_on_a_mesh_of_gpus(queries, implementation):
     """Heads compose with those of another device, and the tokens cannot be split: each device computes all heads."""
-    inputs, options = make_call("qk", BFLOAT16, {"queries": queries, "causal": False})
+    call = make_call("qk", BFLOAT16, {"queries": queries, "causal": False})
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh), mock.patch.object(device, "platform", return_value="gpu"):
-        placement = sharded_attention.place(inputs, options, implementation=None, dropout=None)
+        placement = sharded_attention.place(call, implementation=None, dropout=None)
     assert (placement.implementation, placement.heads) == (implementation, None)
 
 

@@ -13,7 +13,15 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import on_arrays, output_and_gradients, queries_with_nan, random_case, relative_errors, worst
+from attention_cases import (
+    call_of,
+    on_arrays,
+    output_and_gradients,
+    queries_with_nan,
+    random_case,
+    relative_errors,
+    worst,
+)
 from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
@@ -64,8 +72,8 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
         return out, vjp(cotangent.astype(out.dtype))
 
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-    right = jax.jit(both, static_argnums=0)(on_arrays(reference.attention), cotangent, wide)
-    found = jax.jit(both, static_argnums=0)(on_arrays(api.attention), cotangent, args)
+    right = jax.jit(both, static_argnums=0)(on_arrays(reference.run), cotangent, wide)
+    found = jax.jit(both, static_argnums=0)(on_arrays(api.run), cotangent, args)
     assert all(x.dtype == dtype for x in jax.tree.leaves(found))
     errors = relative_errors(found, right)
     assert worst(errors) < (3e-5 if dtype == jnp.float32 else 2e-2), errors
@@ -97,19 +105,19 @@ def test_the_parts_of_a_layer_give_its_output_and_gradients(name, monkeypatch):
     case, limit, expected = PARTS[name]
     sizes, written = [], []
 
-    def run(kind, config, operands):
-        found = gpu_kernels.run(kind, config, operands)
+    def record(kind, config, operands):
+        found = gpu_kernels.launch(kind, config, operands)
         written.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
         return found
 
     chosen = tiling.partition
     monkeypatch.setattr(api, "partition", lambda *a, **k: sizes.append(chosen(*a, **k)) or sizes[-1])
-    monkeypatch.setattr(api, "run", run)
+    monkeypatch.setattr(api, "launch", record)
     for constant, value in {"ROWS_CAUSAL": 64, "ROWS_WINDOW": 64, "KEY_LENGTHS": 2, "WORKSPACE_BYTES": limit}.items():
         monkeypatch.setattr(tiling, constant, value)
     args, options = random_case(**case)
-    right = output_and_gradients(on_arrays(reference.attention), args, options)
-    found = output_and_gradients(on_arrays(api.attention), args, options)
+    right = output_and_gradients(on_arrays(reference.run), args, options)
+    found = output_and_gradients(on_arrays(api.run), args, options)
     errors = relative_errors(found, right)
     assert worst(errors) < 3e-5, errors
     assert max(written) <= limit
@@ -119,9 +127,9 @@ def test_the_parts_of_a_layer_give_its_output_and_gradients(name, monkeypatch):
 @pytest.mark.parametrize("place", ["q", "k", "k1", "kg", "qg"])
 def test_nan_reaches_the_queries_that_attend_with_it_through_all_rectangles(place, monkeypatch):
     """With plain JAX in place of the kernels; `test_attention` interprets them for few tokens."""
-    monkeypatch.setattr(api, "run", gpu_kernels.run)
+    monkeypatch.setattr(api, "launch", gpu_kernels.launch)
     monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)
-    found = queries_with_nan(api.attention, place, 300, 150, 70, rank=1)
+    found = queries_with_nan(api.run, place, 300, 150, 70, rank=1)
     assert found == ([150] if place[0] == "q" else list(range(150, 220)))
 
 
@@ -129,8 +137,8 @@ def test_a_layer_whose_smallest_part_does_not_fit_is_refused_with_the_numbers():
     q, k, v, *weights = layer("DCPythia-6.9B", jnp.bfloat16, 262_144)
     message = "need 2,.* MiB for 64 queries of one example, 32 heads and 262,144 keys, found a limit of 1,024 MiB"
     with pytest.raises(UnsupportedError, match=message):
-        tiling.check_supported(Inputs(q, k, v, *weights), Options(causal=True))
-    tiling.check_supported(Inputs(q, k, v), Options(causal=True))
+        tiling.check_supported(call_of(Inputs(q, k, v, *weights), Options(causal=True)))
+    tiling.check_supported(call_of(Inputs(q, k, v), Options(causal=True)))
 
 
 LOWERED = [  # preset, dtype, tokens, window
@@ -151,7 +159,7 @@ def layer(preset, dtype, tokens):
 
 
 def forward_and_backward(cotangent, *args, **options):
-    out, vjp = jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)
+    out, vjp = jax.vjp(lambda *a: on_arrays(api.run)(*a, **options), *args)
     return out, vjp(cotangent)
 
 
@@ -182,12 +190,12 @@ def launches(monkeypatch):
     """Let the layer call no kernels; the list gets kind, configuration and operands of each distinct one."""
     found = []
 
-    def run(kind, config, operands):
+    def record(kind, config, operands):
         key = kind, config, jax.tree.map(lambda x: (x.shape, x.dtype), operands)
         found.extend([key] * (key not in found))
         return launch.Results(**{n: jnp.zeros(x.shape, x.dtype) for n, x in launch.output_shapes(config, kind).items()})
 
-    monkeypatch.setattr(api, "run", run)
+    monkeypatch.setattr(api, "launch", record)
     monkeypatch.setattr(api, "is_gpu", lambda: True)
     return found
 
@@ -204,7 +212,8 @@ def test_the_keys_of_a_causal_layer_are_at_most_a_quarter_more_than_those_of_its
     """The share of pairs that the kernels' arrays hold; blocks without an attended key are not computed."""
     for tokens in (512, 2048, 5000, 8192, 32_768):
         (q, *_), options = layer("DCPythia-1.4B", jnp.bfloat16, tokens), Options(causal=True)
-        config = tiling.make_config(Inputs(q, q, q), tiling.Static(options, interpret=False), 512, backward=True)
+        static = tiling.Static(options, is_plain=True, interpret=False)
+        config = tiling.make_config(Inputs(q, q, q), static, 512, backward=True)
         held = sum(len(span.blocks) * span.keys for span in tiling.spans(tokens, tokens, options, config))
         needed = sum(min(stop, tokens) for stop in range(512, tokens + 512, 512))
         assert needed <= held <= 1.25 * needed + 512
@@ -214,7 +223,7 @@ def test_every_preset_with_dynamic_composition_is_supported():
     names = [name for name, fields in PRESETS.items() if "compose" in fields and "groups" not in fields]  # not folded
     assert names
     for name in names:
-        jax.eval_shape(lambda *x: tiling.check_supported(Inputs(*x), Options()), *layer(name, jnp.bfloat16, 2048))
+        jax.eval_shape(lambda *x: tiling.check_supported(call_of(Inputs(*x))), *layer(name, jnp.bfloat16, 2048))
 
 
 @pytest.mark.parametrize(
@@ -231,5 +240,5 @@ def test_every_preset_with_dynamic_composition_is_supported():
 def test_unsupported_cases_raise_a_reason_of_one_line(change, message):
     args, options = random_case(**{"queries": 4, **change})
     with pytest.raises(UnsupportedError, match=message) as raised:
-        on_arrays(api.attention)(*args, **options)
+        on_arrays(api.run)(*args, **options)
     assert "\n" not in str(raised.value)

@@ -111,10 +111,10 @@ def run(case, interpret, dtype=jnp.float32, **changes):
         options["mask"] = options["mask"].at[:, :, 3:4].set(False)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_config(monkeypatch, **changes)
-        found = output_and_gradients(on_arrays(api.attention), args, {**options, "interpret": interpret})
+        found = output_and_gradients(on_arrays(api.run), args, {**options, "interpret": interpret})
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
     assert found[0].dtype == dtype
-    return found, output_and_gradients(on_arrays(reference.attention), wide, options)
+    return found, output_and_gradients(on_arrays(reference.run), wide, options)
 
 
 def params(names, default):
@@ -183,7 +183,7 @@ def test_nan_in_a_key_spreads_in_its_block_only_if_the_matrix_unit_mixes_heads(m
     set_config(monkeypatch, family, None if family == "interleaved" else (128, 32))
     watch_races(monkeypatch)
     k = k.at[0, 21, 0].set(jnp.nan)
-    out = on_arrays(api.attention)(q, k, v, pre, post, **options, interpret=DETECT_RACES)
+    out = on_arrays(api.run)(q, k, v, pre, post, **options, interpret=DETECT_RACES)
     example, query = np.nonzero(np.isnan(out).any((2, 3)))
     assert not example.any()
     np.testing.assert_array_equal(query, np.arange(first, 40))
@@ -236,8 +236,8 @@ def test_matrices_of_several_registers_of_columns_equal_the_reference():
 @pytest.mark.slow
 def test_kernels_are_interpreted_by_default_where_no_tpu_is_present():
     args, options = random_case(8, branches=None)
-    out = jax.jit(lambda *a: on_arrays(api.attention)(*a, **options))(*args)
-    np.testing.assert_allclose(out, on_arrays(reference.attention)(*args, **options), atol=1e-5)
+    out = jax.jit(lambda *a: on_arrays(api.run)(*a, **options))(*args)
+    np.testing.assert_allclose(out, on_arrays(reference.run)(*args, **options), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_unsupported_cases_raise_a_reason(dtype, heads, message):
     q = jax.ShapeDtypeStruct((1, 4096, heads, 128), dtype)
     options = dict(causal=True, window=None, mask=None, groups=1, scale=1.0)
     with pytest.raises(UnsupportedError, match=message):
-        jax.eval_shape(lambda q: on_arrays(api.attention)(q, q, q, None, None, **options), q)
+        jax.eval_shape(lambda q: on_arrays(api.run)(q, q, q, None, None, **options), q)
 
 
 def gradient(options, layers=1):
@@ -256,7 +256,7 @@ def gradient(options, layers=1):
     def gradients(do, *args, segments=None):
         def attend(q, *others):
             for _ in range(layers):
-                q = on_arrays(api.attention)(q, *others, segments=segments, **options)
+                q = on_arrays(api.run)(q, *others, segments=segments, **options)
             return q
 
         return jax.vjp(attend, *args)[1](do)

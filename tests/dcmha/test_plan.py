@@ -14,7 +14,7 @@ from small_models import param_shapes, random_params
 
 from dcvit import dcmha
 from dcvit.dcmha import ComposeWeights, blockwise, device, plan
-from dcvit.dcmha.inputs import Inputs, Options, checked
+from dcvit.dcmha.inputs import Inputs, Options, make_call
 from dcvit.dcmha.pallas_gpu import tiling as gpu_tiling
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.models import sharded_attention
@@ -79,9 +79,9 @@ def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
 
     def names(queries, branches, **more):
         (q, k, v, *weights), options = random_case(queries, 256, branches=branches, **more)
-        inputs, options = checked(Inputs(q, k, v, *weights), groups=options["groups"])
+        call = make_call(Inputs(q, k, v, *weights), groups=options["groups"])
         with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
-            return plan.candidates(inputs, options)[0]
+            return plan.candidates(call)[0]
 
     assert names(256, "qpkg") == (*composed, "reference")
     assert names(256, None) == (*plain, "reference")
@@ -289,8 +289,8 @@ def test_the_platform_is_that_of_the_default_device(monkeypatch):
 
 def test_cases_with_and_without_64_bit_numbers_have_verdicts_of_their_own():
     q = jnp.ones((1, 8, 2, 16), jnp.float32)
-    case, keys = checked(Inputs(q, q, q)), set()
+    call, keys = make_call(Inputs(q, q, q)), set()
     for enabled in (False, True):
         with jax.enable_x64(enabled):
-            keys.add(plan.make_case(["reference"], *case).key)
+            keys.add(plan.make_case(["reference"], call).key)
     assert len(keys) == 2

@@ -18,41 +18,45 @@ from dcvit.dcmha import blockwise, device, folded, plan, reference, verification
 from dcvit.dcmha.pallas_tpu import api, tiling
 from dcvit.dcmha.selection import Selection, selecting
 
-right = blockwise.attention
+right = blockwise.run
 
 
-def correct(inputs, options):
-    return right(inputs, options)
+def correct(call):
+    return right(call)
 
 
-def wrong_rows(inputs, options):
-    return correct(inputs, options).at[:, -1].mul(1.5)
+def with_arrays(call, **arrays):
+    return dataclasses.replace(call, inputs=call.inputs._replace(**arrays))
 
 
-def wrong_gradient(inputs, options):
-    v = 1.2 * inputs.v - jax.lax.stop_gradient(0.2 * inputs.v)
-    return correct(inputs._replace(v=v), options)
+def wrong_rows(call):
+    return correct(call).at[:, -1].mul(1.5)
 
 
-def ignores_post(inputs, options):
-    return correct(inputs._replace(post=None), options)
+def wrong_gradient(call):
+    v = call.inputs.v
+    return correct(with_arrays(call, v=1.2 * v - jax.lax.stop_gradient(0.2 * v)))
 
 
-def ignores_causality(inputs, options):
-    return correct(inputs, dataclasses.replace(options, causal=False, window=None))
+def ignores_post(call):
+    return correct(with_arrays(call, post=None))
 
 
-def ignores_segments(inputs, options):
-    return correct(inputs._replace(segments=None), options)
+def ignores_causality(call):
+    return correct(dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False, window=None)))
 
 
-def exhausts_vmem(inputs, options):
+def ignores_segments(call):
+    return correct(with_arrays(call, segments=None))
+
+
+def exhausts_vmem(call):
     raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
 
 
-def slow(inputs, options):
+def slow(call):
     wait = jax.pure_callback(lambda: (time.sleep(0.2), np.float32(0))[1], jax.ShapeDtypeStruct((), jnp.float32))
-    return correct(inputs, options) + wait.astype(inputs.q.dtype)
+    return correct(call) + wait.astype(call.inputs.q.dtype)
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def chip(monkeypatch, tmp_path):
     verification.warn_once.cache_clear()
 
     def use(kernel):
-        monkeypatch.setattr(api, "attention", kernel)
+        monkeypatch.setattr(api, "run", kernel)
 
     return use
 
@@ -102,18 +106,18 @@ def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(kern
 
 def test_a_correct_kernel_is_used_if_it_is_the_fastest(chip, monkeypatch, caplog):
     chip(correct)
-    monkeypatch.setattr(blockwise, "attention", slow)
-    monkeypatch.setattr(reference, "attention", slow)
+    monkeypatch.setattr(blockwise, "run", slow)
+    monkeypatch.setattr(reference, "run", slow)
     with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
         assert outcome(causal=True) == ["pallas_tpu"]
     assert "attention: pallas_tpu on tpu" in caplog.text
 
 
 def test_a_mask_with_an_empty_row_is_verified(chip):
-    def spreads(inputs, options):
+    def spreads(call):
         """Attend to all keys where a query attends to none."""
-        none = ~jnp.any(inputs.mask, axis=-1, keepdims=True)
-        return correct(inputs._replace(mask=inputs.mask | none), options)
+        mask = call.inputs.mask
+        return correct(with_arrays(call, mask=mask | ~jnp.any(mask, axis=-1, keepdims=True)))
 
     chip(spreads)
     (name,) = outcome(mask=(1, 1, 40, 40))

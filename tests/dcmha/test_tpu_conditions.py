@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import call_of
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
@@ -30,7 +31,7 @@ def stated(monkeypatch, **options):
 
     def gradient(post, q, k, v, do):
         def attend(*x):
-            return api.attention(Inputs(*x, None, post), Options(**options), interpret=False)
+            return api.run(call_of(Inputs(*x, None, post), Options(**options)), interpret=False)
 
         return jax.vjp(attend, q, k, v)[1](do)
 

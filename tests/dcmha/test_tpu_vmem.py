@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import call_of
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
@@ -47,7 +48,7 @@ def declared(monkeypatch, q, k, weights, groups, *masks):
     options = Options(groups=groups)
 
     def gradient(q, k, v, pre, post, do, *masks):
-        return jax.vjp(lambda *x: api.attention(Inputs(*x, *masks), options), q, k, v, pre, post)[1](do)
+        return jax.vjp(lambda *x: api.run(call_of(Inputs(*x, *masks), options)), q, k, v, pre, post)[1](do)
 
     jax.clear_caches()  # a kernel that was traced before would not be recorded
     with pytest.raises(DeclaredError) as found:

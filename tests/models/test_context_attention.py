@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
+from attention_cases import call_of, on_arrays, output_and_gradients, random_case, relative_errors, worst
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,7 +44,7 @@ def on_mesh(sizes):
 )
 def test_split_tokens_have_the_output_and_gradients_of_one_device(name, mesh):
     args, options = random_case(64, heads=4, batch=4, rank=1, **CASES[name])
-    expected = output_and_gradients(on_arrays(reference.attention), args, options)
+    expected = output_and_gradients(on_arrays(reference.run), args, options)
     with on_mesh(MESHES[mesh]):
         put = jax.tree.map(lambda x: jax.device_put(x, P(BATCH, "context")) if x.ndim > 3 else x, args[:3])
         found = output_and_gradients(on_arrays(sharded_attention.attention), (*put, *args[3:]), options)
@@ -61,27 +61,30 @@ def test_no_segment_id_makes_later_tokens_visible(options):
     with on_mesh((1, 1, 8, 1)):
         attend = on_arrays(sharded_attention.attention)
         found = jax.jit(lambda args, ids: attend(*args, segments=ids, **options))(args, ids)
-    np.testing.assert_allclose(found, on_arrays(reference.attention)(*args, **options), atol=1e-5)
+    np.testing.assert_allclose(found, on_arrays(reference.run)(*args, **options), atol=1e-5)
 
 
 def test_every_device_attends_to_the_same_number_of_keys():
     """The tokens are in their order, so that a device without balance would have up to twice the mean."""
     counts, tokens = {}, 64
 
-    def attend(inputs, options):
+    def attend(call):
+        inputs, options = call.inputs, call.options
         total = jnp.sum(reference.visible(inputs.q.shape[1], inputs.k.shape[1], options, None, inputs.segments))
         jax.debug.callback(
             lambda i, n: counts.setdefault(int(i), []).append(int(n)), jax.lax.axis_index("context"), total
         )
         return inputs.q
 
-    compute = functools.partial(context_attention.attention, attend, options=Options(causal=True), axis=("context",))
+    def compute(q):
+        return context_attention.attention(attend, call_of(Inputs(q, q, q), Options(causal=True)), ("context",))
+
     q = jnp.asarray(np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1, 1))
     with on_mesh((1, 1, 8, 1)):
         split = NamedSharding(jax.sharding.get_mesh(), P(None, "context"))
         x = jax.device_put(q, split)
         spec = P(None, "context")
-        out = jax.jit(jax.shard_map(lambda q: compute(inputs=Inputs(q, q, q)), in_specs=spec, out_specs=spec))(x)
+        out = jax.jit(jax.shard_map(compute, in_specs=spec, out_specs=spec))(x)
     jax.effects_barrier()
     np.testing.assert_array_equal(out, q)  # the outputs of all queries come back
     assert {sum(each) for each in counts.values()} == {tokens * (tokens + 1) // 2 // 8}
@@ -109,5 +112,5 @@ def test_only_rows_that_the_axis_divides_are_split(tokens, axes):
     x = jax.ShapeDtypeStruct((1, tokens, 2, 4), jnp.float32)
     with on_mesh((1, 1, 8, 1)):
         mesh = jax.sharding.get_abstract_mesh()
-    found = context_attention.token_axes(Inputs(x, x, x), Options(causal=True), mesh, with_tensor=False)
+    found = context_attention.token_axes(call_of(Inputs(x, x, x), Options(causal=True)), mesh, with_tensor=False)
     assert found == axes

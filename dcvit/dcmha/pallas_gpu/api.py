@@ -35,10 +35,10 @@ from jax import lax
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import reason_of
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.config import Which, is_gpu
-from dcvit.dcmha.pallas_gpu.launch import run
+from dcvit.dcmha.pallas_gpu.launch import launch
 from dcvit.dcmha.pallas_gpu.parts import head_axes, in_parts
 from dcvit.dcmha.pallas_gpu.rectangle import Layer, Rectangle, compose_gradients
 from dcvit.dcmha.pallas_gpu.tiling import Partition, Static, check_supported, partition
@@ -47,22 +47,22 @@ from dcvit.dcmha.shapes import Array, Float, not_none
 WHICH: tuple[Which, ...] = ("pre", "post")
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why a call is not supported, or None."""
-    return reason_of(check_supported, inputs, options)
+    return reason_of(check_supported, call)
 
 
-def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
 
     Scores and weights are float32; W·v has operands of q's dtype.
 
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    check_supported(inputs, options)
-    options = dataclasses.replace(options, causal=options.causal or options.window is not None)
-    return _attention(Static(options, interpret=not is_gpu()), inputs)
+    check_supported(call)
+    options = dataclasses.replace(call.options, causal=call.options.causal or call.options.window is not None)
+    return _attention(Static(options, call.is_plain, interpret=not is_gpu()), call.inputs)
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
@@ -84,9 +84,9 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
     layer = Layer(size.of(static), size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
-        found = run("statistics", r.config, r.operands())
+        found = launch("statistics", r.config, r.operands())
         lse = log_sum_exp(not_none(found.row_sums))
-        w = not_none(run("weights", r.config, r.operands(lse, planes=found.planes)).tile)
+        w = not_none(launch("weights", r.config, r.operands(lse, planes=found.planes)).tile)
         out = product("bkgts,bskd->btkgd", r.by_key_head(w, 1), r.keys.arrays[1])
         return carry, (out.reshape(r.queries.arrays[0].shape).astype(x.q.dtype), lse)
 
@@ -111,7 +111,7 @@ def _part_gradients(static: Static, size: Partition, x: Inputs, do: Array, lse: 
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
-    return blockwise.forward_mode(x, static.options)
+    return blockwise.forward_mode(static.options, x)
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)
@@ -129,13 +129,13 @@ def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array]
     """
     dk, dv, dpre_k, dpost_k = totals
     q, do = (r.by_key_head(x, 2) for x in r.queries.arrays)
-    found = run("post_grad", r.config, r.operands())
+    found = launch("post_grad", r.config, r.operands())
     w = r.by_key_head(not_none(found.tile), 1)
     dv = r.add_keys(dv, product("bkgts,btkgd->bskd", w, do), 1)
     row_sums = jnp.sum(not_none(found.row_sums), axis=2)
     dpost_q, cols = r.weight_gradients("post", row_sums[:, :, :-1], found.col_sums, 1.0, 1.0)
     dpost_k = r.add_keys(dpost_k, cols, 3)
-    found = run("pre_grad", r.config, r.operands(row_sums[:, :, -1], planes=found.planes))
+    found = launch("pre_grad", r.config, r.operands(row_sums[:, :, -1], planes=found.planes))
     ds = r.by_key_head(not_none(found.tile), 1)
     row_sums = jnp.sum(not_none(found.row_sums), axis=2)
     dpre_q, cols = r.weight_gradients("pre", row_sums, found.col_sums, r.layer.options.scale, 1 / LOG2_E)

@@ -158,7 +158,7 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that rectangles of equal shape are lowered once
-def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
+def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     """Run one kernel over all tiles of a rectangle of queries and keys.
 
     Args:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.device import compute_capability
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
 from dcvit.dcmha.pallas_gpu.launch import Kind, output_shapes
@@ -36,6 +36,7 @@ class Static(NamedTuple):
     """Static options of a layer. `options.causal` is True for a layer with a window."""
 
     options: Options
+    is_plain: bool
     interpret: bool
 
 
@@ -65,9 +66,9 @@ class Span(NamedTuple):
     keys: int
 
 
-def check_supported(inputs: Inputs, options: Options) -> None:
+def check_supported(call: Call) -> None:
     """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
-    q, k, v, pre, post, *_ = inputs
+    (q, k, v, pre, post, *_), options = call.inputs, call.options
     capability = compute_capability()
     if capability not in (HOPPER, None):  # without a GPU, kernels are interpreted, or lowered for one elsewhere
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
@@ -94,7 +95,7 @@ def check_supported(inputs: Inputs, options: Options) -> None:
         for x in (weights.q1, weights.k1):
             if x is not None and x.shape[2] > MAX_RANK:
                 raise UnsupportedError(f"the GPU kernels support ranks up to {MAX_RANK}, found {x.shape[2]}")
-    partition(inputs, Static(options, interpret=False), backward=True)
+    partition(call.inputs, Static(options, call.is_plain, interpret=False), backward=True)
 
 
 def block_rows(queries: int, most: int) -> int:
@@ -110,8 +111,8 @@ def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
     """
     (batch, queries, heads), options = inputs.q.shape[:3], static.options
     config = make_config(inputs, static, QUERIES, backward=backward)
-    key_heads, is_composed = inputs.k.shape[2], inputs.pre is not None or inputs.post is not None
-    most_parts = math.gcd(key_heads, options.groups) if is_composed or options.groups > 1 else key_heads
+    key_heads = inputs.k.shape[2]
+    most_parts = key_heads if static.is_plain and options.groups == 1 else math.gcd(key_heads, options.groups)
     rows = block_rows(
         queries, ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
     )

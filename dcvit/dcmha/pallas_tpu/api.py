@@ -49,7 +49,7 @@ from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import reason_of
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.call import Blocked
@@ -65,20 +65,20 @@ Static: TypeAlias = tuple[KernelConfig, Interpret | None]
 Result = TypeVar("Result")
 
 
-def checked_config(inputs: Inputs, options: Options) -> KernelConfig:
+def checked_config(call: Call) -> KernelConfig:
     """Return the configuration of a call, or raise UnsupportedError."""
     tiling.check_device()
-    tiling.check_dtypes(*inputs[:3])
-    return tiling.make_config(inputs, options, tiling.vmem_limit())
+    tiling.check_dtypes(*call.inputs[:3])
+    return tiling.make_config(call.inputs, call.options, tiling.vmem_limit())
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why a call is not supported, or None."""
-    return reason_of(checked_config, inputs, options)
+    return reason_of(checked_config, call)
 
 
-def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
-    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
 
     `interpret` is the argument of `pallas_call`. None compiles the kernels where the program is lowered for TPUs, also
     on a host without a TPU, and interprets them on all other platforms.
@@ -86,12 +86,12 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    q, k, _, _, _, mask, _ = inputs
-    config = checked_config(inputs, options)
+    q, k, _, _, _, mask, _ = call.inputs
+    config = checked_config(call)
     LOG.info("attention: %s", config.summary)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
-    return _attention((config, interpret), inputs._replace(mask=mask))
+    return _attention((config, interpret), call.inputs._replace(mask=mask))
 
 
 # Compiled functions are traced and lowered once for equal shapes: twelve layers would take twelve times as long.
@@ -100,8 +100,8 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
-        run = forward_interleaved.forward if config.family == "interleaved" else forward
-        out, lse = run(config, _packed(config, x), interpret)
+        kernel = forward_interleaved.forward if config.family == "interleaved" else forward
+        out, lse = kernel(config, _packed(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
     config, interpret = static
@@ -155,7 +155,7 @@ def _forward_mode(static: Static, x: Inputs) -> Array:
     (config, _), (q, k, v, pre, post, mask, segments) = static, x
     options = Options(config.causal, config.window, config.groups, config.scale, config.first_query)
     by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
-    return blockwise.forward_mode(Inputs(q, k, v, pre, post, by_query, segments), options)
+    return blockwise.forward_mode(options, Inputs(q, k, v, pre, post, by_query, segments))
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha import decode
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError, reason_of
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import ComposeName, Index, Interpret
@@ -93,22 +93,22 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> DecodeConf
     raise UnsupportedError(f"the scores of {keys} keys and {heads} heads do not fit into a TPU's VMEM")
 
 
-def checked_config(inputs: Inputs, options: Options) -> DecodeConfig:
+def checked_config(call: Call) -> DecodeConfig:
     """Return the configuration of a call, or raise UnsupportedError."""
     check_device()
-    if (reason := decode.supports(inputs, options)) is not None:
+    if (reason := decode.supports(call)) is not None:
         raise UnsupportedError(reason)
-    check_dtypes(*inputs[:3])
-    return make_config(inputs, options, vmem_limit())
+    check_dtypes(*call.inputs[:3])
+    return make_config(call.inputs, call.options, vmem_limit())
 
 
-def supports(inputs: Inputs, options: Options) -> str | None:
+def supports(call: Call) -> str | None:
     """Return the reason why a call is not supported, or None."""
-    return reason_of(checked_config, inputs, options)
+    return reason_of(checked_config, call)
 
 
-def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
-    """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
+def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
+    """Compute a call of attention of one query (T = 1).
 
     `interpret` is the argument of `pallas_call`. None uses the kernel where the program is lowered for TPUs, also on a
     host without a TPU, and `dcvit.dcmha.decode` on all other platforms.
@@ -116,8 +116,8 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
-    config = checked_config(inputs, options)
-    attended = visible(1, inputs.k.shape[1], options, inputs.mask, inputs.segments)
+    config, inputs = checked_config(call), call.inputs
+    attended = visible(1, inputs.k.shape[1], call.options, inputs.mask, inputs.segments)
     return _attention((config, interpret), inputs._replace(mask=attended, segments=None))
 
 
@@ -139,7 +139,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], cotan
 
 def call_xla(config: DecodeConfig, inputs: Inputs) -> Array:
     """Compute the same attention with `dcvit.dcmha.decode`."""
-    return decode.attention(inputs, Options(groups=config.groups, scale=config.scale))
+    return decode.attend(Options(groups=config.groups, scale=config.scale), inputs)
 
 
 _attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], x))
