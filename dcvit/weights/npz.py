@@ -32,9 +32,9 @@ def open_arrays(path: str | Path) -> dict[str, Tensor]:
     numpy does not know bfloat16 and stores its bytes with the void dtype `V2`, which is read as bfloat16.
 
     Raises:
-      CheckpointError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
-        size than announced; names are no paths in a tree. What only the data shows is raised when the array is read,
-        and so is a need for more memory than is available then; all arrays together may need more.
+      CheckpointError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of
+        another size than announced; names are no paths in a tree. What only the data shows is raised when the array is
+        read, and so is a need for more memory than is available then; all arrays together may need more.
     """
     with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
         members = _members(archive)
