@@ -16,6 +16,11 @@ from input_pipeline.source import Source, open_source
 from input_pipeline.text.documents import LINE_SUFFIXES, SUFFIXES, Files, find_files, read_documents
 
 CLASSES = "{num_classes}"
+TEXT_KEYS = {  # of the strings that a kind of text reads, with their defaults
+    "text": {"key": "text"},
+    "spans": {"inputs": "inputs", "targets": "targets"},
+    "answers": {"text": "texts", "task": "task_id"},
+}
 PIECE, PIECES = 32, 4  # examples that a thread reads at a time, and how often until the progress is shown
 
 
@@ -104,12 +109,10 @@ def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Dama
 def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:
     """Read text files one by one, each up to its first damaged line; other kinds of data have no damaged files."""
     kind = str(data["kind"])
-    names = {"text": ("key",), "spans": ("inputs", "targets"), "answers": ("text", "task")}.get(kind, ())
-    if not names or not isinstance(data.get("path"), str):
+    if kind not in TEXT_KEYS or not isinstance(data.get("path"), str):
         return Report(0, [])
     files = find_files(str(data["path"]), SUFFIXES if kind == "text" else LINE_SUFFIXES)
-    default = {"key": "text", "inputs": "inputs", "targets": "targets", "text": "texts", "task": "task_id"}
-    keys = [str(data.get(name, default[name])) for name in names]
+    keys = [str(data.get(option, default)) for option, default in TEXT_KEYS[kind].items()]
     damaged = []
     for number, file in enumerate(files.paths, start=1):
         try:

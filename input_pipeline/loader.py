@@ -34,13 +34,6 @@ class ExampleKey(NamedTuple):
     example: int
 
 
-class LoadedExample(NamedTuple):
-    """A preprocessed example, or None if it is corrupt, and the number of examples skipped to find it."""
-
-    arrays: Batch | None
-    skipped: int
-
-
 class PartialBatch(NamedTuple):
     """A batch whose rows are being written: its arrays, the examples skipped for each row, and 1 for each real row."""
 
@@ -67,7 +60,8 @@ class ActiveRead(NamedTuple):
     started: float
 
 
-LoadExample = Callable[[ExampleKey], LoadedExample]
+# Returns a preprocessed example, or None if it is corrupt, and the number of examples skipped to find it.
+LoadExample = Callable[[ExampleKey], tuple[Batch | None, int]]
 _active_reads: dict[int, ActiveRead] = {}  # by thread identifier
 
 
@@ -140,11 +134,11 @@ def train_batches(
     preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
     rows = _checked_rows(rows, batch_size)
 
-    def load(key: ExampleKey) -> LoadedExample:
+    def load(key: ExampleKey) -> tuple[Batch | None, int]:
         for skipped in range(size):
             index = (key.example + skipped) % size
             try:
-                return LoadedExample(_read(source, preprocess, seed, ExampleKey(key.epoch, index)), skipped)
+                return _read(source, preprocess, seed, ExampleKey(key.epoch, index)), skipped
             except ReadingError:
                 raise
             except InputError as e:
@@ -178,14 +172,14 @@ def eval_batches(
     preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
     rows = _checked_rows(rows, batch_size)
 
-    def load(key: ExampleKey) -> LoadedExample:
+    def load(key: ExampleKey) -> tuple[Batch | None, int]:
         try:
-            return LoadedExample(_read(source, preprocess, 0, key), 0)
+            return _read(source, preprocess, 0, key), 0
         except ReadingError:
             raise
         except InputError as e:
             corrupt.handle(source.describe(key.example), e)
-            return LoadedExample(None, 1)
+            return None, 1
 
     plans = ([ExampleKey(0, start + r) for r in rows if start + r < size] for start in range(0, size, batch_size))
     for batch in _prepare(plans, load, len(rows), threads, layout_from=(ExampleKey(0, i) for i in range(size))):
@@ -208,7 +202,7 @@ def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[Bat
 
 
 def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
-    """Return the example at a position of the whole order of training."""
+    """Return the example at a position of the endless order of training, epoch after epoch."""
     return ExampleKey(*example_at(position, len(source), seed, blocks_of(source)))
 
 
@@ -226,9 +220,8 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
       ReadingError: the failure is not the fault of the data; the message names the example.
       InputError: the example is corrupt; the message does not name the example.
     """
-    thread = threading.current_thread()
     identifier = threading.get_ident()
-    _active_reads[identifier] = ActiveRead(thread.name, source, key.example, time.monotonic())
+    _active_reads[identifier] = ActiveRead(threading.current_thread().name, source, key.example, time.monotonic())
     try:
         example = preprocess(source[key.example], example_rng(seed, key.epoch, key.example))
         return {name: np.asarray(value) for name, value in example.items()}

@@ -340,10 +340,7 @@ def _inception_crop(
     ratio: tuple[float, float],
     method: str,
     antialias: bool,
-) -> tuple[
-    Callable[[tuple[int, int], np.random.Generator], decoding.Window],
-    Callable[[np.ndarray], np.ndarray],
-]:
+) -> tuple[Callable[[tuple[int, int], np.random.Generator], decoding.Window], Callable[[np.ndarray], np.ndarray]]:
     """Return the two steps of an Inception crop: sampling a window for an image size, and resizing the crop."""
     if not (0 < percent[0] <= percent[1] <= 100 and 0 < ratio[0] <= ratio[1]):
         raise InputError(f"inception crop: percent of area {percent} and aspect ratios {ratio}; expected min <= max")

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,8 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import OpenedParquet, check_pages, open_parquet, read_batches
+from input_pipeline.row_groups import check_pages, open_parquet, read_batches
 from input_pipeline.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
 PARQUET = ".parquet"
@@ -124,18 +121,9 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
     for file in files.paths:
         name = file.relative_to(files.root).as_posix()
         with named_errors(file):
-            if file.name.endswith(LINE_SUFFIXES):
-                for number, line, read in _lines(file):
-                    location = f"{file}:{number}"
-                    texts = _strings(line, keys, location)
-                    if any(texts) or len(keys) > 1:
-                        yield Document(texts, location, f"{name}:{number}", before + read)
-            elif file.name.endswith(PARQUET):
-                for number, texts, read in _rows(file, keys):
-                    if any(texts) or len(keys) > 1:
-                        yield Document(texts, f"{file}:{number}", f"{name}:{number}", before + read)
-            elif text := _decode(_read_whole(file), f"{file}:1"):
-                yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
+            for number, texts, read in _texts(file, keys):
+                if any(texts) or len(keys) > 1:
+                    yield Document(texts, f"{file}:{number}", f"{name}:{number}", before + read)
             before += file.stat().st_size
 
 
@@ -165,6 +153,17 @@ def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[Encod
     tokens = iter(tokenizer.encode_batch([text for document in batch for text in document.texts]))
     for document in batch:
         yield EncodedDocument(document, [next(tokens) for _ in document.texts])
+
+
+def _texts(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
+    """Yield (number, strings, bytes of the file read so far) of each document of a file."""
+    if file.name.endswith(LINE_SUFFIXES):
+        for number, line, read in _lines(file):
+            yield number, _strings(line, keys, f"{file}:{number}"), read
+    elif file.name.endswith(PARQUET):
+        yield from _rows(file, keys)
+    else:
+        yield 1, (_decode(_read_whole(file), f"{file}:1"),), file.stat().st_size
 
 
 def _strings(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ...]:
@@ -230,7 +229,9 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...
             if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
                 raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
         number = decoded = 0
-        for batch in _batches(opened, file, keys):
+        pages = (check_pages(opened, group, keys, f"{file}: row group {group}") for group in range(len(opened.groups)))
+        batches = (read_batches(opened, group, keys, found) for group, found in enumerate(pages))
+        for batch in itertools.chain.from_iterable(batches):
             decoded += batch.nbytes
             if decoded > MAX_PARQUET + MAX_RATIO * size:
                 raise InputError(f"{file}: {decoded:,} bytes of text are decoded from {size:,}; store it as .jsonl")
@@ -239,13 +240,6 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...
                 if None in texts:
                     raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
                 yield number, texts, size * number // max(1, total)
-
-
-def _batches(opened: OpenedParquet, file: Path, keys: Sequence[str]) -> Iterator["RecordBatch"]:
-    """Yield some columns of a Parquet file, a few rows at a time."""
-    for group in range(len(opened.groups)):
-        pages = check_pages(opened, group, keys, f"{file}: row group {group}")
-        yield from read_batches(opened, group, keys, pages)
 
 
 def _read_whole(file: Path) -> bytes:

@@ -72,7 +72,9 @@ class Source:
             )
         self.tokens = _mapped(self.path, index.dtype)
         count = packing.row_count(len(self.tokens), context)
-        self.rows = range(count) if rows is None else range(count)[_slice(rows)]
+        if rows is not None and len(rows) != 2:
+            raise InputError(f"rows={rows} should be two numbers, the first row and the one after the last")
+        self.rows = range(count)[slice(None) if rows is None else slice(*rows)]
         if not self.rows:
             raise InputError(f"{self.path} holds {count:,} rows, of which rows={rows} selects none")
         try:
@@ -112,10 +114,3 @@ def _mapped(path: str, dtype: np.dtype) -> np.ndarray:
     if hasattr(mmap, "MADV_RANDOM"):
         content.madvise(mmap.MADV_RANDOM)  # rows are read in random order, so read-ahead would be wasted
     return np.frombuffer(content, dtype)
-
-
-def _slice(rows: Sequence[int | None]) -> slice:
-    """Return a slice from [start, stop]. Raises InputError for another number of values."""
-    if len(rows) != 2:
-        raise InputError(f"rows={rows} should be two numbers, the first row and the one after the last")
-    return slice(*rows)
