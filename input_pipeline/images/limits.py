@@ -1,15 +1,7 @@
 """Limits on the time and memory that decoding one image takes, checked before and while it is decoded.
 
-| limit | constant | reason |
-|---|---|---|
-| pixels | `MAX_PIXELS` | memory: up to 23 bytes per pixel, which is 4.1 GB |
-| width, height | `MAX_SIDE` | decoders need memory for each row, and count the bits of a row in 32 bits |
-| pixels of a JPEG, counted once per scan | `MAX_SCANNED_PIXELS` | a scan of a few bytes takes the time of all pixels |
-| segments of a JPEG | `MAX_SEGMENTS` | each takes time |
-| pixels of a TIFF's tiles | `MAX_PIXELS` | tiles may be larger than the image |
-| CPU time of Pillow | `MAX_SECONDS` | some files need time without any pixel, such as a PNG of many color profiles |
-
-The largest images of these limits take about ten seconds on a CPU of 2024; a photo takes milliseconds.
+`docs/data.md` has a table of them. The largest images of these limits take about ten seconds on a CPU of 2024; a photo
+takes milliseconds.
 """
 
 import io
@@ -22,11 +14,15 @@ from PIL import TiffImagePlugin
 
 from input_pipeline.errors import InputError
 
-MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest; the limit of TensorFlow and Pillow
-MAX_SIDE = 1 << 20
-MAX_SCANNED_PIXELS = 1 << 31  # twelve scans of MAX_PIXELS; progressive files have about ten
-MAX_SEGMENTS = 1 << 16
-MAX_SECONDS = 10.0
+# Of an image, and of the tiles of a TIFF, which may be larger than the image: 178,956,970, three times ImageNet's
+# largest, and the limit of TensorFlow and Pillow. Decoding takes up to 23 bytes of memory per pixel, which is 4.1 GB.
+MAX_PIXELS = (1 << 29) // 3
+MAX_SIDE = 1 << 20  # width or height: decoders need memory for each row, and count the bits of a row in 32 bits
+# Pixels of a JPEG, counted once per scan, since a scan of a few bytes takes the time of all pixels. These are twelve
+# scans of MAX_PIXELS; progressive files have about ten.
+MAX_SCANNED_PIXELS = 1 << 31
+MAX_SEGMENTS = 1 << 16  # of a JPEG; each takes time
+MAX_SECONDS = 10.0  # CPU time of Pillow: some files need time without any pixel, such as a PNG of many color profiles
 
 # A JPEG marker with a meaning between segments: neither a stuffed byte, nor padding, nor a restart.
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")

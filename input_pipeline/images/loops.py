@@ -55,8 +55,8 @@ def resize(image, columns, rows, out):
         if upper[y] == in_below:
             above, below, in_above, in_below = below, above, in_below, in_above
         for side in range(2):
-            wanted, held = (np.int64(upper[y]), in_above) if side == 0 else (np.int64(lower[y]), in_below)
-            if wanted == held:
+            wanted, current = (np.int64(upper[y]), in_above) if side == 0 else (np.int64(lower[y]), in_below)
+            if wanted == current:
                 continue
             line = above if side == 0 else below
             pixels = image[wanted].reshape(-1)
@@ -142,8 +142,8 @@ def sharpen(image, factor, out):
             left, middle, right = row[:-6], row[3:-3], row[6:]  # slices, because offsets could be negative indices
             center = five if neighbor == 1 else once
             for i in range(size):
-                begun = mean[i] + np.float32(left[i]) * once
-                mean[i] = begun + np.float32(middle[i]) * center + np.float32(right[i]) * once
+                partial = mean[i] + np.float32(left[i]) * once
+                mean[i] = partial + np.float32(middle[i]) * center + np.float32(right[i]) * once
         row, result = image[y].reshape(-1)[3:-3], out[y].reshape(-1)[3:-3]
         for i in range(size):
             smooth = np.float32(np.int32(mean[i]))

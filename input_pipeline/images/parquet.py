@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from input_pipeline import memory
-from input_pipeline.errors import (
-    InputError,
-    MissingDataError,
-    ReadingError,
-    check_split,
-    has_type,
-    nearest,
-)
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split, has_type, nearest
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
 from input_pipeline.row_groups import (
@@ -188,7 +181,7 @@ class _RowGroups:
 
     def __init__(self) -> None:
         self.limit, self.nbytes = 0, 0
-        self.held: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
+        self.entries: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
         self.sizes: dict[RowGroup, int] = {}  # of those that are read
         self.reads: Counter[RowGroup] = Counter()
         self.lock = threading.Lock()
@@ -206,12 +199,12 @@ class _RowGroups:
     def get(self, group: RowGroup) -> Columns:
         """Return the images and labels of a row group, read by the first thread that needs it."""
         with self.lock:
-            missing = group not in self.held
+            missing = group not in self.entries
             if missing:
-                self.held[group] = Future()
+                self.entries[group] = Future()
                 self.nbytes += group.nbytes
-            future = self.held[group]
-            self.held.move_to_end(group)
+            future = self.entries[group]
+            self.entries.move_to_end(group)
             self.reads[group] += 1
             if self.reads[group] == group.rows:
                 self._drop(group)
@@ -220,7 +213,7 @@ class _RowGroups:
             try:
                 columns = _read(group)
                 with self.lock:
-                    if self.held.get(group) is future:
+                    if self.entries.get(group) is future:
                         self.sizes[group] = columns.nbytes
                         self.nbytes += columns.nbytes - group.nbytes
                         self._shrink()
@@ -234,14 +227,14 @@ class _RowGroups:
 
     def _drop(self, group: RowGroup) -> None:
         """Release a row group; threads that already have it keep it."""
-        if self.held.pop(group, None) is not None:
+        if self.entries.pop(group, None) is not None:
             self.nbytes -= self.sizes.pop(group, group.nbytes)
         self.reads.pop(group, None)
 
     def _shrink(self) -> None:
         """Release the row groups that were not used for the longest time, until the others are within the limit."""
-        while self.nbytes > self.limit and len(self.held) > 1:
-            self._drop(next(iter(self.held)))
+        while self.nbytes > self.limit and len(self.entries) > 1:
+            self._drop(next(iter(self.entries)))
 
 
 _row_groups = _RowGroups()
@@ -257,13 +250,7 @@ def _shards(data_dir: str, split: str) -> list[str]:
     root = expand(data_dir)
     if not root.is_dir():
         raise MissingDataError(f"no folder {root}")
-    splits: dict[str, list[Path]] = {}
-    for folder in (root, root / "data"):
-        with named_errors(folder):
-            inside = sorted(folder.iterdir()) if folder.is_dir() and not splits else []
-        for file in inside:
-            if file.suffix == ".parquet" and not file.name.startswith("."):
-                splits.setdefault(SHARD_NUMBER.sub("", file.stem), []).append(file)
+    splits = _splits(root)
     if not splits:
         raise MissingDataError(f"{root} and its folder `data` hold no Parquet files (*.parquet)")
     check_split(str(root), split, splits)
@@ -281,6 +268,18 @@ def _shards(data_dir: str, split: str) -> list[str]:
     return [str(file) for file in chosen]
 
 
+def _splits(root: Path) -> dict[str, list[Path]]:
+    """Return the sorted files of each split in a folder or, if it has none, in its folder `data`."""
+    splits: dict[str, list[Path]] = {}
+    for folder in (root, root / "data"):
+        with named_errors(folder):
+            inside = sorted(folder.iterdir()) if folder.is_dir() and not splits else []
+        for file in inside:
+            if file.suffix == ".parquet" and not file.name.startswith("."):
+                splits.setdefault(SHARD_NUMBER.sub("", file.stem), []).append(file)
+    return splits
+
+
 def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None:
     """Return the options of this kind for those of kind "folder", or None if the folder does not hold Parquet files.
 
@@ -291,9 +290,7 @@ def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None
       InputError: `val_fraction` is set.
     """
     root, found = expand(str(options.get("data_dir", ""))), dict(options)
-    splits = {
-        SHARD_NUMBER.sub("", file.stem) for inside in (root, root / "data") for file in inside.glob("[!.]*.parquet")
-    }
+    splits = _splits(root)
     if not splits or any(entry.is_dir() and entry.name != "data" for entry in root.glob("[!.]*")):
         return None
     if found.pop("val_fraction", None) is not None:
@@ -330,16 +327,7 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
         raise InputError(f"{path} is damaged: its footer has no sizes of row groups")
     starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
     groups = [
-        RowGroup(
-            path,
-            state,
-            number,
-            (image, label),
-            column,
-            start,
-            part.num_rows,
-            size + ROW_BYTES * part.num_rows,
-        )
+        RowGroup(path, state, number, (image, label), column, start, part.num_rows, size + ROW_BYTES * part.num_rows)
         for number, (part, start, size) in enumerate(zip(parts, starts, sizes, strict=False))
         if part.num_rows
     ]

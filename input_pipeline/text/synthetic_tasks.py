@@ -181,7 +181,7 @@ def _hashed_to_validation(content: frozenset[str]) -> bool:
 
 
 def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str]:
-    """Return an example whose facts are words alone, of which the one at a position is the source of the answer."""
+    """Return an example whose facts are single words; the answer is a value of the word at position `at`."""
     domain = DOMAINS[task.domain]
     group = domain.relations[domain.asking]
     at = {"first": 0, "last": FACTS - 1}.get(task.pattern, at)
