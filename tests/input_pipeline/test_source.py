@@ -1,10 +1,9 @@
 """Options of `open_source` that every kind of data has: limit, cache, and errors about invalid options."""
 
-import itertools
-
 import image_datasets
 import numpy as np
 import pytest
+from input_fixtures import assert_same_batches
 
 import input_pipeline as ip
 from input_pipeline import source as sources
@@ -32,9 +31,7 @@ def test_cache_keeps_examples_in_memory_and_does_not_change_batches(caplog):
     cached = ip.open_source("digits", split="test", cache=True)
     assert "keeping 0.0 GB of stored examples in memory" in caplog.text
     streams = (ip.train_batches(source, pp, 120, 0) for source in (cached, plain))
-    for one, other in itertools.islice(zip(*streams, strict=True), 4):
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
+    assert_same_batches(*streams, 4)
     assert len(cached.examples) == 360
 
 
@@ -68,6 +65,20 @@ def test_image_sources_are_not_token_sources():
         ({"kind": "digits", "spilt": "test"}, "did you mean 'split'"),
         ({"kind": "digits", "split": 3}, "split=3 should be of type str"),
         ({"kind": "digits", "limit": 0}, "limit=0 should be 1 or more"),
+        ({"kind": "scenes", "split": "tset"}, "scenes has no split 'tset'; did you mean 'test'"),
+        ({"kind": "scenes", "relations": ("left", "behind")}, "should be a list of right, left, above, below, pair, c"),
+        ({"kind": "scenes", "relations": ()}, "should be a list of right"),
+        ({"kind": "scenes", "attributes": ("nxet",)}, "should be a list of same, next"),
+        ({"kind": "scenes", "examples": 0}, "examples=0"),
+        ({"kind": "scenes", "least_distractors": 5}, "least_distractors=5: expected 0 … 4"),
+        ({"kind": "synthetic", "split": "test"}, "synthetic has no split 'test'"),
+        ({"kind": "synthetic", "tasks": ["same/things/kind", "same/thing/*"]}, "no task 'same/thing/\\*'"),
+        ({"kind": "synthetic", "tasks": []}, "tasks=\\[\\] should name a task"),
+        ({"kind": "synthetic", "shots": -1}, "shots=-1"),
+        ({"kind": "synthetic", "examples": 0}, "examples=0"),
+        ({"kind": "synthetic", "seed": -1}, "seed=-1"),
+        ({"kind": "stdlib", "split": "test"}, "no split 'test'"),
+        ({"kind": "stdlib", "context": 0}, "context=0 should be 1 or more"),
         ({"kind": "digits", "part": (0.5, 0.5)}, r"part=\(0.5, 0.5\) should be two increasing fractions"),
         ({"kind": "digits", "part": (0, 1e-9)}, r"part=\(0, 1e-09\) of 1437 example\(s\) is empty"),
         ({"kind": "tfds", "name": "imagenet2012"}, "missing a required argument: 'split'"),

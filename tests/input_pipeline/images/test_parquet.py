@@ -10,6 +10,7 @@ import shutil
 import image_datasets
 import numpy as np
 import pytest
+from input_fixtures import assert_same_batches
 from markdown_pages import ROOT, blocks
 
 import input_pipeline as ip
@@ -74,16 +75,6 @@ def reads(monkeypatch):
 
 def open_parquet(root, **options):
     return ip.open_source("parquet", data_dir=str(root), **options)
-
-
-def assert_same_batches(one, other, steps=None):
-    pairs = list(itertools.islice(zip(one, other, strict=steps is None), steps))
-    assert pairs
-    for a, b in pairs:
-        assert a.keys() == b.keys()
-        for key in a:
-            np.testing.assert_array_equal(a[key], b[key])
-            assert a[key].dtype == b[key].dtype
 
 
 class TestExamples:

@@ -129,19 +129,3 @@ def test_questions_are_those_of_the_options_and_equally_frequent():
     asked = [source.describe(i).split(", ")[-1] for i in range(400)]
     assert {*asked} == {"left/next", "pair/next"}
     assert abs(asked.count("left/next") - 200) < 50  # five standard deviations
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "tset"}, "scenes has no split 'tset'; did you mean 'test'"),
-        ({"relations": ("left", "behind")}, "should be a list of right, left, above, below, pair, count"),
-        ({"relations": ()}, "should be a list of right"),
-        ({"attributes": ("nxet",)}, "should be a list of same, next"),
-        ({"examples": 0}, "examples=0"),
-        ({"least_distractors": 5}, "least_distractors=5: expected 0 … 4"),
-    ],
-)
-def test_invalid_options_are_named(options, message):
-    with pytest.raises(ip.InputError, match=message):
-        ip.open_source("scenes", **options)

@@ -1,12 +1,11 @@
 """The embedded text: the source code of Python's standard library."""
 
-import itertools
 import sysconfig
 from pathlib import Path
 
 import corpora
-import numpy as np
 import pytest
+from input_fixtures import assert_same_batches
 
 import input_pipeline as ip
 
@@ -33,21 +32,8 @@ def test_rows_equal_those_of_the_same_files_read_as_text(tmp_path):
         corpora.write(tmp_path / f"{i:05}.txt", (Path(sysconfig.get_path("stdlib")) / name).read_bytes())
     same = ip.open_source("text", path=str(tmp_path), context=256)
     assert len(same) == len(source)
-    streams = (ip.train_batches(one, "", 32, 0) for one in (same, source))
-    for one, other in itertools.islice(zip(*streams, strict=True), 3):
-        assert one.keys() == other.keys()
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
+    assert_same_batches(*(ip.eval_batches(one, "", 256) for one in (same, source)))
     assert source.describe(0).endswith(f"row 0, {source.files[0]}")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"split": "test"}, "no split 'test'"), ({"context": 0}, "context=0 should be 1 or more")],
-)
-def test_invalid_options_are_named(options, message):
-    with pytest.raises(ip.InputError, match=message):
-        ip.open_source("stdlib", **options)
 
 
 def test_an_installed_package_is_in_one_split_as_a_whole(tmp_path, monkeypatch):
