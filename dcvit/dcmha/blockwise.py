@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
-from dcvit.dcmha import partition, reference
+from dcvit.dcmha import device, reference
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.device import map_examples
 from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
-from dcvit.dcmha.partition import map_examples
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
 from dcvit.dcmha.shapes import Array, Float, not_none
 
@@ -291,7 +291,7 @@ def _fold_blocks(
     With segments, blocks of keys without a common id are skipped, unless the loops are to be `plain`: JAX does not
     differentiate loops of data-dependent length in reverse mode, and batches them as if all were of the longest one.
     """
-    if x.segments is not None and not plain and not partition.splits_arrays():
+    if x.segments is not None and not plain and not device.splits_arrays():
         return _fold_documents(options, x, total, body)
     for run in runs(x.q.shape[1], x.k.shape[1], options, _group(x.q.shape[1], x.segments)):
 

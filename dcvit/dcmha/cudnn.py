@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import reference
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
 from dcvit.dcmha.shapes import Array, Float
 
 

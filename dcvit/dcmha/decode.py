@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -292,3 +293,19 @@ class Call:
         """Return plain attention of the queries `q` to the same keys."""
         plain = self.inputs._replace(q=q, pre=None, post=None)
         return Call(plain, dataclasses.replace(self.options, groups=1), Composition())
+
+
+class UnsupportedError(NotImplementedError):
+    """An implementation does not support a call; the message is a one-line reason.
+
+    It is a class of its own, apart from the NotImplementedError that JAX raises.
+    """
+
+
+def reason_of(check: Callable[..., object], *args: object) -> str | None:
+    """Return the message of the UnsupportedError that a function raises, or None."""
+    try:
+        check(*args)
+    except UnsupportedError as error:
+        return str(error)
+    return None

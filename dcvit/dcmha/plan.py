@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import device, folded, reference, selection
+from dcvit.dcmha.device import map_examples, splits_arrays
 from dcvit.dcmha.inputs import Call, Inputs, Options
-from dcvit.dcmha.partition import map_examples, splits_arrays
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verification import Case, describe, shapes_of

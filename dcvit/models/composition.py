@@ -9,9 +9,9 @@ import flax.linen as nn
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights, dynamic_gates, dynamic_projections
+from dcvit.dcmha.device import splits_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.packed_weights import dynamic_weights
-from dcvit.dcmha.partition import splits_heads
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.parallel.mesh import BATCH, constrain
 

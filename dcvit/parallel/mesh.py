@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcvit.dcmha.partition import splits_arrays
+from dcvit.dcmha.device import splits_arrays
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.versions import shard_alike
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
 
-from dcvit.dcmha import ComposeWeights, attention, blockwise, partition, reference
+from dcvit.dcmha import ComposeWeights, attention, blockwise, device, reference
 from dcvit.dcmha.inputs import Options
 
 CASES = {
@@ -43,7 +43,7 @@ DEFAULT = (
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch):
     """The loop over examples, as on one device; tests have eight."""
-    monkeypatch.setattr(partition, "splits_arrays", lambda: False)
+    monkeypatch.setattr(device, "splits_arrays", lambda: False)
 
 
 def run(case, dtype=jnp.float32):

@@ -12,8 +12,7 @@ from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_r
 
 from dcvit import dcmha
 from dcvit.dcmha import decode, device, plan, reference
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, make_call
+from dcvit.dcmha.inputs import Inputs, UnsupportedError, make_call
 from dcvit.dcmha.pallas_tpu import decode as kernel
 from dcvit.dcmha.selection import Selection, selecting
 

@@ -12,7 +12,7 @@ from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_r
 
 from dcvit import dcmha
 from dcvit.dcmha import device, folded
-from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import UnsupportedError
 from dcvit.dcmha.pallas_tpu import combine
 
 

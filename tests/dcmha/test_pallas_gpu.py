@@ -25,8 +25,7 @@ from attention_cases import (
 from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.pallas_gpu import api, launch, tiling
 from dcvit.models.presets import PRESETS
 

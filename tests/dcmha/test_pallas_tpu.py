@@ -12,8 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
 from dcvit.dcmha import reference
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.pallas_tpu import api, tiling
 
 # Small, since each access to VMEM is a callback of the interpreter. `block` is (Bq, Bk) where a chip would use one tile

@@ -170,7 +170,7 @@ def test_a_not_implemented_error_of_jax_is_not_hidden_by_another_implementation(
     def broken(*args, **options):
         raise NotImplementedError("a primitive has no rule")
 
-    monkeypatch.setattr(blockwise, "attention", broken)
+    monkeypatch.setattr(blockwise, "run", broken)
     with pytest.raises(NotImplementedError, match="a primitive has no rule"):
         trace(256)
 

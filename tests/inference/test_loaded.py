@@ -15,7 +15,7 @@ from trained_workdirs import load_params
 
 import dcvit
 from dcvit import cli, generate, predict
-from dcvit.dcmha.partition import splits_arrays
+from dcvit.dcmha.device import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError, checked
 from dcvit.hub import model as hub
 from dcvit.inference import images as image_models

@@ -34,14 +34,12 @@ from jax import lax
 
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import reason_of
-from dcvit.dcmha.inputs import Call, Inputs
+from dcvit.dcmha.inputs import Call, Inputs, reason_of
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.config import Which, is_gpu
 from dcvit.dcmha.pallas_gpu.launch import launch
-from dcvit.dcmha.pallas_gpu.parts import head_axes, in_parts
 from dcvit.dcmha.pallas_gpu.rectangle import Layer, Rectangle, compose_gradients
-from dcvit.dcmha.pallas_gpu.tiling import Partition, Static, check_supported, partition
+from dcvit.dcmha.pallas_gpu.tiling import Partition, Static, check_supported, head_axes, in_parts, partition
 from dcvit.dcmha.shapes import Array, Float, not_none
 
 WHICH: tuple[Which, ...] = ("pre", "post")

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.block import Block
 from dcvit.dcmha.pallas_gpu.config import Side, Which
-from dcvit.dcmha.pallas_gpu.products import product, products_during
 from dcvit.dcmha.shapes import Array, Ref
 
 Carry = TypeVar("Carry")
+Result = TypeVar("Result")
 Copy = tuple[Ref, Ref] | None  # source and target; None for one that this sweep does not need
 
 
@@ -174,3 +174,45 @@ class Ring:
         ahead, carry, _ = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, state)
         self.ahead = dict(zip(pairs, ahead, strict=True)) if look_ahead else {}
         return carry
+
+
+def product(block: Block, slot: Array, pair: int) -> Array:
+    """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
+    if block.config.without_layouts:
+        left, right = (side.at[slot] for side in block.scratch.scores[pair])
+        own = [
+            (left[a].astype(jnp.float32), right[b, block.own_keys].astype(jnp.float32)) for a, b in block.config.terms
+        ]
+        return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(block.config.tile, jnp.float32))
+
+    def multiply(accumulator: Ref) -> Array:
+        start_product(block, accumulator, slot, pair)
+        return accumulator[...]
+
+    out: Array = pl.run_scoped(multiply, plgpu.ACC(block.config.tile, jnp.float32))
+    return out
+
+
+def start_product(block: Block, accumulator: Ref, slot: Array, pair: int) -> None:
+    """Start the computation of `product`."""
+    left, right = (side.at[slot] for side in block.scratch.scores[pair])
+    for a, b in block.config.terms:
+        keys = right.at[b, block.own_keys].transpose((1, 0))
+        plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
+
+
+def products_during(
+    block: Block, slot: Array, pairs: Sequence[int], work: Callable[[], Result]
+) -> tuple[list[Array], Result]:
+    """Return the products of some pairs of one head, and work(), which runs at the same time."""
+    if block.config.without_layouts or not pairs:
+        return [product(block, slot, pair) for pair in pairs], work()
+
+    def both(*accumulators: Ref) -> tuple[list[Array], Result]:
+        for pair, accumulator in zip(pairs, accumulators, strict=True):
+            start_product(block, accumulator, slot, pair)
+        out = work()
+        return [accumulator[...] for accumulator in accumulators], out
+
+    out: tuple[list[Array], Result] = pl.run_scoped(both, *[plgpu.ACC(block.config.tile, jnp.float32)] * len(pairs))
+    return out

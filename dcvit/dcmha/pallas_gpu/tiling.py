@@ -1,23 +1,28 @@
-"""Choice of blocks and tiles for the GPU kernels, and the cases that they do not support."""
+"""Choice of blocks and tiles for the GPU kernels, loop over the parts of a layer, and the calls that they refuse."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.device import compute_capability
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
 from dcvit.dcmha.pallas_gpu.launch import Kind, output_shapes
+from dcvit.dcmha.shapes import Array
 
+Axes = TypeVar("Axes")  # the axes of heads, in the form of a function's result
+Result = TypeVar("Result")
+NO_HEADS = -1
 HOPPER = "9.0"  # compute capability of H100 and H200, whose matrix instruction the kernels use
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
@@ -217,3 +222,49 @@ def max_stages(config: KernelConfig, pairs: int) -> int:
         staging += c.warpgroups * QUERIES * c.parts * channels * c.tile_keys * 2
     kept = 4 * c.group_heads * QUERIES * wide if c.kept and max(c.pre.planes, c.post.planes) else 0
     return (SHARED_MEMORY_BYTES - staging - kept) // slot
+
+
+def head_axes(x: Inputs) -> Inputs:
+    """Return the axis of each array that has the heads, in the form of `x`."""
+    weights = (jax.tree.map(lambda a: a.ndim - 1, w) for w in (x.pre, x.post))
+    others = (jax.tree.map(lambda _: NO_HEADS, a) for a in (x.mask, x.segments))
+    return Inputs(2, 2, 2, *weights, *others)  # type: ignore[arg-type]  # numbers instead of arrays
+
+
+def in_parts(
+    compute: Callable[..., Result], size: Partition, args: tuple[Inputs, *tuple[Array, ...]], axes: Axes
+) -> Result:
+    """Return compute(*args), computed for one part of the examples and heads after the other.
+
+    Args:
+      compute: function of inputs and more arrays, whose results also have the examples as their first axis.
+      size: the sizes of the parts.
+      args: inputs, or inputs, gradients of the output (B T H D), and log-sum-exp (B H T).
+      axes: the axis of the results that has the heads.
+    """
+    inputs, *more = args
+    batch, mask = inputs.q.shape[0], inputs.mask
+    if size.examples == batch and size.heads == 1:
+        return compute(*args)
+    common = mask if mask is not None and mask.shape[0] == 1 else None  # for all examples
+    if common is not None:
+        inputs = inputs._replace(mask=None)
+
+    def split(x: Array, axis: int) -> Array:
+        if axis == NO_HEADS:
+            x = jnp.repeat(x, size.heads, axis=0)
+        else:
+            x = jnp.moveaxis(x.reshape(*x.shape[:axis], size.heads, -1, *x.shape[axis + 1 :]), axis, 1)
+            x = x.reshape(-1, *x.shape[2:])
+        return x.reshape(-1, size.examples, *x.shape[1:])
+
+    def join(x: Array, axis: int) -> Array:
+        x = jnp.moveaxis(x.reshape(batch, size.heads, *x.shape[2:]), 1, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def part(args: tuple[Inputs, *tuple[Array, ...]]) -> Result:
+        return compute(args[0] if common is None else args[0]._replace(mask=common), *args[1:])
+
+    parts = jax.tree.map(split, (inputs, *more), (head_axes(inputs), *(2, 1)[: len(more)]))
+    out: Result = jax.tree.map(join, lax.map(part, parts), axes)
+    return out

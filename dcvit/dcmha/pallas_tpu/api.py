@@ -48,8 +48,7 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import reason_of
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options, reason_of
 from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.call import Blocked

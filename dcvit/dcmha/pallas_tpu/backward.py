@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv
-from dcvit.dcmha.pallas_tpu import mixing_gradients, segments
+from dcvit.dcmha.pallas_tpu import mixing_gradients, tile
 from dcvit.dcmha.pallas_tpu.backward_tile import delta_kernel, gradient_kernel
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions, hidden_planes
-from dcvit.dcmha.pallas_tpu.matrices import MATRICES, with_matrices
+from dcvit.dcmha.pallas_tpu.mixing import MATRICES, with_matrices
 from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch
 from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, packed_columns
@@ -61,7 +61,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
 
     def key_block(b: Index, i: Index, step: Index, *needed: Ref) -> Index:
         block = jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
-        return segments.nearest_needed(needed, b * config.blocks_q + i, block)
+        return tile.nearest_needed(needed, b * config.blocks_q + i, block)
 
     if config.family == "matrix":
         inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
@@ -72,7 +72,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
         grid=(len(inputs["q"].array), blocks, steps),
         index_maps={"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block},
         inputs=inputs,
-        prefetched=segments.needed_blocks(config, inputs),
+        prefetched=tile.needed_blocks(config, inputs),
         outputs={"delta": out},
         scratch=tile_scratch(config),
         vmem_bytes=config.vmem_bytes,
@@ -85,7 +85,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
     """Return all gradients by name for the queries of one pass."""
 
     def query_block(b: Index, j: Index, i: Index, *needed: Ref) -> Index:
-        return segments.nearest_needed(needed, b * config.blocks_k + j, config.query_block(j, i))
+        return tile.nearest_needed(needed, b * config.blocks_k + j, config.query_block(j, i))
 
     def completed(
         b: Index, j: Index, i: Index, *_: Ref
@@ -98,7 +98,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
         grid=(len(inputs["q"].array), config.blocks_k, config.blocks_q),
         index_maps={"B": lambda b, *_: b, "T": query_block, "S": lambda b, j, *_: j, "C": completed},
         inputs=inputs,
-        prefetched={} if config.is_single_tile else segments.needed_blocks(config, inputs, of_keys=True),
+        prefetched={} if config.is_single_tile else tile.needed_blocks(config, inputs, of_keys=True),
         outputs=outputs,
         scratch=gradient_scratch(config, inputs, outputs),
         vmem_bytes=config.vmem_bytes,

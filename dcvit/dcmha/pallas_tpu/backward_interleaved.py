@@ -35,7 +35,7 @@ from dcvit.dcmha.pallas_tpu.backward_stages import (
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeName, Index, Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward_stages import score_products
-from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
+from dcvit.dcmha.pallas_tpu.strips import Task, mask_of, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
     broadcast_rows,

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from dcvit.dcmha.pallas_tpu.call import Refs
 from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, logits, save_hidden, strip_compose
 from dcvit.dcmha.pallas_tpu.config import ComposeLayout, ComposeName, KernelConfig
-from dcvit.dcmha.pallas_tpu.forward_stages import Visible
 from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals
 from dcvit.dcmha.pallas_tpu.tile import (
     StoredPlanes,

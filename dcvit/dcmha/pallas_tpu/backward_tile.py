@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E, total
-from dcvit.dcmha.pallas_tpu import mixing, segments
+from dcvit.dcmha.pallas_tpu import mixing, tile
 from dcvit.dcmha.pallas_tpu.backward_stages import (
     ComposeTensors,
     attention_weights,
@@ -25,7 +25,7 @@ from dcvit.dcmha.pallas_tpu.backward_stages import (
 from dcvit.dcmha.pallas_tpu.call import Refs
 from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, strip_compose
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeName, Index, KernelConfig
-from dcvit.dcmha.pallas_tpu.forward_stages import Visible, score_products
+from dcvit.dcmha.pallas_tpu.forward_stages import score_products
 from dcvit.dcmha.pallas_tpu.mixing_gradients import MatrixTensors, matrix_gradients
 from dcvit.dcmha.pallas_tpu.strips import over_strips
 from dcvit.dcmha.pallas_tpu.tile import (
@@ -59,14 +59,14 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
         broadcast_rows(refs["lse"], refs["m"], config.heads, config.block_q)
         refs["d"][...] = jnp.zeros(refs["d"].shape, jnp.float32)
 
-    is_needed = segments.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
+    is_needed = tile.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
 
     @pl.when((j <= config.last_key_block(i)) & is_needed)
     def _() -> None:
         scores(config, refs["k"], refs["q"], refs["x"])
         scores(config, refs["v"], refs["do"], refs["y"])
 
-        is_visible = segments.visible(config, refs, i, j)
+        is_visible = tile.visible_with_segments(config, refs, i, j)
         vectors, products = (
             functools.partial(add_delta, config, refs, is_visible),
             functools.partial(delta_products, config, refs),
@@ -142,7 +142,7 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
 
     scores(config, refs["k"], refs["q"], refs["x"])
     scores(config, refs["v"], refs["do"], refs["y"])
-    is_visible = segments.visible(config, refs, i, j)
+    is_visible = tile.visible_with_segments(config, refs, i, j)
     run("pre", functools.partial(score_vectors, config, refs, is_visible), score_products)
     run("post", functools.partial(post_vectors, config, refs), post_products)
     add_weight_gradients("post")
@@ -204,7 +204,7 @@ def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
     def _() -> None:
         clear(refs.get("gstatic_pre"), refs.get("gstatic_post"))
 
-    is_needed = segments.is_needed(refs, pl.program_id(0) * config.blocks_k + j, i)
+    is_needed = tile.is_needed(refs, pl.program_id(0) * config.blocks_k + j, i)
 
     @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)) & is_needed)
     def _() -> None:

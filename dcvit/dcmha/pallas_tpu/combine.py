@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from dcvit.dcmha import folded
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import UnsupportedError, reason_of
+from dcvit.dcmha.inputs import UnsupportedError, reason_of
 from dcvit.dcmha.numerics import cdiv, pad, round_up, total
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs

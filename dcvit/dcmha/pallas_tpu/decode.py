@@ -31,8 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.errors import UnsupportedError, reason_of
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError, reason_of
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import ComposeName, Index, Interpret

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import MASKED_SCORE
-from dcvit.dcmha.pallas_tpu import mixing, segments
+from dcvit.dcmha.pallas_tpu import mixing, tile
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import Index, IndexMap, Interpret, KernelConfig, conditions
 from dcvit.dcmha.pallas_tpu.forward_stages import (
@@ -22,7 +22,7 @@ from dcvit.dcmha.pallas_tpu.forward_stages import (
     weight_products,
     weight_vectors,
 )
-from dcvit.dcmha.pallas_tpu.matrices import with_matrices
+from dcvit.dcmha.pallas_tpu.mixing import with_matrices
 from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch, over_strips
 from dcvit.dcmha.pallas_tpu.tile import dot, scores
@@ -44,7 +44,7 @@ def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, *, coun
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
         update_statistics(config, refs, rows, valid=step > 0)
 
-    vectors = functools.partial(score_vectors, config, refs, segments.visible(config, refs, i, j))
+    vectors = functools.partial(score_vectors, config, refs, tile.visible_with_segments(config, refs, i, j))
     products = functools.partial(score_products, config, refs)
     over_strips(config, refs, ("pre",), vectors, products, count_previous_step if count else None)
     if count:
@@ -81,7 +81,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
         compute_output(config, refs)
         return
     attended = j <= config.last_key_block(i)
-    attended &= segments.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
+    attended &= tile.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
     acc = refs["acc"]
 
     @pl.when((phase == 0) & (step == 0))
@@ -121,7 +121,7 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
         grid=(batch, blocks, phases, steps),
         index_maps=index_maps(config),
         inputs=inputs,
-        prefetched=segments.needed_blocks(config, inputs) if steps > 1 else {},
+        prefetched=tile.needed_blocks(config, inputs) if steps > 1 else {},
         outputs={"o": inputs["q"].like(config.dtype), "lse": with_columns(config, lse)},
         scratch=scratch(config),
         vmem_bytes=config.vmem_bytes,
@@ -136,7 +136,7 @@ def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
     keeps, phases = keeps_all_scores(config), 1 if config.max_key_blocks == 1 else 2
 
     def nearest(b: Index, i: Index, block: Index, needed: Sequence[Ref]) -> Index:
-        return segments.nearest_needed(needed, b * config.blocks_q + i, block)
+        return tile.nearest_needed(needed, b * config.blocks_q + i, block)
 
     def key_block(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
         return nearest(b, i, jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i)), needed)

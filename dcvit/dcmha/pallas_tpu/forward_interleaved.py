@@ -30,7 +30,7 @@ from dcvit.dcmha.pallas_tpu.forward_stages import (
     weight_vectors,
 )
 from dcvit.dcmha.pallas_tpu.packing import with_columns
-from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
+from dcvit.dcmha.pallas_tpu.strips import Task, mask_of, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import dot, operand_scratch, visible
 from dcvit.dcmha.pallas_tpu.weights import rows_of, rows_scratch
 from dcvit.dcmha.shapes import Array

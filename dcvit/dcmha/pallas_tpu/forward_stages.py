@@ -11,8 +11,7 @@ y may be the same. `dcvit.dcmha.pallas_tpu.strips` and `dcvit.dcmha.pallas_tpu.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -34,8 +33,6 @@ from dcvit.dcmha.pallas_tpu.tile import (
     strip_rows,
 )
 from dcvit.dcmha.shapes import Array, Ref, not_none
-
-Visible: TypeAlias = Callable[[Strip, slice], Array | None]  # see `dcvit.dcmha.pallas_tpu.tile.visible`
 
 
 def score_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:

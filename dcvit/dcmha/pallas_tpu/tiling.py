@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.device import device_kind
-from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.pallas_tpu import backward_interleaved, mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
