@@ -38,23 +38,23 @@ def cache_of(inputs: Inputs) -> Cache:
     return Cache(k, v, key_wise(inputs.pre), key_wise(inputs.post))
 
 
-def empty(composition: Composition, lead: tuple[int, int], heads: int, key_width: int, dtype: DTypeLike) -> Cache:
+def empty(composition: Composition, leading: tuple[int, int], heads: int, key_width: int, dtype: DTypeLike) -> Cache:
     """Return the empty cache of one layer.
 
     Args:
       composition: the composition of the layer.
-      lead: number of examples and of slots.
+      leading: number of examples and of slots, the leading dimensions of all arrays.
       heads: H.
       key_width: K·D.
       dtype: dtype of all arrays.
     """
     shapes = composition.cached(heads)
     weights = {
-        name: ComposeWeights(**{field: jnp.zeros((*lead, *shape), dtype) for field, shape in shapes.items()})
+        name: ComposeWeights(**{field: jnp.zeros((*leading, *shape), dtype) for field, shape in shapes.items()})
         for name in composition.names
         if shapes
     }
-    k, v = (jnp.zeros((*lead, key_width), dtype) for _ in range(2))
+    k, v = (jnp.zeros((*leading, key_width), dtype) for _ in range(2))
     return Cache(k, v, weights.get("pre"), weights.get("post"))
 
 

@@ -107,11 +107,11 @@ def dynamic_weights(
     layout = active_columns(params, present, heads)
     if device.platform() == "cpu":
         return _separate_weights(x @ joined, params, dict(zip(present, layout, strict=True)), heads=heads, gelu=gelu)
-    first = x @ _padded(joined)
-    active = jnp.tanh(first)
+    pre_activations = x @ _padded(joined)
+    active = jnp.tanh(pre_activations)
     if hidden:
-        is_hidden = _column(first) < layout[-1].hidden.stop
-        active = jnp.where(is_hidden, jax.nn.gelu(first, approximate=gelu == "tanh"), active)
+        is_hidden = _column(pre_activations) < layout[-1].hidden.stop
+        active = jnp.where(is_hidden, jax.nn.gelu(pre_activations, approximate=gelu == "tanh"), active)
     by_side = {side: columns_of(params, side, heads) for side in present}
     fits = sum(c.width for columns in by_side.values() for c in columns) <= REGISTER
     for sides_of_array in [present] if fits else [[side] for side in present]:
@@ -128,7 +128,7 @@ def dynamic_weights(
 
 
 def _separate_weights(
-    first: Float[Array, "B N columns"],
+    pre_activations: Float[Array, "B N columns"],
     params: Mapping[str, Mapping[str, Array]],
     layout: Mapping[str, ActiveColumns],
     *,
@@ -138,23 +138,23 @@ def _separate_weights(
     """Compute the dynamic weights of each compose and side from its own columns of the first product.
 
     Args:
-      first: inputs of the activations.
+      pre_activations: inputs of the activations, for all composes and sides.
       params, heads, gelu: see `dynamic_weights`.
-      layout: the columns of each side in `first`.
+      layout: the columns of each side in `pre_activations`.
     """
     found: dict[str, dict[str, Array]] = {name: {} for name in params}
     for side, where in layout.items():
         at, at_gate = where.hidden.start, where.gates.start
         for name, some in params.items():
             if f"{side}2" in some:
-                w_2 = some[f"{side}2"].astype(first.dtype)
+                w_2 = some[f"{side}2"].astype(pre_activations.dtype)
                 end = at + w_2.shape[0] * w_2.shape[1]
-                hidden = jax.nn.gelu(first[:, :, at:end], approximate=gelu == "tanh")
+                hidden = jax.nn.gelu(pre_activations[:, :, at:end], approximate=gelu == "tanh")
                 pair = _projection(hidden, w_2, heads)
                 found[name] |= dict(zip((f"{side}1", f"{side}2"), pair, strict=True))
                 at = end
             if f"{side}g" in some:
-                found[name][f"{side}g"] = jnp.tanh(first[:, :, at_gate : at_gate + heads])
+                found[name][f"{side}g"] = jnp.tanh(pre_activations[:, :, at_gate : at_gate + heads])
                 at_gate += heads
     return found
 

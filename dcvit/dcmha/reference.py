@@ -89,12 +89,12 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
     `compose` computes Eqn 7. The values are unused.
     """
     q, k, _, pre, post, mask, segments = inputs
-    seen = visible(q.shape[1], k.shape[1], options, mask, segments)
+    attended = visible(q.shape[1], k.shape[1], options, mask, segments)
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)
     composed = scores if pre is None else compose(scores, pre, groups=options.groups)
-    weights = masked_softmax(composed, seen)
+    weights = masked_softmax(composed, attended)
     return AttentionMatrices(
         scores, composed, weights, weights if post is None else compose(weights, post, groups=options.groups)
     )

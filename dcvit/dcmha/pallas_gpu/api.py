@@ -70,10 +70,10 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return found
 
 
-def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
     size = partition(x, static, backward=True)
     compute = functools.partial(_part_gradients, static, size)
-    found: Inputs = in_parts(compute, size, (x, do, results[1]), head_axes(x._replace(mask=None, segments=None)))
+    found: Inputs = in_parts(compute, size, (x, d_out, results[1]), head_axes(x._replace(mask=None, segments=None)))
     return found._replace(segments=x.segments)  # which have no gradient
 
 
@@ -92,9 +92,9 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
     return layer.join(out, 1), layer.join(lse, 2)
 
 
-def _part_gradients(static: Static, size: Partition, x: Inputs, do: Array, lse: Array) -> Inputs:
+def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
     """Compute `_backward` for some of the examples and heads."""
-    layer = Layer(size.of(static), size.rows, x, do, lse)
+    layer = Layer(size.of(static), size.rows, x, d_out, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
     cols = [jnp.zeros((batch, heads, layer.config.ranks(which).channels("k"), keys), jnp.float32) for which in WHICH]
@@ -126,10 +126,10 @@ def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array]
       The totals with this rectangle, its dq, and its gradients of the query-wise weights of both composes.
     """
     dk, dv, dpre_k, dpost_k = totals
-    q, do = (r.by_key_head(x, 2) for x in r.queries.arrays)
+    q, d_out = (r.by_key_head(x, 2) for x in r.queries.arrays)
     found = launch("post_grad", r.config, r.operands())
     w = r.by_key_head(not_none(found.tile), 1)
-    dv = r.add_keys(dv, product("bkgts,btkgd->bskd", w, do), 1)
+    dv = r.add_keys(dv, product("bkgts,btkgd->bskd", w, d_out), 1)
     row_sums = jnp.sum(not_none(found.row_sums), axis=2)
     dpost_q, cols = r.weight_gradients("post", row_sums[:, :, :-1], found.col_sums, 1.0, 1.0)
     dpost_k = r.add_keys(dpost_k, cols, 3)

@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
 
 def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
-    """Return the values that each sweep over the heads uses."""
+    """Return the values that a kernel uses in each of its sweeps, which are loops over all heads of its tile."""
     pre, post = bool(config.pre.planes), bool(config.post.planes)
     scores, both = Reads((0,), ("pre",)), Reads((0, 1))
     hidden, last, again = {

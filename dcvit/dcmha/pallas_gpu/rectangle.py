@@ -57,14 +57,14 @@ class Layer:
     """
 
     def __init__(
-        self, static: Static, rows: int, inputs: Inputs, do: Array | None = None, lse: Array | None = None
+        self, static: Static, rows: int, inputs: Inputs, d_out: Array | None = None, lse: Array | None = None
     ) -> None:
         self.inputs, self.options = inputs, static.options
-        self.config = make_config(inputs, static, rows, backward=do is not None)
+        self.config = make_config(inputs, static, rows, backward=d_out is not None)
         q, k, v = inputs[:3]
         self.sizes = q.shape[1], k.shape[1]
         padded = round_up(self.sizes[0], rows), round_up(self.sizes[1], self.config.block_keys)
-        lefts, rights = ([q], [k, v]) if do is None else ([q, do], [k, v])
+        lefts, rights = ([q], [k, v]) if d_out is None else ([q, d_out], [k, v])
         self.queries = self._tokens("q", lefts, padded[0], [] if lse is None else [lse])
         self.keys = self._tokens("k", rights, padded[1], [])
         self.mask = inputs.mask

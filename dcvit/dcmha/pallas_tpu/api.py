@@ -6,19 +6,20 @@ row statistics, phase 1 the output. Between the phases it keeps the scores in VM
 otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
 step. Blocks that no query attends to, also by segment ids, are neither fetched nor computed; masks skip none.
 
-There are three families of kernels; the log says which one is used:
+There are three families of kernels (`dcvit.dcmha.pallas_tpu.config.Family` has a table of what needs each); the log
+says which one is used:
 
 - "interleaved", where one tile holds all scores, and examples can be processed in blocks of eight with interleaved
-  tokens (`dcvit.dcmha.pallas_tpu.interleaved`). The matrix unit computes the key-wise branches
-  (`dcvit.dcmha.pallas_tpu.mixing`), and matrix products of an example run beside the vector operations of its neighbor
-  (`forward_interleaved`, `backward_interleaved`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
-- "matrix", with several tiles, and an even number of heads, at most 32. The matrix unit computes the key-wise branches,
-  one step of a loop ahead of the vector operations. In each pass, a small kernel computes the matrices of all keys
-  before (`dcvit.dcmha.pallas_tpu.matrices`). `dcvit.dcmha.pallas_tpu.tiling.mixed_by_matrices` has the rule.
-- "vector" otherwise: vector units compute all branches.
+  tokens (`dcvit.dcmha.pallas_tpu.interleaved`). The MXU computes the key-wise branches
+  (`dcvit.dcmha.pallas_tpu.mixing`), and matrix products of an example overlap with the vector operations of its
+  neighbor (`forward_interleaved`, `backward_interleaved`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
+- "matrix", with several tiles, and an even number of heads, at most 32. The MXU computes the key-wise branches, one
+  step of a loop ahead of the vector operations. In each pass, a small kernel computes the matrices of all keys before
+  (`dcvit.dcmha.pallas_tpu.mixing.with_matrices`). `dcvit.dcmha.pallas_tpu.tiling.mixed_by_matrices` has the rule.
+- "vector" otherwise: the VPU computes all branches.
 
-What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it:
-rolled loops over the strips of a tile (`strips`, for "matrix" and "vector"), and unrolled strips (`stages`).
+What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it
+(`strips`): rolled loops over the strips of a tile, for "matrix" and "vector", and unrolled strips.
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
 Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The
@@ -116,16 +117,16 @@ def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
     def differentiate(
         config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
     ) -> tuple[Array, Array, Array, Weights, Weights]:
-        x, out, lse, cotangent = arguments
+        x, out, lse, d_out = arguments
         q, k, v, pre, post, *_ = x
         inputs = _packed(config, x)
-        inputs |= {"do": query_array(config, cotangent.astype(q.dtype)), "lse": with_columns(config, lse)}
+        inputs |= {"d_out": query_array(config, d_out.astype(q.dtype)), "lse": with_columns(config, lse)}
         if config.post is None and config.blocks_k > 1:
-            delta = _delta(config, query_array(config, out), inputs["do"])
+            delta = _delta(config, query_array(config, out), inputs["d_out"])
             inputs["delta"] = with_columns(config, delta)
         grads = (backward_interleaved.gradients if config.family == "interleaved" else backward)(
             config, inputs, interpret
@@ -135,17 +136,17 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static
-    found = by_platform(differentiate, config, (x, *results, cotangent), interpret)
+    found = by_platform(differentiate, config, (x, *results, d_out), interpret)
     return Inputs(*found, segments=x.segments)  # which have no gradient
 
 
-def _delta(config: KernelConfig, out: Blocked, cotangent: Blocked) -> Array:
+def _delta(config: KernelConfig, out: Blocked, d_out: Blocked) -> Array:
     """Return Σ_s P·dP = O·dO of each row, as `dcvit.dcmha.pallas_tpu.backward.delta` does, without a post-compose.
 
     The arguments have a column for each query. XLA needs many more cycles for the sum over the dimensions of a head
     than for its product with a matrix of ones.
     """
-    product = jnp.asarray(out.array).astype(jnp.float32) * jnp.asarray(cotangent.array).astype(jnp.float32)
+    product = jnp.asarray(out.array).astype(jnp.float32) * jnp.asarray(d_out.array).astype(jnp.float32)
     ones = jnp.repeat(jnp.eye(config.heads, dtype=jnp.float32), config.head_dim, axis=1)
     return jnp.einsum("hc,bct->bht", ones, product, precision=jax.lax.Precision.HIGH)
 

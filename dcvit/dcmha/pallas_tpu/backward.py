@@ -39,7 +39,7 @@ def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interp
         queries = min(config.queries_per_pass, config.queries - first)
         part = config._replace(first_query=config.first_query + first, queries=queries)
         span = slice(first, first + part.blocks_q * part.block_q)
-        by_column = ("q", "do", "lse", "delta", "mask", "ids_q")
+        by_column = ("q", "d_out", "lse", "delta", "mask", "ids_q")
         some = inputs | {name: part_of(inputs[name], (..., span)) for name in by_column if name in inputs}
         if "wq" in inputs:
             some["wq"] = part_of(inputs["wq"], (slice(None), slice(first // LANES, span.stop // LANES)))

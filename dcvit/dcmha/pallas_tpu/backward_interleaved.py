@@ -3,7 +3,7 @@
 An example has three stages (`dcvit.dcmha.pallas_tpu.backward_stages`). Beside the vector operations of a stage run
 other matrix products and the vector operations of its neighbors:
 
-| stage | beside it |
+| stage | overlapping work |
 |---|---|
 | score | gradient of the composed weights; dq and the gradients of all weights of the previous example |
 | post | dk of the previous example |
@@ -50,7 +50,7 @@ from dcvit.dcmha.pallas_tpu.tile import (
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of, rows_scratch, used_key_rows
 from dcvit.dcmha.shapes import Array, Ref
 
-TOKENS = ("q", "k", "v", "do", "weights")  # inputs with an axis of tokens
+TOKENS = ("q", "k", "v", "d_out", "weights")  # inputs with an axis of tokens
 
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
@@ -152,7 +152,7 @@ def initialize(config: KernelConfig, refs: Refs) -> None:
 
 
 def advance_weights(config: KernelConfig, refs: Refs) -> None:
-    """Make the weights of the next example those of the current one, and these those of the previous one."""
+    """Shift the weight buffers by one example: current to previous, next to current."""
     if "wk_cur" in refs:
         rows = used_key_rows(config)
         refs["wk_prev"][rows] = refs["wk_cur"][rows]
@@ -201,14 +201,14 @@ def score_product(config: KernelConfig, keys: Ref, queries: Ref, h: int) -> Arra
 
 def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing the gradients of the composed weights."""
-    v, do = refs["v_tile"], refs["do_tile"]
+    v, d_out = refs["v_tile"], refs["d_out_tile"]
 
     def tokens() -> None:
         interleaved.read(refs["v"], e, v)
-        interleaved.read(refs["do"], e, do)
+        interleaved.read(refs["d_out"], e, d_out)
 
     def product(h: int) -> None:
-        refs["y"][h] = score_product(config, v, do, h)
+        refs["y"][h] = score_product(config, v, d_out, h)
 
     return [tokens, *(functools.partial(product, h) for h in range(config.heads))]
 
@@ -229,7 +229,7 @@ def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 
 def value_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dvᵀ = dOᵀ·W."""
-    return interleaved.key_products(config, refs["dv"], e, refs["do_tile"], refs["w"])
+    return interleaved.key_products(config, refs["dv"], e, refs["d_out_tile"], refs["w"])
 
 
 def score_factor(config: KernelConfig) -> float:
@@ -266,7 +266,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
     """Return all gradients by name, as `dcvit.dcmha.pallas_tpu.backward.backward`."""
     columns = inputs["weights"].array.shape[2] * LANES if "weights" in inputs else 0
     blocks = inputs["q"].array.shape[1]
-    outputs = {f"d{name}": inputs[name].like(jnp.float32) for name in TOKENS if name in inputs and name != "do"}
+    outputs = {f"d{name}": inputs[name].like(jnp.float32) for name in TOKENS if name in inputs and name != "d_out"}
     for name in ("static_pre", "static_post"):
         if name in inputs:
             block = (config.examples, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
@@ -320,7 +320,7 @@ def scratch(config: KernelConfig, columns: int) -> dict[str, pl.MemoryRef]:
         "d": row,  # sums of P·dP in each sublane, later delta
         "mixed": ring(config),  # key-wise parts of composes and of transposed composes, for the strips in work
     }
-    found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
+    found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "d_out_tile")}
     found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
     if columns:
         tokens = max(queries, round_up(keys, LANES))

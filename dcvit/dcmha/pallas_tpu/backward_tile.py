@@ -64,7 +64,7 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
     @pl.when((j <= config.last_key_block(i)) & is_needed)
     def _() -> None:
         scores(config, refs["k"], refs["q"], refs["x"])
-        scores(config, refs["v"], refs["do"], refs["y"])
+        scores(config, refs["v"], refs["d_out"], refs["y"])
 
         is_visible = tile.visible_with_segments(config, refs, i, j)
         vectors, products = (
@@ -141,7 +141,7 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
             weight_gradients(config, refs, tensors, refs.get(f"gstatic_{compose_name}"))
 
     scores(config, refs["k"], refs["q"], refs["x"])
-    scores(config, refs["v"], refs["do"], refs["y"])
+    scores(config, refs["v"], refs["d_out"], refs["y"])
     is_visible = tile.visible_with_segments(config, refs, i, j)
     run("pre", functools.partial(score_vectors, config, refs, is_visible), score_products)
     run("post", functools.partial(post_vectors, config, refs), post_products)
@@ -161,13 +161,13 @@ def token_gradients(config: KernelConfig, refs: Refs, i: Index, factor: float) -
     `factor` converts gradients of scores in units of log 2. Tokens are transposed because they are far smaller than
     tiles.
     """
-    q, k, do = refs["q"][0], refs["k"][0, : config.block_k].T, refs["do"][0]
+    q, k, d_out = refs["q"][0], refs["k"][0, : config.block_k].T, refs["d_out"][0]
     dq, dk, dv = [], [], []
     for h in range(config.heads):
         lanes = config.query_lanes(h)
         dq.append(dot(k[config.key_lanes(h)], refs["da"][h], (1, 0)))
         dk.append(dot(q[lanes], refs["da"][h], (1, 1)))
-        dv.append(dot(do[lanes], refs["w"][h], (1, 1)))
+        dv.append(dot(d_out[lanes], refs["w"][h], (1, 1)))
     if "dq_acc" not in refs:
         refs["dq"][0] = jnp.concatenate([(x * factor).astype(refs["dq"].dtype) for x in dq], axis=0)
         for out, heads, times in ((refs["dk"], dk, factor), (refs["dv"], dv, 1.0)):

@@ -1,4 +1,4 @@
-"""One compose, applied to a strip of keys of a tile by vector units, with what the matrix unit contributes."""
+"""One compose, applied to a strip of keys of a tile by the VPU, with what the MXU contributes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StripCompose:
     Query-wise weights come from `rows`, (1, Bq/128, columns, 128), where a load broadcasts a row of 128 lanes over
     sublanes at no cost. Key-wise weights come from `broadcast`, (words, strip, 128), where `broadcast_columns` has
     repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. `mixed` has the planes that the
-    matrix unit contributes, where `layout` has only the query-wise branch.
+    MXU contributes, where `layout` has only the query-wise branch.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def strip_compose(
 ) -> StripCompose | None:
     """Return the compose of this name on one strip for some queries, or None if the attention does not have it.
 
-    `buffer` has the key-wise weights, broadcast over lanes, or what the matrix unit has mixed.
+    `buffer` has the key-wise weights, broadcast over lanes, or what the MXU has mixed.
     """
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:

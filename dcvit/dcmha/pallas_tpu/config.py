@@ -24,10 +24,22 @@ Index: TypeAlias = int | Array  # a block number: static, or traced inside a ker
 Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
 ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
-# Kernels of one of three families compute attention. In all of them, vector units add the query-wise branch.
-# "interleaved": blocks of eight interleaved examples, each of which is one tile; the matrix unit mixes heads.
-# "matrix": blocks of one example in several tiles; the matrix unit mixes heads.
-# "vector": blocks of one example; vector units compute the key-wise branch and the static projection too.
+# Kernels of one of three families compute attention. In all of them, the VPU adds the query-wise branch. No family can
+# replace another one within a few percent; by the bundles (about cycles) of docs/performance_notes.md:
+#
+#   family         blocks, and what mixes heads         needed for                           its bundles : without it
+#   "interleaved"  eight interleaved examples, each     ViT-S/16 on v5e: forward, gradient   1 : 1.58, 1 : 1.50
+#                  of one tile; MXU                     ViT-S/16 on v6e                      1 : 1.71, 1 : 1.42
+#   "matrix"       one example in several tiles; MXU    405M on v5e: forward, delta,         1 : 1.21, 1 : 1.49,
+#                                                       gradient                             1 : 1.28
+#                                                       2.8B on v6e                          1 : 1.39, 1.45, 1.20
+#                                                       6.9B on v5p                          1 : 1.41, 1.59, 1.20
+#   "vector"       one example; VPU                     on all chips what the MXU cannot     not computed without it
+#                                                       mix: an odd number of heads, or more
+#                                                       than 32 (13B has 40, 33B has 52),
+#                                                       and plain attention in tiles
+#
+# The ratios of "interleaved" are to one tile of one example, those of "matrix" to "vector", each by an earlier version.
 Family: TypeAlias = Literal["interleaved", "matrix", "vector"]
 IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
 
@@ -217,7 +229,7 @@ class KernelConfig(NamedTuple):
 
 
 def hidden_planes(config: KernelConfig, layout: ComposeLayout | None) -> int:
-    """Return the number of hidden planes that the vector units compute for a compose."""
+    """Return the number of hidden planes that the VPU computes for a compose."""
     if layout is None:
         return 0
     return (layout if config.family == "vector" else layout.query_only()).hidden_planes(config.groups)

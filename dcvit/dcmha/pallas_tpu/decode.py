@@ -128,11 +128,11 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, tuple[()]]:
     return jax.lax.platform_dependent(x, tpu=fused, default=functools.partial(call_xla, config)), ()
 
 
-def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], cotangent: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], d_out: Array) -> Inputs:
     def attend(differentiated: Inputs) -> Array:
         return call_xla(static[0], differentiated._replace(mask=x.mask))
 
-    gradients: Inputs = jax.vjp(attend, x._replace(mask=None))[1](cotangent)[0]
+    gradients: Inputs = jax.vjp(attend, x._replace(mask=None))[1](d_out)[0]
     return gradients
 
 

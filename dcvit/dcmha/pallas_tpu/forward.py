@@ -55,7 +55,7 @@ def compute_output(config: KernelConfig, refs: Refs) -> None:
     """Add the weights times the values of a tile to `acc`, or write them to `o` if there is no other tile."""
     vectors, products = (functools.partial(stage, config, refs) for stage in (weight_vectors, weight_products))
     over_strips(config, refs, ("post",), vectors, products)
-    # Values are far smaller than weights, which the matrix unit reads without a transposition.
+    # Values are far smaller than weights, which the MXU reads without a transposition.
     v = refs["v"][0, : config.block_k].T
     out = [dot(v[config.key_lanes(h)], refs["w"][h], (1, 0)) for h in range(config.heads)]
     if "acc" not in refs:

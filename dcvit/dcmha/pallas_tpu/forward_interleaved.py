@@ -1,8 +1,8 @@
 """The forward TPU kernel for blocks of eight examples whose scores are one tile each.
 
-An example has two stages, in which matrix products of its neighbors run beside its vector operations:
+An example has two stages, in which matrix products of its neighbors overlap with its vector operations:
 
-| stage | vector operations | matrix products beside them |
+| stage | vector operations | overlapping matrix products |
 |---|---|---|
 | 1 | pre-compose, and the statistics of the softmax | output of the previous example |
 | 2 | attention weights, and post-compose | scores of the next example |

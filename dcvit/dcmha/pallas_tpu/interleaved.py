@@ -131,7 +131,7 @@ def key_products(
 
 
 def operand(planes: Ref, h: int) -> Array:
-    """Return one plane, (Bk, Bq), so that a product fills matrix units of 256×256."""
+    """Return one plane, (Bk, Bq), so that a product fills MXUs of 256×256."""
     return jnp.concatenate([planes[h, n] for n in range(planes.shape[1])], axis=1)
 
 

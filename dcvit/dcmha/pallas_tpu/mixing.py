@@ -2,7 +2,7 @@
 
 For one key, the key-wise branch and the static projection map the H heads of a score to H others with the matrix
 N[n, h] = Σ_r w_k2[r, n]·w_k1[r, h] + δ_nh·w_kg[h] + W_b[h, n], zero between groups (Eqn 7 without the query-wise branch
-and the skip connection). A strip of keys makes them one product for the matrix unit: a matrix of diagonals,
+and the skip connection). A strip of keys makes them one product for the MXU: a matrix of diagonals,
 with N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). A
 block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns; one of 8 keys of 32 heads has 256. The vector
 units add the skip connection, in float32, so that a product of bfloat16 rounds only the corrections to a score.
@@ -224,7 +224,7 @@ def with_matrices(
     """Return the inputs of a kernel with some matrices, (B, S/keys, H, H·keys), instead of key-wise and static weights.
 
     Args:
-      config: the sizes; nothing changes where vector units mix heads.
+      config: the sizes; nothing changes where the VPU mixes heads.
       inputs: arrays from `dcvit.dcmha.pallas_tpu.packing.pack`, by name.
       names: some of `MATRICES`.
       interpret: the argument of `pallas_call`.

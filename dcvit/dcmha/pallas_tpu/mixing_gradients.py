@@ -1,4 +1,4 @@
-"""Gradients of key-wise and static weights from products of heads on the matrix unit.
+"""Gradients of key-wise and static weights from products of heads on the MXU.
 
 The gradient of the mixing matrix of a key s is dN_s[n, h] = Σ_t g_n[s, t]·a_h[s, t], for output gradients g and inputs
 a. The product of all heads of a block of keys contains it on the diagonals of its squares (n, h). `diagonals` packs

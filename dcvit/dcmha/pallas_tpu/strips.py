@@ -52,7 +52,7 @@ def over_strips(
 ) -> None:
     """Call vectors(strip, buffers) for each strip of a tile.
 
-    `buffers` hold the broadcast weights of `composes`, or the planes that `products` has written, if the matrix unit
+    `buffers` hold the broadcast weights of `composes`, or the planes that `products` has written, if the MXU
     mixes heads; see `over_mixed_strips`.
 
     A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
@@ -106,10 +106,10 @@ def over_mixed_strips(
 ) -> None:  # fmt: skip
     """Call products(strip, buffer) for each strip of a tile, one step ahead of vectors(strip, buffers).
 
-    So the matrix unit mixes the heads of the next strips beside the vector operations of the current ones. Two steps
-    are unrolled, each of which has its own buffers, because the compiler assumes that buffers alias if a traced index
-    selects them. After the last step, `products` is called for a repetition of it, whose results are not used: of 16
-    strips in steps of two, 18 have products.
+    So the MXU mixes the heads of the next strips while the VPU works on the current ones. Two steps are unrolled, each
+    of which has its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After
+    the last step, `products` is called for a repetition of it, whose results are not used: of 16 strips in steps of
+    two, 18 have products.
     """
 
     def compute(i: Index, half: int) -> None:

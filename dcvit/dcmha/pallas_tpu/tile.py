@@ -3,7 +3,7 @@
 Keys lie along sublanes and queries along lanes. With this layout a query-wise weight is a row, and a load broadcasts a
 row over sublanes at no cost. Row statistics are sums of complete registers. Matrix products use the planes of a tile
 without a transposition; tokens, which are far smaller than planes, are transposed instead. Only the key-wise weights
-must be broadcast over lanes, unless the matrix unit mixes heads (`dcvit.dcmha.pallas_tpu.mixing`).
+must be broadcast over lanes, unless the MXU mixes heads (`dcvit.dcmha.pallas_tpu.mixing`).
 
 Vector operations run over strips of a few keys, so that the H planes of a strip stay close to the registers. A plane of
 a strip has the shape (keys/8, 8, Bq). Loops over heads, ranks and groups are unrolled.

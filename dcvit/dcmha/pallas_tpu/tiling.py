@@ -32,7 +32,7 @@ VMEM_BYTES = {
 # take 16 keys at once there.
 TILES_OF_16_ROWS = ("TPU7x",)
 
-COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
+COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the MXU
 
 
 def check_device() -> None:
@@ -145,7 +145,7 @@ def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]
 
     Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
     first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
-    passes. Vector units mix heads if no configuration with matrices fits.
+    passes. The VPU mixes heads if no configuration with matrices fits.
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
@@ -204,7 +204,7 @@ def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig
 
 
 def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
-    """Return the configuration in which the matrix unit mixes heads, or None if that is not possible.
+    """Return the configuration in which the MXU mixes heads, or None if that is not possible.
 
     One iteration of the loops over a tile computes two steps. The matrix of a strip has at most 256 columns.
     """
