@@ -115,12 +115,12 @@ def _special_tags(events: Iterator[Event]) -> set[str]:
     """
     import yaml
 
-    plain = {None, "!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN_TAGS)}
+    plain = {"!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN_TAGS)}
     tags: set[str] = set()
     sizes: dict[str | None, int] = {}  # values in each anchored part
     stack: list[tuple[str | None, int]] = [(None, 0)]  # the anchors of the open parts, and the values in them so far
     for event in events:
-        tags |= {getattr(event, "tag", None)} - plain
+        tags |= {getattr(event, "tag", None) or "!"} - plain
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append((event.anchor, 0))
             if len(stack) > MAX_DEPTH:

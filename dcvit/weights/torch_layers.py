@@ -110,14 +110,15 @@ def fused(
 
 def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
     """Link a weight or a bias to the kernels or biases of several modules."""
-    inputs = [size or 0 for size in shape[: ours[0].endswith("/kernel")]]
+    sizes = [size or 0 for size in shape]
+    inputs = sizes[: ours[0].endswith("/kernel")]
     count, size = len(ours), _size(shape[len(inputs) :])
-    groups = (shape[len(inputs)] or 1) if by_head else 1
+    groups = (sizes[len(inputs)] or 1) if by_head else 1
     there = (count * size, *inputs)
 
     def to_ours(x: np.ndarray) -> Arrays:
         parts = (x.T if in_out else x).reshape(groups, count, size // groups, *inputs)
-        return [parts[:, i].reshape(size, *inputs).T.reshape(shape) for i in range(count)]
+        return [parts[:, i].reshape(size, *inputs).T.reshape(sizes) for i in range(count)]
 
     def to_theirs(*parts: np.ndarray) -> Arrays:
         rows = [part.reshape(*inputs, size).T.reshape(groups, size // groups, *inputs) for part in parts]

@@ -26,6 +26,7 @@ from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals
 from dcvit.dcmha.pallas_tpu.tile import (
     StoredPlanes,
     Strip,
+    Visible,
     dot,
     planes,
     planes_of_all_queries,

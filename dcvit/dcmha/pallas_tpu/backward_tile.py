@@ -31,6 +31,7 @@ from dcvit.dcmha.pallas_tpu.strips import over_strips
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
     Vectors,
+    Visible,
     broadcast_rows,
     dot,
     planes,

@@ -21,6 +21,7 @@ from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, logits, stacked_plan
 from dcvit.dcmha.pallas_tpu.config import Index, KernelConfig, Rows
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
+    Visible,
     dot,
     join,
     planes,
