@@ -13,7 +13,8 @@ from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.interpret.activations import run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
-from dcvit.models import lm, vit
+from dcvit.models import vit
+from dcvit.models.trees import unstack_blocks
 
 MODELS = {
     "plain": {},
@@ -59,7 +60,7 @@ def matrices(found, layer):
 )
 def test_captured_arrays_are_those_of_the_model_and_composed_weights_sum_the_values_to_its_outputs(name):
     net, params, captured_run, out = captured(name)
-    unrolled = lm.unstack_blocks(params)
+    unrolled = unstack_blocks(params)
     for layer in range(net.depth):
         found, of_layer = matrices(captured_run, layer), out["decoder"][f"block{layer:02d}"]
         for array, of in (("resid_post", "+mlp"), ("attention_out", "sa"), ("mlp_out", "mlp")):
@@ -117,7 +118,7 @@ def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of
     images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 8, 3)), jnp.float32)
     params = random_params(param_shapes(net, images))
     captured_run, out = capture(net, params, images)
-    unrolled = jax.tree.map(np.asarray, vit.unstack_blocks(params))
+    unrolled = jax.tree.map(np.asarray, unstack_blocks(params))
     tokens = [np.tile(params[name], (2, 1, 1)) for name in ("cls", "registers") if name in params]
     before = np.concatenate([*tokens, out["with_posemb"]], axis=1, dtype=np.float64)
     for layer in range(net.depth):

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import assert_trees_close, jit, param_shapes, random_params
+from small_models import assert_trees_close, jit, param_shapes, random_params, stack_blocks
 
 from dcvit.interpret.activations import run_with_cache
 from dcvit.models import vit
 from dcvit.models.attention import Attention
 from dcvit.models.projections import rotate_patches
+from dcvit.models.trees import unstack_blocks
 
 FIELDS = dict(patch_size=(4, 4), width=32, depth=2, mlp_dim=24, num_heads=4, rank=1, posemb="rotary2d", registers=2)
 IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 12, 3)), jnp.float32)  # 2 rows of 3 patches
@@ -53,7 +54,7 @@ def test_patches_are_rotated_by_their_place_and_no_other_tokens(grid, before):
 @pytest.mark.parametrize("scan", [False, True])
 def test_queries_and_keys_of_a_model_are_rotated_in_every_layer(scan):
     net, params = model(compose="both", num_key_heads=2, scan=scan, pool_type="tok")
-    found = run_with_cache(net, vit.stack_blocks(params) if scan else params, IMAGES).arrays
+    found = run_with_cache(net, stack_blocks(params) if scan else params, IMAGES).arrays
     for layer in range(2):
         block = jax.tree.map(np.float64, params["Transformer"][f"encoderblock_{layer}"])
         pre = np.float64(found[f"block{layer:02d}/resid_pre"])
@@ -69,10 +70,10 @@ def test_queries_and_keys_of_a_model_are_rotated_in_every_layer(scan):
 @functools.cache
 def logits_and_gradient(name, **more):
     net, params = model(**OPTIONS[name], **more)
-    params = vit.stack_blocks(params) if net.scan else params
+    params = stack_blocks(params) if net.scan else params
     grad = jax.value_and_grad(lambda p: (net.apply({"params": p}, IMAGES)[0] ** 2).sum())
     value, grads = jit(grad)(params)
-    return value, vit.unstack_blocks(grads) if net.scan else grads
+    return value, unstack_blocks(grads) if net.scan else grads
 
 
 @pytest.mark.slow
