@@ -93,7 +93,7 @@ class ProgressBar:
         self.bar.stop()
 
     def show(self, completed: int, total: int | None = None, status: str = "") -> None:
-        """Show how much is completed of a total, and a status, unless the last update was shortly before."""
+        """Show the completed amount and a status, unless the last update was shortly before; `total` is a new size."""
         self.total, now = total or self.total, time.monotonic()
         if now < self.shown + (LIVE_SECONDS if self.live else LINE_SECONDS):
             return
