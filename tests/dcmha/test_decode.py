@@ -11,7 +11,7 @@ from attention_cases import on_arrays, output_and_gradients, random_case, relati
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
 from dcvit import dcmha
-from dcvit.dcmha import decode, device, plan, reference
+from dcvit.dcmha import decode, plan, reference
 from dcvit.dcmha.inputs import Inputs, UnsupportedError, make_call
 from dcvit.dcmha.pallas_tpu import decode as kernel
 from dcvit.dcmha.selection import Selection, selecting
@@ -140,14 +140,6 @@ def test_unsupported_cases_raise_a_reason(attention, change, message):
     options = dict(causal=False, window=None, mask=None, groups=1, scale=1.0)
     with pytest.raises(UnsupportedError, match=message):
         jax.eval_shape(lambda q, k: attention(q, k, k, None, None, **options), q, k)
-
-
-@pytest.mark.parametrize("name", ["decode", "pallas_tpu_decode"])
-def test_a_named_decode_implementation_raises_for_several_queries(name, monkeypatch):
-    monkeypatch.setattr(device, "platform", lambda: "tpu")
-    args, options = random_case(3, 8)
-    with pytest.raises(ValueError, match=f"implementation {name} does not support this case: .*one query, found 3"):
-        dcmha.attention(*args, **options, implementation=name)
 
 
 # Heads, dimensions, keys, batch, and whether it composes: layers of presets in dcvit/models/presets.py, and others.

@@ -6,7 +6,6 @@ The candidates are functions that misbehave as kernels on a chip can: what exami
 import contextvars
 import dataclasses
 import json
-import logging
 import os
 import re
 import subprocess
@@ -392,12 +391,6 @@ def test_what_is_wrong_stays_wrong():
     assert verified(case(right, plain=slow))[0] == ("plain",)
 
 
-def test_a_failure_is_forgotten_with_another_version():
-    here = verdicts.environment(jax.local_devices()[0])
-    Verdicts({**here, "jax": "0.0.1"}).write("matmul", "right", Verdict("failed", reason="old", seconds=1e9))
-    assert verified(case(right, plain=slow))[0] == ("right", "plain")
-
-
 def test_programs_without_gradients_use_what_is_fastest_without():
     @jax.custom_vjp
     def with_slow_gradient(a, b):
@@ -626,10 +619,3 @@ def test_arrays_have_padded_keys_and_a_row_without_keys():
 
     one = case(attends)
     assert examine(one, store(), 30)["attends"].passed
-
-
-def test_logged_once(caplog):
-    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
-        verified(case(right))
-        verified(case(right))
-    assert len([m for m in caplog.messages if "verifying" in m]) == 1
