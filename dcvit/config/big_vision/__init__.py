@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-from dcvit.config.big_vision import arguments, fewshot
+from dcvit.config.big_vision import arguments
 from dcvit.config.big_vision.part import Values
 from dcvit.config.big_vision.translation import is_big_vision, translate
 
@@ -31,7 +31,7 @@ def importable() -> Iterator[None]:
     modules = {name: types.ModuleType(name) for name in ("big_vision", "big_vision.configs")}
     for package in modules.values():
         package.__path__ = []
-    modules |= {"big_vision.configs.common": arguments, "big_vision.configs.common_fewshot": fewshot}
+    modules |= {"big_vision.configs.common": arguments, "big_vision.configs.common_fewshot": arguments}
     sys.modules.update(modules)
     try:
         yield

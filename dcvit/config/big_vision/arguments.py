@@ -1,4 +1,4 @@
-"""Stand-in for `big_vision.configs.common`, which config files of big_vision import as `bvcc`.
+"""Stand-in for `big_vision.configs.common`, which config files import as `bvcc`, and for `common_fewshot` beside it.
 
 The functions have the names, arguments and results of big_vision's.
 """
@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping
 
 from ml_collections import ConfigDict, FieldReference
 
+from dcvit.config.keys import UNITS
 from dcvit.errors import nearest
+
+# name: data set of tensorflow-datasets, split of the examples to fit, split of the test
+DATASETS = {
+    "caltech": ("caltech101", "train", "test"),
+    "cars": ("cars196:2.1.0", "train", "test"),
+    "cifar100": ("cifar100", "train", "test"),
+    "dtd": ("dtd", "train", "test"),
+    "pets": ("oxford_iiit_pet", "train", "test"),
+    "uc_merced": ("uc_merced", "train[:1000]", "train[1000:]"),
+}
 
 
 def parse_arg(arg: str | None, lazy: bool = False, **spec: object) -> ConfigDict:
@@ -97,3 +108,29 @@ def input_for_quicktest(config_input: ConfigDict, quicktest: bool) -> None:
     small: Mapping[str, object] = {"batch_size": 8, "shuffle_buffer_size": 10, "cache_raw": False}
     if quicktest:
         config_input.update(small)
+
+
+def get_fewshot_lsr(
+    target_resolution: int = 224, resize_resolution: int = 256, runlocal: bool = False, **kw: object
+) -> ConfigDict:
+    """Return the config of a few-shot evaluation.
+
+    Args:
+      target_resolution: side of the crop from the middle of an image.
+      resize_resolution: side of the image before.
+      runlocal: evaluate only one small data set.
+      **kw: further keys, in place of the defaults.
+    """
+    pp = (
+        f'decode|resize({resize_resolution})|central_crop({target_resolution})|value_range(-1,1)|keep("image", "label")'
+    )
+    log = {} if any(f"log_{unit}" in kw for unit in UNITS) else {"log_steps": 25_000}
+    return ConfigDict(
+        {
+            "type": "fewshot_lsr", "representation_layer": "pre_logits", "shots": (1, 5, 10, 25), "l2_reg": 2.0**10,
+            "num_seeds": 3, "prefix": "", "pp_train": pp, "pp_eval": pp,
+            "datasets": {"pets": DATASETS["pets"]} if runlocal else dict(DATASETS),
+            "display_first": [("pets" if runlocal else "imagenet", 10)],
+            **log, **kw,
+        }
+    )  # fmt: skip

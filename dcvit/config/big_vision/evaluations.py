@@ -1,12 +1,13 @@
-"""Evaluators of a config of big_vision."""
+"""Data, preprocessing and evaluators of a config of big_vision, whose op `onehot` has other default keys."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Mapping
 
-from dcvit.config.big_vision import preprocessing
 from dcvit.config.big_vision.part import Part, Values
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, InputError
 
 NO_EFFECT = {
     "prefix": "metrics have the evaluator's name",
@@ -18,6 +19,7 @@ NO_EFFECT = {
 }
 CACHES = ("none", "pipeline", "raw_data", "final_data", "final")
 EVALUATORS = ("classification", "mean", "fewshot_lsr")
+ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
 
 
 def translate_data(data: Part, *, cache: bool = False) -> Values:
@@ -76,7 +78,7 @@ def pp_predict(evaluators: Mapping[str, Values]) -> str:
     """Return the preprocessing of image files for `dcvit predict`: that of an evaluator, "" if there is none."""
     found = {name: each["pp"] for name, each in evaluators.items() if each["type"] == "classification" and each["pp"]}
     names = [*(name for name in ("val", "test") if name in found), *found]
-    return preprocessing.without_labels(found[names[0]]) if names else ""
+    return without_labels(found[names[0]]) if names else ""
 
 
 def _classification(part: Part, kind: str) -> Values:
@@ -89,7 +91,7 @@ def _classification(part: Part, kind: str) -> Values:
     part.expect("pred", ("predict",), "expected 'predict', or 'loss' with type='mean'")
     part.expect("label_key", ("labels",), "the key of the labels is 'labels'")
     part.rename("loss_name", "loss")
-    pp = preprocessing.translate_pp(part, "pp_fn")
+    pp = translate_pp(part, "pp_fn")
     part.note("pp_fn -> pp")
     cache = part.values.pop("cache", "none")
     if cache not in CACHES:
@@ -108,7 +110,7 @@ def _few_shot(part: Part, name: str) -> Values:
     datasets, folder = part.inner("datasets").values, part.values.pop("data_dir", None)
     if part.values.get("pp_train") != part.values.get("pp_eval"):
         raise part.refuse("pp_train", "pp_train and pp_eval should be equal")
-    pp = preprocessing.translate_pp(part, "pp_train")
+    pp = translate_pp(part, "pp_train")
     part.values.pop("pp_eval", None)
     layer = part.values.pop("representation_layer", "logits")
     part.note(f"representation_layer -> representation={layer!r}, pp_train and pp_eval -> pp")
@@ -123,3 +125,53 @@ def _few_shot(part: Part, name: str) -> Values:
         }  # fmt: skip
     part.note(f"datasets -> the evaluators {', '.join(evaluators)}")
     return evaluators
+
+
+def translate_pp(part: Part, key: str) -> str:
+    """Remove a preprocessing string of big_vision, and return it with the keys of each `onehot` given.
+
+    A string without such an op is returned as it is, and a missing one as "".
+
+    Raises:
+      ConfigError: this is no string, or it cannot be parsed.
+    """
+    from input_pipeline.preprocess import ops  # in functions: configs of dcvit load without the libraries of images
+
+    pp = part.values.pop(key, "")
+    found = _calls(pp, f"{part.name}.{key}")
+    changed = False
+    for call in found:
+        if _name(call) == "onehot":
+            names = [*list(inspect.signature(ops.onehot).parameters)[: len(call.args)], *(k.arg for k in call.keywords)]
+            missing = {"key": "labels", "key_result": None}.items()
+            added = [ast.keyword(key, ast.Constant(value)) for key, value in missing if key not in names]
+            call.keywords += added
+            changed = changed or bool(added)
+    if not changed:
+        return str(pp)
+    part.note(f"onehot in {key} -> onehot with big_vision's default keys")
+    return "|".join(map(ast.unparse, found))
+
+
+def without_labels(pp: str) -> str:
+    """Return the ops that an image without label needs."""
+    from input_pipeline.preprocess.builder import calls
+
+    return "|".join(ast.unparse(call) for call in calls(pp) if _name(call) not in ON_LABELS)
+
+
+def _calls(pp: object, what: str) -> list[ast.Call]:
+    """Return the ops of a string. Raises ConfigError if it cannot be parsed."""
+    from input_pipeline.preprocess.builder import calls
+
+    if not isinstance(pp, str):
+        raise ConfigError(f"{what}={pp!r} should be of type str")
+    try:
+        return calls(pp)
+    except InputError as e:
+        raise ConfigError(f"{what}: {e}") from None
+
+
+def _name(call: ast.Call) -> str:
+    """Return the name of an op, "" for what is no name."""
+    return call.func.id if isinstance(call.func, ast.Name) else ""

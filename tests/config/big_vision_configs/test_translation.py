@@ -1,5 +1,6 @@
 """Config files of big_vision: the translation of each key, keys without equivalent, and runs of translated configs."""
 
+import ast
 import json
 import logging
 import re
@@ -15,7 +16,7 @@ import input_pipeline as ip
 from dcvit import cli, train
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import evaluations, part, preprocessing, translation
+from dcvit.config.big_vision import evaluations, part, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
 from input_pipeline.preprocess.builder import calls
@@ -251,10 +252,10 @@ def test_recipe_in_big_visions_form_equals_the_shipped_config():
     for config in (theirs, ours):
         config["evals"] = {name: config["evals"][name] for name in ("train", "minival", "val", "real")}
         for holder in (config["input"], *config["evals"].values()):
-            holder["pp"] = [str(op) for op in map(preprocessing.ast.unparse, calls(holder["pp"]))]
+            holder["pp"] = [ast.unparse(op) for op in calls(holder["pp"])]
             holder.pop("optional", None)
             holder.setdefault("loss", config["loss"])
-        config["pp_predict"] = preprocessing.without_labels(config["pp_predict"])
+        config["pp_predict"] = evaluations.without_labels(config["pp_predict"])
         config["optax"] = {"b1": 0.9, "b2": 0.999} | config["optax"]
         config["schedule"] = {"end": 0.0} | config["schedule"]
     assert ours["model"].pop("dtype_mm") == "auto"  # theirs is float32
@@ -332,7 +333,7 @@ def test_onehot_keeps_big_visions_default_keys():
 
     def translated(pp):
         holder = part.Part({"pp": pp}, "config.input", part.Notes())
-        return preprocessing.translate_pp(holder, "pp"), holder.notes.lines()
+        return evaluations.translate_pp(holder, "pp"), holder.notes.lines()
 
     def apply(pp, **example):
         found = ip.Preprocess(translated(pp)[0])(example, np.random.default_rng(0))
