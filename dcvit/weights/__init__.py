@@ -5,6 +5,6 @@ their devices. `export` writes files. `tensors` reads the files of other librari
 
 Each family of models is one module with two tables, which are used in both directions: its config.json as a list of
 `config_table.Key`, and its tensors as a table of names, from which `torch_layers` makes a list of `links.Link`.
-`lm_fields` and `hf_vision` have what the configs of
-language models and of vision models share. `families.FAMILIES` names all families.
+`lm_fields` and `hf_vision` have what the configs of language models and of vision models share. `families.FAMILIES`
+names all families.
 """

@@ -26,7 +26,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     inferred = infer(tensors, ATTENTION)
     classes = vit_links.shape_of(tensors, "head/kernel", "the file")[1] if "head/kernel" in tensors else None
     if "qk_norm" in inferred:
@@ -38,7 +37,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     shapes = shapes_of(description)
     if tensors is None or f"{BLOCK}_0/LayerNorm_0/scale" in tensors:
         return in_all_layers([tensor(name, name, shape) for name, shape in shapes.items()], description)
@@ -68,7 +66,8 @@ def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
     dense = vit_links.shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", "the file", axes=2 + scan)
     fields: Json = {
         "width": width, "num_heads": kernel[-2], "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
-        "depth": kernel[0] if scan else _count(tensors), "pool_type": "tok" if "cls" in tensors else "gap",
+        "depth": kernel[0] if scan else vit_links.depth_of(tensors, f"{BLOCK}_"),
+        "pool_type": "tok" if "cls" in tensors else "gap",
         "posemb": "learn" if "pos_embedding" in tensors else "sincos2d",
     }  # fmt: skip
     if "MAPHead_0/probe" in tensors:
@@ -115,9 +114,3 @@ def _scanned(name: str, shape: Shape, depth: int) -> Link:
     """Link the parameter of a scanned layer to those of all layers."""
     theirs, ours = name.replace("_{}", ""), tuple(name.format(i) for i in range(depth))
     return Link((theirs,), ours, list, lambda *parts: (np.stack(parts),), ((depth, *shape),))
-
-
-def _count(tensors: Tensors) -> int:
-    """Return the number of unrolled layers."""
-    before = f"{BLOCK}_"
-    return len({name.split("/")[1] for name in tensors if name.startswith(before)})

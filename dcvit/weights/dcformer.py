@@ -125,7 +125,7 @@ CONFIG = ConfigTable(
     {"dcformer": "DCFormer", "dcpythia": "DCPythia"},
     _keys,
     constants=CONSTANTS.__getitem__,
-    type_of=lambda fields: "dcpythia" if fields.norm == "layernorm" else "dcformer",
+    type_of=lambda fields: "dcpythia" if fields["norm"] == "layernorm" else "dcformer",
 )
 
 

@@ -28,7 +28,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     name = _module(tensors) or OURS
     if big_vision.first_block(tensors) != f"{big_vision.BLOCK}_0":
         raise CheckpointError("the authors' ViT with scanned layers is not supported, only with unrolled ones")
@@ -51,7 +50,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     name, shapes = OURS if tensors is None else _module(tensors) or OURS, shapes_of(description)
     ours, theirs = (f"{vit_links.BLOCK}/{module}" for module in (OURS, name))
     found = []

@@ -76,7 +76,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Return the model."""
     name = "vit" if config["model_type"] == IMAGE else "lm"
     known = {**config, "tied": config.get("tie_word_embeddings", False)}
     fields = {key: known[key] for key, value in FIELDS[name].items() if key in known and known[key] != value}
@@ -114,7 +113,6 @@ def config(description: Description) -> Json:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links of a model."""
     table = TABLES[description.model_name]
     if description.model_name == "vit":
         last = "pool_norm" if description.fields.get("pool_norm") else "Transformer/encoder_norm"

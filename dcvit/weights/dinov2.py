@@ -73,7 +73,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     if prefix is None:
         return _describe_original(tensors)
@@ -87,7 +86,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     gated, registers = fields["mlp"] == "swiglu", fields["registers"]
     kind = "dinov2_with_registers." if registers else "dinov2."
@@ -117,7 +115,6 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def config(description: Description) -> Json:
-    """Return the content of config.json; see `dcvit.weights.family.Family`."""
     fields, classes = vit_links.settings(description), description.num_outputs
     layer_scale = (fields["layer_scale"],) if fields["layer_scale"] is not None else (1.0,)
     vit_links.check_expressible(

@@ -73,14 +73,12 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     hf_config.check_type(config, "dinov3_vit")
     fields = {**hf_vision.read(KEYS, config), "posemb": "rotary2d", "pool_type": "tok"}
     return hf_vision.described(fields, None, config, tensors, PATCHES, "DINOv3ViT")
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in (tensors or ())), LAYERS[0])
     first = ("mlp.gate_proj", "mlp.up_proj") if fields["mlp"] == "swiglu" else ("mlp.up_proj",)
@@ -93,7 +91,6 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def config(description: Description) -> Json:
-    """Return the content of config.json; see `dcvit.weights.family.Family`."""
     scale = vit_links.settings(description)["layer_scale"]
     vit_links.check_expressible(
         description, WHAT, posemb=("rotary2d",), pool_type=("tok",), qkv_bias=QKV_BIASES,

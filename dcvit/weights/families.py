@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import flax.traverse_util
 import numpy as np
 
 from dcvit.errors import CheckpointError, checked
+from dcvit.models.trees import nested
 from dcvit.weights import (
     big_vision,
     dcformer,
@@ -100,8 +100,7 @@ class Weights(NamedTuple):
 
     def tree(self) -> dict[str, Any]:
         """Return all parameters as a nested dict of arrays."""
-        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(self.read()), sep="/")
-        return tree
+        return nested(dict(self.read()))
 
     def config(self) -> Json:
         """Return the keys of a config that the weights, and the tokenizer beside them, determine."""

@@ -10,12 +10,6 @@ from dcvit.weights.config_table import Key, field, written
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Json, Tensors
 
-# Fields of `dcvit.models.vit.ViT` in the order of a description.
-ORDER = (
-    "width", "depth", "num_heads", "patch_size", "norm_epsilon", "mlp_dim", "pool_type", "mlp", "layer_scale",
-    "registers", "rep_size", "posemb", "qkv_bias",
-)  # fmt: skip
-
 
 def _biases(config: Json, name: str, default: bool) -> str:
     return "qkv" if hf_config.flag(config, name, default) else ""
@@ -78,7 +72,7 @@ def described(
     if channels != found:
         raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
     pp = hf_processor.read(config, processor, fields["image_size"], channels)
-    return Description("vit", classes, {name: fields[name] for name in ORDER if name in fields}, pp)
+    return Description("vit", classes, {name: x for name, x in fields.items() if name != "image_size"}, pp)
 
 
 def write(keys: Sequence[Key], description: Description) -> Json:

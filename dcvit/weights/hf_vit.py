@@ -54,7 +54,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     kind = hf_config.check_type(config, "vit", "deit")
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     fields = hf_vision.read(KEYS, config)
@@ -72,7 +71,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     tokens: list[tuple[str, int]] = [(CLS, 1)]
     if fields["registers"]:
@@ -91,7 +89,6 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def config(description: Description) -> Json:
-    """Return the content of config.json; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     classes, rep_size = description.num_outputs, fields["rep_size"]
     vit_links.check_expressible(

@@ -12,7 +12,7 @@ from dcvit.weights import torch_layers
 from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link
-from dcvit.weights.lm_fields import ConfigTable, LMFields
+from dcvit.weights.lm_fields import ConfigTable
 from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import ATTENTION, BLOCK, embedding_and_head
 
@@ -105,11 +105,11 @@ def _rope(config: Json, found: Json) -> Json:
     return hf.rotary(config, found["context"])
 
 
-def _kind(fields: LMFields) -> str:
+def _kind(fields: Json) -> str:
     """Return the type that can express the fields, if one can."""
-    if fields.qk_norm or fields.qkv_bias:
-        return "qwen3" if fields.qk_norm else "qwen2"
-    return "mistral" if fields.window_pattern == "1:0" else "llama"
+    if fields["qk_norm"] or fields["qkv_bias"]:
+        return "qwen3" if fields["qk_norm"] else "qwen2"
+    return "mistral" if fields["window_pattern"] == "1:0" else "llama"
 
 
 CONFIG = ConfigTable(

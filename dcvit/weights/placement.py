@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from dcvit.errors import CheckpointError, matches
-from dcvit.models.trees import Shapes, Tensor, Tensors, by_name, check_tree, shapes_of
+from dcvit.models.trees import Shapes, Tensor, Tensors, by_name, check_tree, nested, shapes_of
 
 STACKED = re.compile(r"Transformer/(?:encoderblock|(?P<group>(?:encoder)?group)/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")
@@ -124,7 +123,7 @@ def place_params(
         is damaged or not finite.
       ConfigError: a pattern of `dont_load` is not a regular expression.
     """
-    leaves = flax.traverse_util.flatten_dict(dict(like), sep="/")
+    leaves: dict[str, Leaf] = by_name(like)
     model = shapes_of(leaves)
     there = in_layout(tensors, model)
     kept = {path for pattern in dont_load for path in matches(pattern, there | model, "dont_load")}
@@ -141,8 +140,7 @@ def place_params(
         for source, target in [(Part(path), Part(path))] if whole else pairs:
             part = value if source.layer is None else value[source.layer]
             placed[target.path] = _put(part, target.layer, leaves[target.path], placed.get(target.path))
-    tree: dict[str, PyTree] = flax.traverse_util.unflatten_dict(placed, sep="/")
-    return tree
+    return nested(placed)
 
 
 def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:

@@ -46,7 +46,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     hf_config.check_type(config, "siglip_vision_model", "siglip")
     vision = config.get("vision_config", {})
     if not isinstance(vision, dict):
@@ -64,7 +63,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     prefix: str | None = "vision_model." if description.num_outputs else ""
     if tensors is not None:
         prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
@@ -84,7 +82,6 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def config(description: Description) -> Json:
-    """Return the content of config.json; see `dcvit.weights.family.Family`."""
     classes = description.num_outputs
     vit_links.check_expressible(
         description, "Hugging Face's SigLIP", pool_type=("gap",) if classes else ("map", "none"), registers=(0,),

@@ -66,7 +66,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Describe the model; see `dcvit.weights.family.Family`."""
     for name, what in FOREIGN.items():
         if name in tensors:
             raise CheckpointError(f"timm model with {what} ({name}), which dcvit's ViT lacks")
@@ -108,7 +107,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     if tensors is None:
         has_cls, distilled = fields["pool_type"].startswith("tok"), fields["pool_type"] == "tok+reg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -168,8 +169,8 @@ def classes_of(tensors: Tensors, head: str, what: str) -> int | None:
 
 def depth_of(tensors: Tensors, before: str) -> int:
     """Return the number of layers, whose tensors are named `before` and a number."""
-    numbers = {name.removeprefix(before).split(".")[0] for name in tensors if name.startswith(before)}
-    return len([number for number in numbers if number.isdigit()])
+    found = (re.match(rf"{re.escape(before)}(\d+)[./]", name) for name in tensors)
+    return len({match[1] for match in found if match})
 
 
 def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int, ...]:
