@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from sources import ListSource, numbered
 
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
@@ -12,25 +13,9 @@ HOSTILE = (
 )  # fmt: skip
 
 
-class TableSource:
-    """Examples whose image is their number, with the given labels."""
-
-    class_names = None
-
-    def __init__(self, labels):
-        self.labels = [np.atleast_1d(np.array(label, int)) for label in labels]
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return {"image": np.full((2, 2, 1), index, np.uint8), "label": self.labels[index]}
-
-    def describe(self, index):
-        return f"example {index}"
-
-    def nbytes(self):
-        return len(self)
+def source_of(labels):
+    """Return examples whose image is their number, with the given labels."""
+    return ListSource(numbered([np.atleast_1d(np.array(label, int)) for label in labels], side=2))
 
 
 def predict(params, images):

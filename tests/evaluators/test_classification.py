@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sources import ListSource, numbered
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
@@ -12,23 +13,8 @@ from dcvit.parallel.sharding import make_mesh
 CLASSES = 10
 
 
-class IndexSource:
-    """23 examples whose image is their index. They have one label, several labels or none."""
-
-    class_names = None
-    labels = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.array([], int), np.array([9, 0, 4])]
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return {"image": np.full((1, 1, 1), index, np.uint8), "label": self.labels[index]}
-
-    def describe(self, index):
-        return f"example {index}"
-
-    def nbytes(self):
-        return len(self)
+# 23 examples whose image is their index. They have one label, several labels or none.
+LABELS = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.array([], int), np.array([9, 0, 4])]
 
 
 TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
@@ -40,12 +26,12 @@ def predict(params, images):
     return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
 
 
-def by_hand(present=slice(None)):
+def by_hand(present=slice(None), every=LABELS):
     """Count top-1, top-5, loss and n over the examples that have a label; classes other than `present` are excluded."""
     top1, top5, losses = [], [], []
     absent = np.ones(CLASSES, bool)
     absent[present] = False
-    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), IndexSource.labels, strict=True):
+    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), every, strict=True):
         if len(labels):
             ranked = np.argsort(-scores)
             top1.append(ranked[0] in labels)
@@ -62,9 +48,13 @@ def evaluator(devices=1, **options):
     return Evaluator(predict, mesh, Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
 
 
+def set_source(monkeypatch, labels, **options):
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(numbered(labels), **options))
+
+
 @pytest.fixture(autouse=True)
-def source(monkeypatch):
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: IndexSource())
+def _source(monkeypatch):
+    set_source(monkeypatch, LABELS)
 
 
 @pytest.mark.slow
@@ -79,7 +69,7 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
 
 
 def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
-    monkeypatch.setattr(IndexSource, "labels", [np.array([i % 4]) for i in range(9)])
+    set_source(monkeypatch, [np.array([i % 4]) for i in range(9)])
     table = TABLE[:9, :4]
     built = evaluator(pp=PP.replace("10", "4"), batch_size=4, loss="sigmoid_xent")
     got = built.run({"table": jnp.asarray(table)})
@@ -92,18 +82,19 @@ def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
 
 def test_present_classes_only_excludes_all_other_classes(monkeypatch):
     """Published results on ImageNet-A and -R, which have 200 of 1000 classes, are computed in this way."""
-    monkeypatch.setattr(IndexSource, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
-    got, expected = evaluator(present_classes_only=True).run(PARAMS), by_hand([2, 5, 7])
+    labels = [np.array([(2, 5, 7)[i % 3]]) for i in range(23)]
+    set_source(monkeypatch, labels)
+    got, expected = evaluator(present_classes_only=True).run(PARAMS), by_hand([2, 5, 7], labels)
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
-    assert got["top1"] > by_hand()["top1"]
+    assert got["top1"] > by_hand(every=labels)["top1"]
     assert "top5" not in got
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
     """Its top-1 accuracy is the share of that class, however large."""
-    monkeypatch.setattr(IndexSource, "labels", [np.array([0 if i < 20 else i - 19]) for i in range(23)])
+    set_source(monkeypatch, [np.array([0 if i < 20 else i - 19]) for i in range(23)])
     table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
     got = evaluator().run(table)
     assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
@@ -119,13 +110,7 @@ def test_cached_batches_give_the_same_metrics_and_are_read_once():
 
 @pytest.mark.slow
 def test_skipped_examples_do_not_count(monkeypatch, caplog):
-    class Broken(IndexSource):
-        def __getitem__(self, index):
-            if index in (0, 9):
-                raise input_pipeline.InputError("broken")
-            return super().__getitem__(index)
-
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
+    set_source(monkeypatch, LABELS, corrupt=(0, 9))
     got = evaluator(corrupt="skip").run(PARAMS)
     assert got["n"] == 20
-    assert "skipped example 9: broken" in caplog.messages
+    assert "skipped example 9: bad bytes" in caplog.messages

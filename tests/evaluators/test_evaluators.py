@@ -7,28 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sources import ListSource
 
 import input_pipeline
 from dcvit import evaluators
 from dcvit.models import vit
 from dcvit.parallel.sharding import make_mesh
 
-
-class RowSource:
-    """23 rows of tokens, as a language model reads them; two of them are unreadable."""
-
-    class_names, nbytes = None, 0
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, index):
-        if index in (3, 22):
-            raise input_pipeline.InputError("broken")
-        return {"tokens": np.full(5, index, np.int32), "is_target": np.arange(5) > index % 5}
-
-    def describe(self, index):
-        return f"row {index}"
+# 23 rows of tokens, as a language model reads them; two of them are unreadable.
+ROWS = ListSource(
+    [{"tokens": np.full(5, i, np.int32), "is_target": np.arange(5) > i % 5} for i in range(23)], corrupt=(3, 22)
+)
 
 
 def mesh_of(devices):
@@ -38,7 +27,7 @@ def mesh_of(devices):
 @pytest.mark.parametrize(("batch", "devices", "size"), [(1, 1, 1), (7, 1, 7), (1, 8, 8), (9, 8, 16), (64, 8, 64)])
 def test_batches_hold_every_readable_example_once_and_divide_by_the_devices(batch, devices, size):
     corrupt = input_pipeline.CorruptPolicy("skip")
-    found = list(evaluators.batches(RowSource(), "", batch, mesh_of(devices), corrupt))
+    found = list(evaluators.batches(ROWS, "", batch, mesh_of(devices), corrupt))
     assert {len(b["tokens"]) for b in found} == {size}
     real = np.concatenate([b["tokens"][b["_mask"] > 0, 0] for b in found])
     assert real.tolist() == [i for i in range(23) if i not in (3, 22)]
@@ -52,7 +41,7 @@ def test_timed_function_returns_results_and_counts_real_examples(devices):
         return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params["factor"], 0), axis=-1) * scale
 
     timed = evaluators.TimedFunction(targets, mesh, 8)
-    for batch in evaluators.batches(RowSource(), "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
+    for batch in evaluators.batches(ROWS, "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
         found, kept = timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
         np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
         assert isinstance(found, np.ndarray)
@@ -75,7 +64,7 @@ def test_timer_excludes_compilation_which_happens_once(monkeypatch):
         return batch["tokens"][:, 0] + params["shift"]
 
     timed = evaluators.TimedFunction(first_tokens, mesh_of(1), 8)
-    for batch in evaluators.batches(RowSource(), "", 8, mesh_of(1), policy):
+    for batch in evaluators.batches(ROWS, "", 8, mesh_of(1), policy):
         timed({"shift": jnp.int32(0)}, batch)
         clock[0] += 1
     assert len(traces) == 1

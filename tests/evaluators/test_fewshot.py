@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sources import ListSource, numbered
 
 import input_pipeline
 from dcvit.errors import ConfigError
@@ -19,30 +20,16 @@ TABLE = (3 + CENTRES[LABELS] + 2 * RNG.normal(size=(200, WIDTH))).astype(np.floa
 TRAIN, TEST = range(83), range(83, 200)
 
 
-class TableSource:
-    """Examples whose image is the number of their row in TABLE."""
-
-    class_names, nbytes = None, 0
-
-    def __init__(self, rows, labels=LABELS, corrupt=()):
-        self.rows, self.labels, self.corrupt = list(rows), labels, corrupt
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        if index in self.corrupt:
-            raise input_pipeline.InputError("bad bytes")
-        return {"image": np.full((1, 1, 1), self.rows[index], np.uint8), "label": int(self.labels[self.rows[index]])}
-
-    def describe(self, index):
-        return f"example {index}"
+def source_of(rows, **options):
+    """Return examples whose image is the number of their row in TABLE."""
+    every = numbered(LABELS.tolist())
+    return ListSource([every[row] for row in rows], **options)
 
 
 @pytest.fixture
 def sources(monkeypatch):
     """The sources that the evaluator opens, which tests may replace."""
-    opened = {"train": TableSource(TRAIN), "test": TableSource(TEST)}
+    opened = {"train": source_of(TRAIN), "test": source_of(TEST)}
     monkeypatch.setattr(input_pipeline, "open_source", lambda kind: opened[kind])
     return opened
 
@@ -123,7 +110,7 @@ def test_classes_without_examples_are_allowed_and_never_correct(sources):
 
 
 def test_unreadable_examples_do_not_count(sources, caplog):
-    sources["train"], sources["test"] = TableSource(TRAIN, corrupt=(0, 5)), TableSource([7, *TEST], corrupt=(0,))
+    sources["train"], sources["test"] = source_of(TRAIN, corrupt=(0, 5)), source_of([7, *TEST], corrupt=(0,))
     kept = [row for row in TRAIN if row not in (0, 5)]
     got = evaluate(shots=(10,), corrupt="skip")
     assert got["n"] == len(TEST)

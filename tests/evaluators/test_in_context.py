@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sources import ListSource
 
 from dcvit.errors import ConfigError
 from dcvit.evaluators import in_context
@@ -16,34 +17,22 @@ from dcvit.parallel.sharding import make_mesh
 VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
 
 
-class RowSource:
-    """Random rows with answers of one to three tokens, some of them at the end of a row; row 4 has none."""
-
-    class_names, nbytes, task_names = None, 0, TASKS
-
-    def __init__(self, rows=13):
-        rng = np.random.default_rng(0)
-        self.rows = []
-        for i in range(rows):
-            is_target = np.zeros(LENGTH + 1, bool)
-            if i != 4:
-                start = rng.integers(1, 5)
-                is_target[start : start + rng.integers(1, 4)] = True
-                is_target[LENGTH - i % 3 :] = True
-            row = {"tokens": rng.integers(0, VOCAB, LENGTH + 1, np.int32), "is_target": is_target}
-            self.rows.append({**row, "task": np.int32(i % 2), "shots": np.arange(LENGTH + 1, dtype=np.int32) // 7})
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-    def describe(self, index):
-        return f"row {index}"
+def make_rows(count=13):
+    """Return random rows with answers of one to three tokens, some of them at the end of a row; row 4 has none."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(count):
+        is_target = np.zeros(LENGTH + 1, bool)
+        if i != 4:
+            start = rng.integers(1, 5)
+            is_target[start : start + rng.integers(1, 4)] = True
+            is_target[LENGTH - i % 3 :] = True
+        row = {"tokens": rng.integers(0, VOCAB, LENGTH + 1, np.int32), "is_target": is_target}
+        rows.append({**row, "task": np.int32(i % 2), "shots": np.arange(LENGTH + 1, dtype=np.int32) // 7})
+    return rows
 
 
-# The logits of the token after each token; two thirds of the answers of `RowSource` then have a wrong token.
+# The logits of the token after each token; two thirds of the answers of `make_rows` then have a wrong token.
 TABLE = np.random.default_rng(7).normal(size=(VOCAB, VOCAB)).astype(np.float32)
 PARAMS = {"head": {"kernel": jnp.asarray(TABLE)}}
 
@@ -75,7 +64,9 @@ def expected(rows):
 @pytest.fixture
 def evaluator(monkeypatch):
     def build(batch_size, devices):
-        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: RowSource())
+        source = ListSource(make_rows())
+        source.task_names = TASKS
+        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: source)
         mesh = make_mesh([("data", -1)], jax.devices()[:devices])
         return in_context.Evaluator(predict, mesh, in_context.Options(data={"kind": "rows"}, batch_size=batch_size))
 
@@ -88,7 +79,7 @@ def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices
     monkeypatch.setattr(losses, "POSITIONS", 5)  # does not divide the length
     built = evaluator(batch_size, devices)
     metrics = built.run(PARAMS)
-    answers = expected(RowSource().rows)
+    answers = expected(make_rows())
     correct = [answer[2] for answer in answers]
     assert 0 < sum(correct) < len(correct)
     assert metrics["answers"] == len(answers)
@@ -103,7 +94,7 @@ def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
     built = evaluator(4, 1)
     rows = built.rows("val", built.run(PARAMS), nn.Dense(1))
     assert [row["evaluation"] for row in rows] == ["val", "val/first", "val/second", "val/0-shot", "val/1-shot"]
-    answers = expected(RowSource().rows)
+    answers = expected(make_rows())
     parts = [answers, *([a for a in answers if a[0] == task] for task in (0, 1))]
     parts += [[a for a in answers if a[1] == shots] for shots in (0, 1)]
     for row, part in zip(rows, parts, strict=True):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from report_examples import TableSource, predict
+from report_examples import predict, source_of
 from sklearn import metrics
 
 import input_pipeline
@@ -31,7 +31,7 @@ ONE, EIGHT = {"data": 1}, {"data": 8}
 
 
 def observed(monkeypatch, axes=ONE, batch=32, loss="softmax_xent", table=TABLE):
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: TableSource(LABELS))
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: source_of(LABELS))
     pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
     mesh = make_mesh([*axes.items()], jax.devices()[: math.prod(axes.values())])
     evaluator = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=batch, loss=loss))

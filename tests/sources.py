@@ -1,0 +1,31 @@
+"""A data source of given examples, for tests of what reads one."""
+
+import numpy as np
+
+from input_pipeline import InputError
+
+
+class ListSource:
+    """Examples in a list, of which some cannot be read."""
+
+    def __init__(self, examples, corrupt=(), class_names=None):
+        self.examples, self.corrupt, self.class_names = list(examples), corrupt, class_names
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        if index in self.corrupt:
+            raise InputError("bad bytes")
+        return self.examples[index]
+
+    def describe(self, index):
+        return f"example {index}"
+
+    def nbytes(self):
+        return len(self)
+
+
+def numbered(labels, side=1):
+    """Return examples whose image is their number, with the given labels."""
+    return [{"image": np.full((side, side, 1), i, np.uint8), "label": label} for i, label in enumerate(labels)]
