@@ -6,7 +6,9 @@ heads and key heads. Nothing is shared with the package.
 
 import math
 
+import lm_oracle
 import numpy as np
+import oracle
 
 
 def heads_of(p, name, x):
@@ -34,31 +36,24 @@ def scores_of(p, x, heads, key_heads):
     return np.stack(scores), [v[:, h // shared] for h in range(heads)]
 
 
-def mha(p, x, mask, heads, key_heads):
-    """Vaswani et al., 2017."""
-    scores, values = scores_of(p, x, heads, key_heads)
-    return merge(p, [softmax(scores[h], mask) @ values[h] for h in range(heads)])
+def composed(p, x, mask, heads, key_heads):
+    """Eqn 4 to 8 of DCMHA with the weights that `p` has; without any, the attention of Vaswani et al., 2017.
+
+    Talking-heads attention (Shazeer et al., 2020) has static weights before and after the softmax, head mixing of
+    multi-token attention (Golovneva et al., 2025) after it in groups of heads, "lightweight" a query-wise projection
+    of rank 1 after it.
+    """
+    q, k, v = (heads_of(p, name, x)[None] for name in ("query", "key", "value"))
+    weights, groups = {"pre": None, "post": None}, 1
+    for where in weights.keys() & p.keys():
+        rank = p[where]["w_q1"].shape[-1] // (2 * heads) if "w_q1" in p[where] else None
+        weights[where] = lm_oracle.compose_weights(p[where], x, heads, rank)
+        groups = len(p[where]["w_b"]) if "w_b" in p[where] else 1
+    out = oracle.attention(q, k, v, weights["pre"], weights["post"], mask=mask[None, None], groups=groups)[0]
+    return merge(p, [out[:, h] for h in range(heads)])
 
 
-def talking(p, x, mask, heads, key_heads):
-    """Talking-heads attention (Shazeer et al., 2020): logits · P_l, softmax, weights · P_w."""
-    scores, values = scores_of(p, x, heads, key_heads)
-    before, after = (np.eye(heads) + p[where]["w_b"][0] for where in ("pre", "post"))
-    mixed = [softmax(sum(before[i, h] * scores[i] for i in range(heads)), mask) for h in range(heads)]
-    return merge(p, [sum(after[i, h] * mixed[i] for i in range(heads)) @ values[h] for h in range(heads)])
-
-
-def mta(p, x, mask, heads, key_heads):
-    """Multi-token attention (Golovneva et al., 2025), head mixing after the softmax: A_h = Σ w_hi · A_i in a group."""
-    scores, values = scores_of(p, x, heads, key_heads)
-    kernels = p["post"]["w_b"]
-    size = kernels.shape[-1]
-    weights, outputs = [softmax(s, mask) for s in scores], []
-    for h in range(heads):
-        group, place = divmod(h, size)
-        column = np.eye(size)[place] + kernels[group][:, place]
-        outputs.append(sum(column[i] * weights[group * size + i] for i in range(size)) @ values[h])
-    return merge(p, outputs)
+mha = talking = mta = lightweight = composed
 
 
 def gated(p, x, mask, heads, key_heads):
@@ -66,20 +61,6 @@ def gated(p, x, mask, heads, key_heads):
     scores, values = scores_of(p, x, heads, key_heads)
     gate = 1 / (1 + np.exp(-x @ (2.0 * p["post"]["w_qg"])))
     return merge(p, [gate[:, h, None] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)], times=2)
-
-
-def lightweight(p, x, mask, heads, key_heads):
-    """Eqn 5 and 7 of DCMHA with the query-wise projection only, rank 1, after the softmax."""
-    scores, values = scores_of(p, x, heads, key_heads)
-    weights = np.stack([softmax(s, mask) for s in scores])  # H T S
-    one, two = p["post"]["w_q1"][:, 0].astype(np.float64), p["post"]["w_q2"][0].astype(np.float64)
-    inner = x @ one
-    hidden = inner * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))) / 2
-    down, up = np.split(hidden @ two, 2, axis=1)
-    down = down / np.sqrt((down**2).mean(axis=1, keepdims=True) + 1e-6)
-    for t in range(len(x)):
-        weights[:, t] = weights[:, t] + np.outer(up[t], down[t] @ weights[:, t])
-    return merge(p, [weights[h] @ values[h] for h in range(heads)])
 
 
 def moh(p, x, mask, heads, key_heads):
@@ -186,19 +167,14 @@ def paired(p, x, mask, heads, key_heads, window=None, rotary=0):
                 key for key in range(2 * len(x))
                 if mask[row // 2, key // 2] and (not is_causal or row - (window or row + 1) < key <= row)
             ]  # fmt: skip
-            query = turned(q[row // 2, pair + row % 2 * half], row, rotary)
+            query = rotated(q[row // 2, pair + row % 2 * half], row, rotary)
             keys = [(key // 2, first + key % 2 * key_heads // 2) for key in seen]
-            scores = [query @ turned(k[at], key, rotary) for at, key in zip(keys, seen, strict=True)]
+            scores = [query @ rotated(k[at], key, rotary) for at, key in zip(keys, seen, strict=True)]
             weights = softmax(np.array(scores) / math.sqrt(q.shape[-1]))
             outputs[pair + row % 2 * half][row // 2] = weights @ np.stack([v[at] for at in keys])
     return merge(p, outputs)
 
 
-def turned(x, position, rotary):
-    """Return a vector whose numbers i and i + rotary/2 are rotated by position · 10000^(-2i/rotary)."""
-    x, half = x.copy(), rotary // 2
-    for i in range(half):
-        angle = position * 10_000 ** (-2 * i / rotary)
-        pair = complex(x[i], x[i + half]) * complex(math.cos(angle), math.sin(angle))
-        x[i], x[i + half] = pair.real, pair.imag
-    return x
+def rotated(x, position, rotary):
+    """Return a vector with a rotary embedding of its first `rotary` numbers."""
+    return lm_oracle.rope(x[None, None], [position], rotary, 10_000)[0, 0]

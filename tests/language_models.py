@@ -2,9 +2,9 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from small_models import param_shapes, random_params
 
 from dcvit.models import lm
 
@@ -18,10 +18,7 @@ DC = {"compose": "both", "window_pattern": "1:1"}
 def random_model(**fields):
     """A model with random parameters, large enough that its compositions change the result."""
     model = lm.Model(VOCAB, **{**TINY, **fields})
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    rng = np.random.default_rng(1)
-    values = lambda path, x: rng.normal(float(path[-1].key == "scale"), 0.1, x.shape).astype(x.dtype)  # noqa: E731
-    return model, jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(values, shapes))
+    return model, random_params(param_shapes(model, jnp.zeros((1, 2), jnp.int32)), std=0.1)
 
 
 def chain_model(*chains, size=257, context=512):
