@@ -44,9 +44,9 @@ class Tensor(NamedTuple):
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 
-def nested(flat: Mapping[str, Any]) -> Params:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays by path as a tree."""
-    tree: Params = flax.traverse_util.unflatten_dict(dict(flat), sep="/")  # type: ignore[no-untyped-call]
+    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")  # type: ignore[no-untyped-call]
     return tree
 
 

@@ -129,7 +129,7 @@ def place_params(
     kept = {path for pattern in dont_load for path in matches(pattern, there | model, "dont_load")}
     found, wanted = ({path: shape for path, shape in side.items() if path not in kept} for side in (there, model))
     check_tree(found, wanted, file)
-    placed = {path: leaf for path, leaf in leaves.items() if path in kept}
+    placed: dict[str, jax.Array] = {}
     parts: dict[str, list[tuple[Part, Part]]] = {}  # of each tensor, to read it once
     for source, target in _pairs(tensors, model):
         if target.path not in kept:
@@ -140,7 +140,7 @@ def place_params(
         for source, target in [(Part(path), Part(path))] if whole else pairs:
             part = value if source.layer is None else value[source.layer]
             placed[target.path] = _put(part, target.layer, leaves[target.path], placed.get(target.path))
-    return nested(placed)
+    return nested({path: placed.get(path, leaf) for path, leaf in leaves.items()})
 
 
 def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
