@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.errors import ConfigError, nearest
+from dcvit.errors import ConfigError
 from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
-from dcvit.models import Outputs, Params, pixels
-from dcvit.models.trees import by_name
+from dcvit.models import Params, pixels
+from dcvit.models.trees import intermediate
 
 BIAS = 100.0  # the value of the constant feature, large enough that the intercept is hardly regularised
 STD_EPSILON = 1e-5  # added to a feature's standard deviation
@@ -98,7 +98,7 @@ class Evaluator:
 
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
             images = to_numbers(batch["image"])
-            features = intermediate(predict(params, images)[1], options.representation)
+            features = intermediate(predict(params, images)[1], options.representation, "few-shot representation")
             return features.reshape(len(images), -1).astype(jnp.float32)
 
         self.represent = TimedFunction(represent, mesh, options.batch_size, keep=("label",))
@@ -149,19 +149,6 @@ class Evaluator:
             features.append(found[real])
             labels.append(kept["label"][real])
         return np.concatenate(features), np.concatenate(labels)
-
-
-def intermediate(out: Outputs, name: str) -> Float[Array, "B ..."]:
-    """Return an array of a model's intermediates by its name, "a/b" for b inside a.
-
-    Raises:
-      ConfigError: there is no such intermediate; the message names the nearest.
-    """
-    known = by_name(out)
-    if name not in known:
-        raise ConfigError(f"few-shot: the model has no representation {name!r}; {nearest(name, known)}")
-    array: Array = known[name]
-    return array
 
 
 @jax.jit

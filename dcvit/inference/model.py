@@ -22,12 +22,12 @@ from jaxtyping import Array
 from PIL import Image
 
 from dcvit.dcmha.reference import AttentionMatrices
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, nearest
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
-from dcvit.models.trees import by_name, check_tree, param_shapes, shapes_of
+from dcvit.models.trees import check_tree, intermediate, param_shapes, shapes_of
 from dcvit.models.vit import ViT
 
 # An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
@@ -130,10 +130,7 @@ class LoadedModel:
     def _intermediate(self, batch: np.ndarray, name: str) -> np.ndarray:
         with self.on_devices():
             outputs = apply(self.module, self.params, jnp.asarray(batch))[1]
-        found = by_name(outputs)
-        if name not in found:
-            raise ConfigError(f"the model has no intermediate {name!r}; {nearest(name, found)}")
-        return np.asarray(found[name])
+        return np.asarray(intermediate(outputs, name))
 
     def _on_one_batch(
         self, inputs: Images | Tokens, function: Callable[[ViT | LM, Params, jax.Array], Result]

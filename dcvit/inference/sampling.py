@@ -54,9 +54,8 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], sampling: Sampli
     logits = logits.astype(jnp.float32)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    temperature = min(
-        max(sampling.temperature, 1e-30), 1e30
-    )  # both 1e-30 and 1e30 are float32 numbers, and so are their reciprocals
+    # Both limits are float32 numbers, and so are their reciprocals.
+    temperature = min(max(sampling.temperature, 1e-30), 1e30)
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     # The noise belongs to the token, not to its rank: a change of two ranks by rounding does not change the result.
     size = logits.shape[-1]

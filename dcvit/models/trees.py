@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dcvit.dcmha.selection import Policy, Selection, selecting
-from dcvit.errors import CheckpointError, ConfigError, first_line
+from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
 from dcvit.models import Params
 from dcvit.parallel.sharding import names_of
 
@@ -84,6 +84,14 @@ def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
 def by_name(tree: object) -> dict[str, Any]:
     """Return the leaves of a tree by their path, such as "head/kernel"."""
     return dict(zip(jax.tree.leaves(names_of(tree)), jax.tree.leaves(tree), strict=True))
+
+
+def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Array:
+    """Return an array of a model's intermediates by its path. Raise ConfigError, with the nearest, if there is none."""
+    found: dict[str, jax.Array] = by_name(out)
+    if name not in found:
+        raise ConfigError(f"the model has no {what} {name!r}; {nearest(name, found)}")
+    return found[name]
 
 
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:

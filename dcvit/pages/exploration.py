@@ -75,7 +75,11 @@ def explore(
     runs: list[Json] = []
     samples: list[Sample] = []
     chosen = [_layers(model, options) for model in models]
-    given = [_samples(model, files, texts, options, on_error) for model in models]
+    given = [
+        _text_samples(model, files, texts, options, on_error)
+        if isinstance(model, LanguageModel) else _image_samples(model, files, texts, on_error)
+        for model in models
+    ]  # fmt: skip
     _check_size(models, [lengths for lengths, _ in given], chosen)
     for number, (model, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
         averages = _averages(model, options.data, options.limit) if options.data else None
@@ -135,20 +139,13 @@ def _check_size(
         )
 
 
-def _samples(
-    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
+def _image_samples(
+    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], on_error: Callable[[str], None]
 ) -> Inputs:
-    """Return the inputs of a model of either kind."""
-    if isinstance(model, LanguageModel):
-        return _text_samples(model, files, texts, options, on_error)
+    """Return the facts, the preprocessed image and the names of classes for each image file."""
     assert isinstance(model, ImageModel)
     if texts:
         raise ConfigError("--prompt needs a language model: give image files")
-    return _image_samples(model, files, on_error)
-
-
-def _image_samples(model: ImageModel, files: Sequence[Path], on_error: Callable[[str], None]) -> Inputs:
-    """Return the facts, the preprocessed image and the names of classes for each image file."""
     if not files:
         raise ConfigError("no image files: give files, or folders of them")
     module = model.module
