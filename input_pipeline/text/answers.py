@@ -73,12 +73,12 @@ class Source(TokenizedFiles):
             rows do not fit in memory, the tokenizer joins an answer with the text around it, or a file is invalid (see
             `input_pipeline.text.documents`).
         """
-        super().__init__(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
+        files, opened = self.open_files(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
         self.rows: list[Row] = []
         names: dict[str, int] = {}
         tasks, size = array.array("i"), 0
-        for document in read_documents(self.files, (task, text)):
-            found = _encode(document.texts[1], self.tokenizer, document.location, context)
+        for document in read_documents(files, (task, text)):
+            found = _encode(document.texts[1], opened, document.location, context)
             row = found._replace(tokens=found.tokens.astype(self.dtype))
             if document.texts[0] not in names:
                 names[document.texts[0]] = len(names)

@@ -12,7 +12,7 @@ from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import documents as texts
 from input_pipeline.text import packing
-from input_pipeline.text.tokenizer import END_OF_TEXT, end_token, open_tokenizer
+from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -23,35 +23,37 @@ MESSAGE_SECONDS = 10.0  # between progress messages
 
 
 class TokenizedFiles:
-    """The files of a source of text, and the tokenizer that encodes them when the source is opened.
-
-    Raises:
-      MissingDataError: the files or the tokenizer do not exist.
-      InputError: the context is not positive, the tokenizer is invalid, or the files are too large.
-    """
+    """Attributes of a source of text files, and their tokenization when the source is opened."""
 
     class_names = None
 
-    def __init__(
+    def open_files(
         self, path: str, context: int, tokenizer: str | None, end_of_text: str, suffixes: Sequence[str] = texts.SUFFIXES
-    ):
-        self.path, self.context = path, packing.check_context(context)
-        self.tokenizer = open_tokenizer(tokenizer, end_of_text)
-        self.vocab_size, self.token_bytes = self.tokenizer.vocab_size, self.tokenizer.token_bytes
-        self.end_of_text: int | None = self.tokenizer.end_of_text
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)  # the smallest for all tokens
-        self.files = texts.find_files(path, suffixes)
-        check_size(self.files, path)
-        self.opened = OpenedFiles([str(file) for file in self.files.paths], self.files.root)
-        self.available = memory.available()  # before the first token
+    ) -> tuple[texts.Files, Tokenizer]:
+        """Set the attributes, and return the files and the tokenizer, which need not be kept.
 
-    def encoded(self, documents: Iterator[texts.Document]) -> Iterator[texts.EncodedDocument]:
+        Raises:
+          MissingDataError: the files or the tokenizer do not exist.
+          InputError: the context is not positive, the tokenizer is invalid, or the files are too large.
+        """
+        self.path, self.context = path, packing.check_context(context)
+        opened = open_tokenizer(tokenizer, end_of_text)
+        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
+        self.end_of_text: int | None = opened.end_of_text
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)  # the smallest for all tokens
+        files = texts.find_files(path, suffixes)
+        check_size(files, path)
+        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
+        self.available = memory.available()  # before the first token
+        return files, opened
+
+    def encoded(self, documents: Iterator[texts.Document], tokenizer: Tokenizer) -> Iterator[texts.EncodedDocument]:
         """Yield documents and their tokens, and log the progress every MESSAGE_SECONDS after SILENT_SECONDS."""
         logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
-        for encoded in texts.encode_documents(documents, self.tokenizer):
+        for encoded in texts.encode_documents(documents, tokenizer):
             if time.monotonic() > logged + MESSAGE_SECONDS:
                 logged = time.monotonic()
-                read, size = encoded.document.bytes_read / 1e6, self.files.nbytes / 1e6
+                read, size = encoded.document.bytes_read / 1e6, self.opened.nbytes() / 1e6
                 logger.info("tokenizing %s: %.0f of %.0f MB", self.path, read, size)
             yield encoded
 
@@ -99,14 +101,14 @@ class Source(TokenizedFiles):
             raise InputError(f"validation_fraction={validation_fraction} should be at least 0 and below 1")
         if split == "validation" and not validation_fraction:
             raise InputError("split='validation' is empty without a validation_fraction above 0")
-        super().__init__(path, context, tokenizer, end_of_text)
+        files, opened = self.open_files(path, context, tokenizer, end_of_text)
         documents = (
             document
-            for document in texts.read_documents(self.files, (key,))
+            for document in texts.read_documents(files, (key,))
             if texts.in_validation(document.name, validation_fraction) == (split == "validation")
         )
-        stream, end = bytearray(), np.array(end_token(self.tokenizer), self.dtype).tobytes()
-        for _, tokens in self.encoded(documents):
+        stream, end = bytearray(), np.array(end_token(opened), self.dtype).tobytes()
+        for _, tokens in self.encoded(documents, opened):
             self.check_memory(len(stream))
             stream += tokens[0].astype(self.dtype).tobytes() + end
         if not stream:

@@ -42,11 +42,11 @@ class Source(TokenizedFiles):
           InputError: targets are empty or longer than a row, or a file is invalid (see
             `input_pipeline.text.documents`).
         """
-        super().__init__(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
-        stream, end = bytearray(), end_token(self.tokenizer)
+        files, opened = self.open_files(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
+        stream, end = bytearray(), end_token(opened)
         self.locations: list[str] = []
         ends, first_targets = [0], []
-        for document, (before, after) in self.encoded(read_documents(self.files, (inputs, targets))):
+        for document, (before, after) in self.encoded(read_documents(files, (inputs, targets)), opened):
             self.check_memory(len(stream) + LOCATION_BYTES * len(self.locations))
             _check_targets(document, targets, len(after), context)
             before = before[-(context - len(after)) :] if len(before) else np.array([end])
