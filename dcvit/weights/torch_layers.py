@@ -111,9 +111,8 @@ def fused(
 def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
     """Link a weight or a bias to the kernels or biases of several modules."""
     sizes = [size or 0 for size in shape]
-    inputs = sizes[: ours[0].endswith("/kernel")]
-    count, size = len(ours), _size(shape[len(inputs) :])
-    groups = (sizes[len(inputs)] or 1) if by_head else 1
+    inputs, outputs = sizes[: ours[0].endswith("/kernel")], sizes[ours[0].endswith("/kernel") :]
+    count, size, groups = len(ours), math.prod(outputs), outputs[0] if by_head else 1
     there = (count * size, *inputs)
 
     def to_ours(x: np.ndarray) -> Arrays:

@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import lm_oracle
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from foreign_models import written_back
@@ -241,37 +243,25 @@ def of_the_authors(seed=0):
     return net, found, at
 
 
-def gelu_tanh(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def layer_norm(x, scale, bias=0.0):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * scale + bias
-
-
 def attention_of_the_authors(x, params):
-    """Compute their attention in float64 from the paper's equations, one matrix of heads at a time."""
+    """Compute their attention in float64: their projections, then the equations of the paper."""
     p = {name: np.float64(value) for name, value in params.items()}
-    q, k, v = (np.einsum("btm,mhd->bhtd", x, p[f"{n}_dense/kernel"]) + p[f"{n}_dense/bias"][:, None]
-               for n in ("query", "key", "value"))  # fmt: skip
-    q, k = layer_norm(q, p["query_ln/scale"]), layer_norm(k, p["key_ln/scale"])
-    hidden = gelu_tanh(np.einsum("btm,mck->btck", x, p["dyn_w_proj/dw1"][:, 0]))
+    q, k, v = (np.einsum("btm,mhd->bthd", x, p[f"{name}_dense/kernel"]) + p[f"{name}_dense/bias"]
+               for name in ("query", "key", "value"))  # fmt: skip
+    q, k = (lm_oracle.normalize(y, {"scale": p[f"{name}_ln/scale"], "bias": 0.0}, 1e-6)
+            for name, y in (("query", q), ("key", k)))  # fmt: skip
+    hidden = lm_oracle.ACTIVATIONS["gelu_tanh"](np.einsum("btm,mck->btck", x, p["dyn_w_proj/dw1"][:, 0]))
     both = np.einsum("btck,ckih->btcih", hidden, p["dyn_w_proj/qkw"][0])
     down, up = both[..., :RANK, :], both[..., RANK:, :]
-    down = down / np.sqrt(np.square(down).mean(-1, keepdims=True) + 1e-6)
+    down = lm_oracle.normalize(down, {"scale": 1.0}, 1e-6)
     gate = np.tanh(x @ p["dyn_w_proj/dd"][:, 0]).reshape(*x.shape[:2], 4, HEADS)
 
-    def compose(a, by_query, by_key, static):
-        out = a + np.einsum("bmts,mn->bnts", a, static)
-        for c, axis in ((by_query, "t"), (by_key, "s")):
-            out += np.einsum(f"bmts,b{axis}rm,b{axis}rn->bnts", a, down[:, :, c], up[:, :, c])
-            out += np.einsum(f"bmts,b{axis}m->bmts", a, gate[:, :, c])
-        return out
+    def weights(first, static):
+        sides = {f"{side}{end}": y[:, :, first + i]
+                 for i, side in enumerate("qk") for end, y in (("1", down), ("2", up), ("g", gate))}  # fmt: skip
+        return {**sides, "static": static}
 
-    scores = compose(np.einsum("bhtd,bhsd->bhts", q, k) / np.sqrt(8), 0, 1, p["pre_proj/w"][0])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = compose(weights / weights.sum(-1, keepdims=True), 2, 3, p["post_proj/w"][0])
-    out = np.einsum("bhts,bhsd->bthd", weights, v)
+    out = oracle.attention(q, k, v, weights(0, p["pre_proj/w"]), weights(2, p["post_proj/w"]))
     return np.einsum("bthd,hdm->btm", out, p["o_dense/kernel"]) + p["o_dense/bias"]
 
 
@@ -291,7 +281,7 @@ def test_attention_of_the_authors_vit_equals_the_equations(tmp_path, stored):
     params = jax.tree.map(jnp.asarray, weights.tree())
     out = outputs_of(net)(params, jnp.asarray(PIXELS))
     norm = {name: np.float64(flat[f"Transformer/encoderblock_0/LayerNorm_0/{name}"]) for name in ("scale", "bias")}
-    expected = attention_of_the_authors(layer_norm(np.float64(out["with_posemb"]), **norm), inside)
+    expected = attention_of_the_authors(lm_oracle.normalize(np.float64(out["with_posemb"]), norm, 1e-6), inside)
     assert expected.std() > 0.3
     np.testing.assert_allclose(out["encoder"]["block00"]["sa"], expected, rtol=0, atol=2e-5 * expected.std())
     assert_trees_equal(written_back(weights), flat)

@@ -613,12 +613,10 @@ def test_the_comparison_sees_the_order_of_the_channels():
 @pytest.mark.parametrize(("net", "outputs"), [(vit.ViT, "num_classes"), (lm.LM, "vocab_size")])
 def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
     """A field of training, such as the initial bias of the head, prevents no export; those that are refused do."""
-    defaults = {field.name: field.default for field in dataclasses.fields(net)}
-    in_file = dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"]
+    names = {field.name for field in dataclasses.fields(net)}
     refused = {"heads", "compose_layers"}
-    assert defaults.keys() - {"parent", "name", outputs, *refused, *TRAINING_ONLY_FIELDS} == in_file.keys()
-    for key, value in in_file.items():
-        assert (tuple(value) if isinstance(value, list) else value) == defaults[key], key
+    in_file = dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"]
+    assert names - {"parent", "name", outputs, *refused, *TRAINING_ONLY_FIELDS} == in_file.keys()
 
 
 def test_the_modeling_file_imports_torch_and_transformers_only():

@@ -138,6 +138,8 @@ CROP = {"crop_size": {"height": 28, "width": 28}, "do_center_crop": True}
         ({"do_resize": False}, CheckpointError("do_resize=false")),
         ({"do_normalize": "no"}, CheckpointError("not as transformers writes it")),
         ({"image_std": [0, 1, 1]}, CheckpointError("not as transformers writes it")),
+        ({"image_std": [1e-45] * 3}, CheckpointError("not as transformers writes it")),
+        ({"size": {"height": 0, "width": 9}}, CheckpointError("should be 1 pixel or more")),
         ({"image_processor_type": ["a"], "size": "a", **CROP}, CheckpointError("not as transformers writes it")),
         ({"crop_size": 40, "do_center_crop": True}, CheckpointError("a crop of .40, 40. pixels from .32, 32.")),
         ({"size": {"shortest_edge": 10**9}, **CROP}, CheckpointError("not as transformers writes it")),
