@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import exhaustive
 
 from dcvit.models import dcmha, dcmha_nnx
 
@@ -16,11 +17,6 @@ FIELDS = {
     "window": {"window": 3},
     "norms, plain": {"compose": None, "normalize_qk": True},
 }
-
-
-def exhaustive(*values):
-    """A parameter set that only `scripts/test.sh --all` runs."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def inputs(*lead, tokens=5, width=16):

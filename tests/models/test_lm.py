@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import lm_oracle
 import numpy as np
 import pytest
+from marks import exhaustive
 from small_models import (
     HEADS,
     LENGTH,
@@ -37,11 +38,6 @@ ORACLE = {  # arguments of the oracle for each architecture of Section 4; Pythia
     "Pythia": dict(mlp="gelu", epsilon=1e-5, rotary=2, parallel=True),
 }
 PATTERNS = {"none": "G", "1:0": "L", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
-
-
-def exhaustive(*values):
-    """A parameter set that only `scripts/test.sh --all` runs."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def windows(pattern, depth):
@@ -210,12 +206,6 @@ class TestScan:
         assert len(blocks) == net.depth + 1
         assert_trees_close((out, blocks, unstack_blocks(gradient)), expected)
 
-    @pytest.mark.exhaustive
-    @pytest.mark.parametrize("remat", ["attention", exhaustive("full")])
-    def test_remat_of_unrolled_layers_changes_no_result(self, remat):
-        net, params, tokens, expected = unrolled(depth=1)
-        assert_trees_close(gradients(net.clone(remat=remat), params, tokens), expected)
-
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("pattern", "depth"),
@@ -281,7 +271,8 @@ class TestDocuments:
             np.testing.assert_allclose(packed[i, part], expected, rtol=0, atol=2e-5)
             assert part.start == 0 or np.abs(across[i, part] - expected).max() > 0.05
 
-    @pytest.mark.parametrize("compose", ["both", pytest.param(None, marks=pytest.mark.exhaustive)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("compose", ["both", exhaustive(None)])
     def test_no_array_of_a_training_step_is_as_large_as_a_mask_of_the_documents(self, compose):
         length = 320
         net, params = make_lm(context=length, compose=compose, end_of_text=0, depth=1)

@@ -51,7 +51,7 @@ def test_token_cross_entropy_equals_minus_the_log_of_the_softmax():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+@pytest.mark.parametrize("chunk", [4, 100])
 def test_chunks_change_neither_token_cross_entropy_nor_its_gradients(chunk):
     hidden, kernel, targets = hidden_states()
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import exhaustive
 from small_models import jit
 
 from dcvit.models import flops, lm
@@ -16,11 +17,6 @@ VOCAB = 50_257  # GPT-2's
 PYTHIA_VOCAB = {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}  # as padded when they were trained
 COMPOSED = sorted(name for name in PRESETS if name.startswith(("DCFormer", "DCPythia")))
 FLASH = sorted(name for name in PRESETS if name.startswith("DCFlash"))
-
-
-def exhaustive(*values):
-    """A parameter set that only `scripts/test.sh --all` runs."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def baseline(name):
@@ -43,23 +39,6 @@ def count(net, only=lambda name: True):
 
 def make(preset, vocab=VOCAB, **fields):
     return lm.Model(vocab, preset=preset, **fields)
-
-
-def check_gradient(preset, **fields):
-    """Assert the shapes and dtypes of the logits, the loss and the gradient of a row of the whole context."""
-    net = make(preset, scan=True, **fields)
-    tokens = jax.ShapeDtypeStruct((1, net.context), jnp.int32)
-    params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
-
-    def loss(params, tokens):
-        logits = net.apply({"params": params}, tokens)[0]
-        return jnp.mean(logits), logits
-
-    (value, logits), gradient = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), params, tokens)
-    assert (value.shape, value.dtype) == ((), jnp.float32)
-    assert (logits.shape, logits.dtype) == ((1, net.context, VOCAB), jnp.float32)
-    same = jax.tree.map(lambda g, p: g.shape == p.shape and g.dtype == p.dtype == jnp.float32, gradient, params)
-    assert all(jax.tree.leaves(same))
 
 
 @pytest.mark.slow
@@ -125,23 +104,6 @@ def test_composition_adds_the_parameters_of_appendix_e_and_qk_norm_two_head_dims
     assert count(net) == count(plain) + net.depth * (composition + norms)
     normed = preset.startswith("DCPythia") or preset.endswith(("405M", "834M", "1.4B"))
     assert net.qk_norm == ("rmsnorm" if normed else None)
-
-
-RECOMPUTED = dict(context=264, dtype_mm="bfloat16", remat="full_but_attention")  # more tokens than a window
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "fields"),
-    [
-        exhaustive("DCFormer++-33B", RECOMPUTED),
-        *(exhaustive(preset, RECOMPUTED) for preset in ("Transformer-1.4B", "DCPythia-6.9B", "DCFlash-33B")),
-        exhaustive("DCFormer++-405M", {}),
-    ],
-    ids=str,
-)
-def test_a_gradient_step_over_the_whole_context_traces(preset, fields):
-    check_gradient(preset, **fields)
 
 
 GATE = 1024 * 16  # M·H at 405M, where R = 2 makes 2RH = 64

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import exhaustive
 from small_models import assert_trees_close, jit, param_shapes, random_params, stack_blocks
 
 from dcvit.interpret.activations import run_with_cache
@@ -45,7 +46,7 @@ def model(**options):
 @pytest.mark.parametrize("grid", [(1, 1), (3, 2), (2, 5)])
 def test_patches_are_rotated_by_their_place_and_no_other_tokens(grid, before):
     x = np.random.default_rng(0).normal(size=(2, before + grid[0] * grid[1], 3, 16)).astype(np.float32)
-    found = rotate_patches(jnp.asarray(x), grid, width=16, base=100.0)
+    found = jit(lambda x: rotate_patches(x, grid, width=16, base=100.0))(jnp.asarray(x))
     np.testing.assert_allclose(found, rotated(x, *grid), atol=2e-6)
     np.testing.assert_array_equal(found[:, :before], x[:, :before])
 
@@ -77,22 +78,25 @@ def logits_and_gradient(name, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
-    "more",
+    ("name", "more"),
     [
-        {},
-        {"implementation": "blockwise"},
-        pytest.param({"implementation": "elementwise"}, marks=pytest.mark.exhaustive),
-        {"scan": True, "remat": "full"},
-        pytest.param({"remat": "attention"}, marks=pytest.mark.exhaustive),
+        ("plain", {"scan": True, "remat": "full"}),
+        ("composed", {}),
+        ("shared keys", {"implementation": "blockwise"}),
+        ("folded", {}),
+        exhaustive("composed", {"implementation": "blockwise"}),
+        exhaustive("composed", {"implementation": "elementwise"}),
+        exhaustive("shared keys", {"scan": True, "remat": "full"}),
+        exhaustive("folded", {"remat": "attention"}),
     ],
     ids=str,
 )
 def test_loss_and_gradients_equal_those_of_the_reference(name, more):
     """For implementations, and for layers that are scanned or recomputed."""
-    expected = logits_and_gradient(name, implementation="reference")
-    for found, right in zip(logits_and_gradient(name, **more), expected, strict=True):
+    depth = 2 if "scan" in more else 1
+    expected = logits_and_gradient(name, implementation="reference", depth=depth)
+    for found, right in zip(logits_and_gradient(name, **more, depth=depth), expected, strict=True):
         assert_trees_close(found, right, rtol=1e-3, atol=1e-3)
 
 

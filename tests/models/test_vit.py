@@ -1,7 +1,6 @@
 """ViT and its attention module: big_vision's tree, parameter counts, and options that must not change the result."""
 
 import functools
-import inspect
 import math
 import re
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import exhaustive
 from small_models import (
     assert_trees_close,
     assert_trees_equal,
@@ -21,20 +21,13 @@ from small_models import (
     stack_blocks,
 )
 
-import dcvit.dcmha.compose
-import dcvit.dcmha.reference
 from dcvit.errors import CheckpointError
-from dcvit.models import attention, composition, encoder, layers, vit
+from dcvit.models import encoder, layers, vit
 from dcvit.models.attention import Attention
 from dcvit.models.trees import unstack_blocks
 
 SMALL = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4, rank=1)
 IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.float32)
-
-
-def exhaustive(*values):
-    """A parameter set that only `scripts/test.sh --all` runs."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def shapes(images=(1, 224, 224, 3), num_classes=1000, **fields):
@@ -377,20 +370,6 @@ class TestLoad:
         old, new = params["pos_embedding"].reshape(2, 2, 16), loaded["pos_embedding"].reshape(3, 3, 16)
         np.testing.assert_allclose(new[::2, ::2], old, atol=1e-6)
         np.testing.assert_allclose(new[1, 1], old.mean(axis=(0, 1)), atol=1e-6)
-
-
-def test_public_functions_are_annotated_with_shapes():
-    """Every array that a public function of the core or of the models takes or returns has its shape annotated."""
-    modules = (
-        dcvit.dcmha, dcvit.dcmha.reference, inspect.getmodule(dcvit.dcmha.dynamic_gate), vit, encoder, attention,
-        composition, layers,
-    )  # fmt: skip
-    for module in modules:
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            if not name.startswith("_") and function.__module__.startswith("dcvit"):
-                assert function.__annotations__.keys() >= inspect.signature(function).parameters.keys(), name
-                for hint in map(str, function.__annotations__.values()):
-                    assert not re.search(r"(^|[ |.])Array($|[ |])", hint), f"{name} has an array without shape: {hint}"
 
 
 class TestTraining:
