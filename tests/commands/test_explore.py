@@ -3,11 +3,12 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 from explorer_pages import facts_of
 from markdown_pages import ROOT
-from small_models import name_of
+from small_models import save_npz
 
 import dcvit
 from dcvit import cli, explore
@@ -18,6 +19,17 @@ IMAGES = [str(ROOT / "tests" / "data" / name) for name in ("seven.png", "four.pn
 
 def run(*words):
     return cli.run(explore.main, [str(word) for word in words])
+
+
+def save_model(folder, params, workdir, name="vit_digits"):
+    """Write parameters and a config of their model to files, and return their options of the command."""
+    save_npz(folder / "w.npz", params)
+    model = json.loads((workdir / "config.json").read_text())["model"]
+    (folder / "config.py").write_text(
+        "from dcvit.config import load as configs\n\n\ndef get_config():\n"
+        f"    config = configs.load({name!r}, [])\n    config.model = {model!r}\n    return config\n"
+    )
+    return ["--workdir", folder / "w.npz", "--config", folder / "config.py", "--out", folder / "page.html"]
 
 
 def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_workdir, tmp_path, capsys):
@@ -59,21 +71,9 @@ def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_page_of_weights_that_need_a_config(digits_workdir, tmp_path):
-    import jax
-
-    params = dcvit.load(digits_workdir).params
-    np.savez(tmp_path / "w.npz", **{name_of(p): np.asarray(x) for p, x in jax.tree.leaves_with_path(params)})
-    config = json.loads((digits_workdir / "config.json").read_text())["model"]
-    words = ["--workdir", tmp_path / "w.npz", "--config", "vit_digits:attention=mha", "--out", tmp_path / "page.html"]
-    assert run(*words, *IMAGES[:1]) == 2  # another size
-    page = tmp_path / "config.py"
-    page.write_text(
-        "from dcvit.config import load as configs\n\n\ndef get_config():\n"
-        "    config = configs.load('vit_digits:attention=mha', [])\n"
-        f"    config.model = {config!r}\n    return config\n"
-    )
-    words[3] = str(page)
-    assert run(*words, *IMAGES[:1]) == 0
+    words = save_model(tmp_path, dcvit.load(digits_workdir).params, digits_workdir, "vit_digits:attention=mha")
+    assert run(*words[:2], "--config", "vit_digits:attention=mha", *words[4:], IMAGES[0]) == 2  # another size
+    assert run(*words, IMAGES[0]) == 0
     (found,) = facts_of((tmp_path / "page.html").read_text())["runs"]
     assert found["name"] == "w.npz"
 
@@ -110,17 +110,8 @@ def test_an_unreadable_image_leaves_the_others_and_gives_status_1(digits_workdir
 
 
 def test_activations_that_overflow_are_refused_in_one_line(digits_workdir, tmp_path, capsys):
-    import jax
-
-    params = dcvit.load(digits_workdir).params
-    leaves = {name_of(path): np.full_like(x, 1e30) for path, x in jax.tree.leaves_with_path(params)}
-    np.savez(tmp_path / "w.npz", **leaves)
-    (tmp_path / "config.py").write_text(
-        "from dcvit.config import load as configs\n\n\ndef get_config():\n"
-        "    config = configs.load('vit_digits', [])\n"
-        f"    config.model = {json.loads((digits_workdir / 'config.json').read_text())['model']!r}\n    return config\n"
-    )
-    words = ["--workdir", tmp_path / "w.npz", "--config", tmp_path / "config.py", "--out", tmp_path / "page.html"]
+    params = jax.tree.map(lambda x: np.full_like(x, 1e30), dcvit.load(digits_workdir).params)
+    words = save_model(tmp_path, params, digits_workdir)
     assert run(*words, IMAGES[0]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: w.npz, seven.png: block00/")

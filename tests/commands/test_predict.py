@@ -101,14 +101,6 @@ def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, ca
         assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)
 
 
-def test_more_images_than_a_batch_are_classified(workdir, tmp_path, capsys):
-    for i in range(inference.BATCH + 3):
-        Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / f"{i:03}.png")
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "1", "--format", "csv")
-    assert status == 0
-    assert out.count("\n") == inference.BATCH + 4
-
-
 def test_unreadable_files_are_errors_and_the_others_are_classified(workdir, images, tmp_path, capsys):
     good = list(images)[:2]
     (tmp_path / "text.png").write_text("hello")

@@ -160,9 +160,6 @@ MISSPELT = {
     "--accept optax_nam": misspelt(resume(accept=("optax_nam",)), "optax_name"),
     "--num_proceses": misspelt(train("vit_digits", "--num_proceses", "2"), "--num_processes"),
     "evaluate --chekpoint": misspelt(command("evaluate", "--workdir", "w", "--chekpoint", "c"), "--checkpoint"),
-    "predict --topK": misspelt(command("predict", "--workdir", "w", "a.png", "--topK", "3"), "--topk"),
-    "generate --temprature": misspelt(command("generate", "--workdir", "w", "--temprature", "1"), "--temperature"),
-    "generate --promt": misspelt(command("generate", "--workdir", "w", "--promt", "x"), "--prompt"),
 }
 
 BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | PLOT | TOKENIZE | BAD_PATHS | MISSPELT

@@ -5,9 +5,7 @@ One table of mistakes that people make in configs, data, checkpoints and command
 
 import contextlib
 import functools
-import json
 import re
-import shutil
 from pathlib import Path
 
 import jax
@@ -23,7 +21,6 @@ from workspace import Workspace
 
 from dcvit.__main__ import dispatch
 from dcvit.cli import run
-from dcvit.runs import metrics
 from dcvit.training import setup, step
 from input_pipeline import tfrecord
 
@@ -116,13 +113,3 @@ def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspac
     assert row.starts or compiled[compiled_before:] == []
     for copy, content in before.items():
         assert contents(copy) == content
-
-
-def test_a_run_with_metrics_that_are_not_finite_is_plotted(digits_workdir, tmp_path):
-    """`dcvit.runs.metrics` writes them as null."""
-    workdir = Path(shutil.copytree(digits_workdir, tmp_path / "vit"))
-    rows = metrics.read(workdir / "metrics.jsonl")
-    rows[-1] |= {"loss": None, "test/top1": None}
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(dispatch, ["plot", str(workdir), "--out", str(tmp_path / "curves.png")]) == 0
-    assert (tmp_path / "curves.png").exists()

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import shlex
 
 import jax
@@ -96,11 +95,3 @@ def test_its_table_of_platforms_is_that_of_the_measurements_and_tests():
     for evidence in (evidence for evidence in status.FEATURES.values() if "::" in evidence):
         file, _, name = evidence.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text()
-
-
-@pytest.mark.slow
-def test_it_names_every_extra_that_a_user_installs():
-    project = (ROOT / "pyproject.toml").read_text()
-    extras = set(re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.MULTILINE))
-    for extra in re.findall(r'"\.\[(\w+)\]"', README):
-        assert extra in extras
