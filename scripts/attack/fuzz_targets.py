@@ -12,6 +12,7 @@ from PIL import Image
 
 import input_pipeline
 from dcvit.config import load as configs
+from dcvit.config import values
 from dcvit.hub.model import open_trained
 from dcvit.runs import checksums, identity, metrics, steps, workdir
 from dcvit.training.setup import make_setup
