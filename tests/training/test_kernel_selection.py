@@ -23,7 +23,7 @@ TRAIN = ["train", "--config", "vit_digits:attention=dcmha", "--config.total_step
 def start(kernel, workdir, cache, *words):
     """Start the command."""
     env = {**os.environ, "KERNEL": kernel, "DCVIT_CACHE": str(cache), "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "tests/simulated_chip.py", *TRAIN, "--workdir", str(workdir), *words]
+    command = [sys.executable, "tests/support/simulated_chip.py", *TRAIN, "--workdir", str(workdir), *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -1,4 +1,4 @@
-"""Command of the package on a simulated TPU: `KERNEL=NAME python tests/simulated_chip.py COMMAND …`.
+"""Command of the package on a simulated TPU: `KERNEL=NAME python tests/support/simulated_chip.py COMMAND …`.
 
 The CPU is taken for a TPU, and `pallas_tpu` is replaced by a function of this module; all else is the code of a chip.
 """

@@ -8,7 +8,7 @@ import re
 import types
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
 OUTSIDE = {"jax2onnx", "onnx", "onnxruntime", "peft", "timm", "torch", "torchvision", "wandb"}
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
