@@ -73,7 +73,7 @@ def make_call(
 
     Args:
       inputs: the arrays.
-      composition: that of the layer; None means that of the arrays, with `groups`.
+      composition: that of the layer, with which the arrays must agree; None means that of the arrays, with `groups`.
       causal, window, groups, scale: see `dcvit.dcmha.attention`. `groups` is unused if the composition is given.
 
     Raises:
@@ -96,8 +96,10 @@ def make_call(
             )  # fmt: skip
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (inputs.pre, inputs.post))
     options = Options(causal, window, groups, checked_scale(scale, head_dim))
-    composition = composition or Composition.of_weights(pre, post, groups)
-    return Call(inputs._replace(pre=pre, post=post), options, composition)
+    found = Composition.of_weights(pre, post, groups)
+    if composition is not None and composition.branch_kinds != found.branch_kinds:
+        raise ValueError(f"the weights have the composition {found}, expected {composition}")
+    return Call(inputs._replace(pre=pre, post=post), options, composition or found)
 
 
 def check_arrays(inputs: Inputs) -> None:
@@ -200,6 +202,11 @@ class Composition:
     def mixes_heads(self) -> bool:
         """True if there are other branches than gates."""
         return self.projection or self.static
+
+    @property
+    def branch_kinds(self) -> tuple[tuple[str, ...], bool, bool]:
+        """The composes, and whether some are key-wise and some mix heads: on which the choice of a backend depends."""
+        return self.names, self.is_key_wise, self.compose is not None and self.mixes_heads
 
     def why_not_foldable(self, key_heads: int) -> str | None:
         """Return why `dcvit.dcmha.folded` does not apply with K key heads, or None if it does."""

@@ -146,7 +146,9 @@ class Differential(HeadVariant):
         # The skip connection of a compose adds the identity.
         static = jnp.stack([jnp.stack([0 * one, one]), jnp.stack([-factor, -factor - one])])
         post = ComposeWeights(static=jnp.broadcast_to(static[None], (pairs, 2, 2)))
-        outputs = attend(dataclasses.replace(call, inputs=call.inputs._replace(k=k, v=v, post=post)))
+        composition = Composition("post", branches="", projection=False, gate=False, static=True, groups=pairs)
+        inputs = call.inputs._replace(k=k, v=v, post=post)
+        outputs = attend(dataclasses.replace(call, inputs=inputs, composition=composition))
         paired = outputs.reshape(*outputs.shape[:2], pairs, 2 * width)
         paired = in_float32(nn.RMSNorm(epsilon=DIFF_EPSILON, name="norm"), paired)
         return (paired * jnp.asarray(1 - start, paired.dtype)).astype(outputs.dtype).reshape(outputs.shape)
@@ -283,10 +285,8 @@ def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
 
 
 def composition_of(head_variant: str | None, num_heads: int) -> Composition:
-    """Return the composition by which a variant is computed."""
-    if head_variant != "diff":
-        return Composition()
-    return Composition("post", branches="", projection=False, gate=False, static=True, groups=num_heads // 2)
+    """Return the composition of the inputs of a variant: none, in the groups in which the variant composes."""
+    return Composition(groups=num_heads // 2 if head_variant == "diff" else 1)
 
 
 def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:

@@ -1,5 +1,6 @@
 """The composition of a layer as one value: the same from the fields of a module and from the weights it computes."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dcvit.dcmha import kv_cache
-from dcvit.dcmha.inputs import Composition, Inputs
+from dcvit.dcmha.inputs import Composition, Inputs, make_call
 from dcvit.models.composition import ComposeParams, compose_inputs, compose_weights
 
 HEADS, WIDTH, BATCH, TOKENS = 4, 8, 2, 3
@@ -58,3 +59,18 @@ def test_no_composition_has_no_composes_and_costs_nothing():
     assert (none.names, none.is_key_wise, none.cached(HEADS)) == ((), False, {})
     assert none.why_not_foldable(1) == "there is no composition"
     assert none.multiply_adds(HEADS, HEADS, WIDTH, TOKENS, TOKENS**2) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"compose": "post"}, {"compose": None}, {"branches": "qk"}, {"projection": False, "gate": True}],
+    ids=["compose", "plain", "key-wise", "gates"],
+)
+def test_a_call_whose_weights_have_another_composition_is_refused(wrong):
+    """It could be folded where that is wrong."""
+    given = Composition("pre", "q", gate=False)
+    q = jax.ShapeDtypeStruct((BATCH, TOKENS, HEADS, 5), jnp.float32)
+    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), Inputs(q, q, q, *weights_of(given)))
+    assert make_call(inputs, given).composition == given
+    with pytest.raises(ValueError, match="the weights have the composition"):
+        make_call(inputs, dataclasses.replace(given, **wrong))
