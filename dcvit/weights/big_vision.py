@@ -26,7 +26,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    inferred = infer(tensors, ATTENTION)
+    inferred = infer(tensors)
     classes = vit_links.shape_of(tensors, "head/kernel", "the file")[1] if "head/kernel" in tensors else None
     if "qk_norm" in inferred:
         raise CheckpointError(
@@ -51,18 +51,13 @@ def first_block(tensors: Tensors) -> str | None:
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)
 
 
-def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
-    """Return the fields of a model that its tensors tell, except those of a composition in another layout.
-
-    Args:
-      tensors: the tensors.
-      attention: the name of the attention module in a layer.
-      query: the name of its projection of queries.
-    """
+def infer(tensors: Tensors) -> Json:
+    """Return the fields of a model that its tensors tell, except those of a composition in another layout."""
     at = first_block(tensors)
+    attention = f"{at}/{ATTENTION}"
     scan = at == BLOCK
     p_h, p_w, _, width = vit_links.shape_of(tensors, "embedding/kernel", "the file", axes=4)
-    kernel = vit_links.shape_of(tensors, f"{at}/{attention}/{query}/kernel", "the file", axes=3 + scan)
+    kernel = vit_links.shape_of(tensors, f"{attention}/query/kernel", "the file", axes=3 + scan)
     dense = vit_links.shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", "the file", axes=2 + scan)
     fields: Json = {
         "width": width, "num_heads": kernel[-2], "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
@@ -84,27 +79,30 @@ def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
         fields["layer_scale"] = 1e-5
     if f"{at}/MlpBlock_0/gate/kernel" in tensors:
         fields["mlp"] = "swiglu"
-    if f"{at}/{attention}/query_norm/scale" in tensors:
+    if f"{attention}/query_norm/scale" in tensors:
         fields["qk_norm"] = None
-    return fields | _composition({k.removeprefix(f"{at}/{attention}/"): x.shape[scan:] for k, x in tensors.items()
-                                  if k.startswith(f"{at}/{attention}/")}, kernel[-2])  # fmt: skip
+    inside = {name: x.shape[scan:] for name, x in tensors.items() if name.startswith(f"{attention}/")}
+    stages = [stage for stage in ("pre", "post") if any(name.startswith(f"{attention}/{stage}/w_") for name in inside)]
+    if not stages:
+        return fields
+    first = f"{attention}/{stages[0]}/"
+    weights = {name.removeprefix(first): shape for name, shape in inside.items() if name.startswith(first)}
+    compose = "both" if len(stages) == 2 else stages[0]
+    return {**fields, "compose": compose, **_composition(weights, fields["num_heads"])}
 
 
 def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
-    """Return the fields of the composition of an attention module with these parameters."""
-    where = [name for name in ("pre", "post") if any(path.startswith(f"{name}/w_") for path in shapes)]
-    if not where:
-        return {}
-    sides = "".join(side for side in "qk" if any(f"{where[0]}/w_{side}{end}" in shapes for end in "1g"))
-    fields: Json = {"compose": "both" if len(where) == 2 else where[0], "branches": sides or "qk"}
-    down = next((shapes[f"{where[0]}/w_{side}1"] for side in sides if f"{where[0]}/w_{side}1" in shapes), None)
-    static = shapes.get(f"{where[0]}/w_b")
-    fields |= {"projection": down is not None, "static": static is not None}
-    fields["gate"] = any(f"{where[0]}/w_{side}g" in shapes for side in sides)
+    """Return the fields of a composition with these parameters."""
+    sides = "".join(side for side in "qk" if f"w_{side}1" in shapes or f"w_{side}g" in shapes)
+    down = next((shapes[f"w_{side}1"] for side in sides if f"w_{side}1" in shapes), None)
+    static = shapes.get("w_b")
     groups = down[1] if down and len(down) == 3 else static[0] if static and len(static) == 3 else 1
     if groups < 1 or heads % groups:
         raise CheckpointError(f"compositions in {groups} groups, which do not divide {heads} heads")
-    fields["groups"] = groups
+    fields: Json = {
+        "branches": sides or "qk", "projection": down is not None, "static": static is not None,
+        "gate": any(f"w_{side}g" in shapes for side in sides), "groups": groups,
+    }  # fmt: skip
     if down:
         fields["rank"] = max(1, down[-1] * groups // (2 * heads))
     return fields

@@ -41,7 +41,7 @@ PATTERNS = {None: "1:1", "LG": "1:1", "LGLL": "3:1", "LGL6": "7:1"}
 # A pattern of local and global layers in turn needs no name, and may then have any window.
 NAMED = {ours: theirs for theirs, ours in PATTERNS.items() if theirs != "LG"}
 WINDOW = 256  # of every named pattern
-COMPOSITIONS = [(where, side) for where in ("pre", "post") for side in "qk"]
+COMPOSITIONS = [(stage, side) for stage in ("pre", "post") for side in "qk"]
 # Copies of other weights for decoding, the identity in place of a static projection, and caches.
 UNUSED = re.compile(
     r"layers\.\d+\.attention\.(dyn_w_proj\.(dw_m|qkw_m|sw|(pre|post)_proj\.w)|kv_cache\.\w+|(pre|post)_proj\.w)"
@@ -161,7 +161,7 @@ def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) 
     up = (1, 4, inner, inner // max(heads, 1), heads)
 
     def paths(end: str) -> tuple[str, ...]:
-        return tuple(f"{ours}/{where}/w_{side}{end}" for where, side in COMPOSITIONS)
+        return tuple(f"{ours}/{stage}/w_{side}{end}" for stage, side in COMPOSITIONS)
 
     return [
         Link(

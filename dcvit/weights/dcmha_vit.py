@@ -41,7 +41,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
             f"the authors' ViT: {at}/dyn_w_proj is of {splits} sides and inner width {inner} for model width {width}; "
             "expected 4 sides, 4 times the number of heads, and query_dense"
         )
-    fields: Json = big_vision.infer(_renamed(tensors, width, heads), OURS)
+    fields: Json = big_vision.infer(_renamed(tensors, width, heads))
     fields |= {"compose": "both", "rank": 2, "groups": 1, "projection": True, "gate": True, "branches": "qk"}
     fields["static"] = f"{at}/pre_proj/w" in tensors
     fields["qk_norm"] = "layernorm" if f"{at}/query_ln/scale" in tensors else None

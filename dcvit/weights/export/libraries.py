@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line_with_type
-from dcvit.weights import dcvit_hf
+from dcvit.weights import dcvit_hf, gpt2, gpt_neox, llama
 from dcvit.weights.tensors import Json, adapted_base
 
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
@@ -25,12 +25,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
     "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
     "dinov3_vit": ("DINOv3ViTModel",),
-    "gpt2": ("GPT2LMHeadModel",),
-    "llama": ("LlamaForCausalLM",),
-    "mistral": ("MistralForCausalLM",),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
-    "gpt_neox": ("GPTNeoXForCausalLM",),
+    **{kind: (name,) for family in (gpt2, llama, gpt_neox) for kind, name in family.CONFIG.architectures.items()},
     dcvit_hf.IMAGE: ("DCViTForImageClassification", "DCViTModel"),
     dcvit_hf.TEXT: ("DCFormerForCausalLM",),
 }
