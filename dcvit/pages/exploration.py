@@ -22,7 +22,7 @@ from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.lending import lending
 from dcvit.models.head_settings import VARIANTS
-from dcvit.pages.explorer.page import DIGITS, lending_facts, render
+from dcvit.pages.explorer import DIGITS, lending_facts, render
 from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
 

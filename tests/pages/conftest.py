@@ -5,7 +5,7 @@ import pytest
 from explorer_driver import MODELS
 
 from dcvit.interpret.lending import lending
-from dcvit.pages.explorer.page import lending_facts
+from dcvit.pages.explorer import lending_facts
 
 
 @pytest.fixture(scope="module")

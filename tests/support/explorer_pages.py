@@ -10,7 +10,7 @@ import numpy as np
 from small_models import make_lm, param_shapes, random_params
 
 from dcvit.models import vit
-from dcvit.pages.explorer.page import render
+from dcvit.pages.explorer import render
 from dcvit.pages.explorer.samples import Predictions, make_sample
 from dcvit.pages.report.html import picture
 
