@@ -141,36 +141,36 @@ def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
     layers = []
     for layer in range(model.depth):
         weights = arrays[f"block{layer:02d}/weights"]
-        seen = attended(model, inputs, layer, weights.shape[2]).astype(weights.dtype)
+        mask = attention_mask(model, inputs, layer, weights.shape[2]).astype(weights.dtype)
         entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1)), axis=(0, 2, 3))
         found = {
             "entropy": entropy, "queries": jnp.asarray(weights.shape[0] * weights.shape[2], jnp.float32),
-            "pairs": jnp.sum(seen),
+            "pairs": jnp.sum(mask),
         }  # fmt: skip
         for where, name in COMPOSITIONS.items():
             w = compose_weights_of(arrays, layer, where)
             if w is not None:
-                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, seen, model.groups)
+                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, mask, model.groups)
                 found |= {f"{where}/{key}": x for key, x in sums.items()}
         layers.append(found)
     return jax.tree.map(lambda *x: jnp.stack(x), *layers)
 
 
-def attended(
+def attention_mask(
     model: ViT | LM, inputs: Float[Array, "B height width channels"] | Int[Array, "B N"], layer: int, tokens: int
 ) -> Bool[Array, "B T T"]:
     """Return which keys the queries of a layer attend to: all, or those that causality, window and documents leave."""
-    seen = None
+    mask = None
     if isinstance(model, LM):
         windows = lm.layer_windows(model)
         window = windows[layer % len(windows)] and (model.prefill_window or model.window)
         segments = make_segments(token_context(inputs, model.end_of_text).segments)
-        seen = visible(tokens, tokens, Options(causal=True, window=window), segments=segments)
-    return jnp.broadcast_to(True if seen is None else seen[:, 0], (len(inputs), tokens, tokens))
+        mask = visible(tokens, tokens, Options(causal=True, window=window), segments=segments)
+    return jnp.broadcast_to(True if mask is None else mask[:, 0], (len(inputs), tokens, tokens))
 
 
 def _map_sums(
-    a: Float[Array, "B H T S"], w: ComposeWeights, seen: Float[Array, "B T S"], groups: int
+    a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
     """Return the sums over pairs of |a·map|, of the map and of its square; lenders first."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
@@ -181,7 +181,7 @@ def _map_sums(
     def borrower(h: Array) -> tuple[Array, Array, Array]:
         query, key = (jnp.swapaxes(x[..., h], 1, 2) for x in (of_query, of_key))
         maps = query[..., None] + key[:, :, None]
-        pairs = maps * seen[:, None]
+        pairs = maps * mask[:, None]
         axes = (0, 2, 3)
         return jnp.sum(jnp.abs(a * pairs), axis=axes), jnp.sum(pairs, axis=axes), jnp.sum(pairs * maps, axis=axes)
 
