@@ -51,7 +51,7 @@ def evaluate_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> Results:
-    """Run tasks on a model.
+    """Run tasks on a model and return the library's results as JSON data.
 
     Args:
       make_model: returns the model; called after the tasks were loaded.
@@ -73,7 +73,16 @@ def evaluate_tasks(
     try:
         with sandboxed_templates() if guarded else contextlib.nullcontext():
             tasks = load_tasks(TaskManager(include_path=include_path and str(include_path)), names)
-            return run_tasks(make_model(), tasks, num_fewshot=num_fewshot, limit=limit)
+            from lm_eval import simple_evaluate
+
+            model = make_model()
+            with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
+                results = simple_evaluate(
+                    model, tasks=tasks, num_fewshot=num_fewshot, limit=limit, log_samples=False,
+                    bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
+                )  # fmt: skip
+            converted: Results = to_json_data(results)
+            return converted
     except TemplateError as e:
         raise ConfigError(f"a task's template: {first_line(e)}") from None
 
@@ -115,21 +124,6 @@ def _check_supported(task: Library) -> None:
         raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
     if getattr(task, "UNSAFE_CODE", False):
         raise ConfigError(f"the task {task.task_name!r} runs code that the model writes, which is not supported")
-
-
-def run_tasks(
-    model: Library, tasks: Sequence[Library], *, num_fewshot: int | None = None, limit: int | None = None
-) -> Results:
-    """Run loaded tasks on a model and return the library's results as JSON data."""
-    from lm_eval import simple_evaluate
-
-    with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
-        results = simple_evaluate(
-            model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, log_samples=False,
-            bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
-        )  # fmt: skip
-    converted: Results = to_json_data(results)
-    return converted
 
 
 def to_json_data(value: Any) -> Any:
