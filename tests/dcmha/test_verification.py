@@ -493,7 +493,7 @@ os._exit(0)  # JAX crashes if a callback returns while Python ends
 
 def test_processes_that_start_together_verify_one_after_the_other(cache):
     code = """
-import sys
+import logging, sys
 sys.path.insert(0, "tests/dcmha")
 from test_verification import *
 logging.basicConfig(level=logging.INFO)

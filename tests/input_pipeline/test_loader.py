@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from input_fixtures import assert_same_batches
+from batches import assert_same_batches
 
 import input_pipeline as ip
 

@@ -1,23 +1,10 @@
-"""Fixtures of the input pipeline's tests (a prepared dataset, a trained tokenizer), and equality of batches."""
+"""Fixtures of the input pipeline's tests: a prepared dataset and a trained tokenizer."""
 
-import itertools
 import shutil
 
 import corpora
 import image_datasets
-import numpy as np
 import pytest
-
-
-def assert_same_batches(one, other, steps=None):
-    """Check that two streams have the same batches with the same dtypes, in all or in the first `steps` steps."""
-    pairs = list(itertools.islice(zip(one, other, strict=steps is None), steps))
-    assert pairs
-    for a, b in pairs:
-        assert a.keys() == b.keys()
-        for key in a:
-            np.testing.assert_array_equal(a[key], b[key])
-            assert a[key].dtype == b[key].dtype
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def test_errors_of_a_description_name_the_file(read, fields, message, tmp_path):
     formats.write_safetensors(described(model, fields={**model.description.fields, **fields}), tmp_path)
     with pytest.raises(CheckpointError, match=message) as error:
         read(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}: ")
+    assert str(error.value).startswith(str(tmp_path))
     assert "config" not in str(error.value)
 
 

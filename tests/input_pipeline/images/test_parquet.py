@@ -10,7 +10,7 @@ import shutil
 import image_datasets
 import numpy as np
 import pytest
-from input_fixtures import assert_same_batches
+from batches import assert_same_batches
 from markdown_pages import ROOT, blocks
 
 import input_pipeline as ip

@@ -7,7 +7,7 @@ import sys
 import image_datasets
 import numpy as np
 import pytest
-from input_fixtures import assert_same_batches
+from batches import assert_same_batches
 
 import input_pipeline as ip
 from input_pipeline.tfrecord import TFRecordFile
