@@ -22,7 +22,7 @@ LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
 MOST_ANY = 205  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 45_550, ("tests",): 35_750, ("scripts",): 4_050}  # of Python
+MOST_LINES = {("dcvit", "input_pipeline"): 45_550, ("tests",): 35_900, ("scripts",): 4_050}  # of Python
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
     "check_data", "check_kernels", "reproduce",
@@ -91,6 +91,10 @@ def test_what_is_added_pays_for_its_lines(folders):
     """A new feature makes other lines unnecessary, or the bound is raised on purpose, by a commit that says why."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert sum(len(path.read_text().splitlines()) for path in paths) <= MOST_LINES[folders]
+
+
+def test_the_readme_fits_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_few_annotations_are_any():

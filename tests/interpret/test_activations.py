@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from small_models import HEADS, LENGTH, jit, make_lm, make_tokens
+from small_models import HEADS, LENGTH, jit, logits_of, make_lm, make_tokens
+from test_attention_maps import captured
 
-from dcvit.interpret.activations import run_with_cache
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
 
 
 def attention_of(params, layer):
@@ -18,6 +20,19 @@ def changed(params, layer, change):
     copy = jax.tree.map(np.array, params)
     change(attention_of(copy, layer))
     return copy
+
+
+@pytest.mark.slow
+def test_each_composition_is_that_of_its_factors_in_float64_numpy():
+    net, _, found, _ = captured("documents, static, groups, shared keys, windows of rows")
+    arrays = found.arrays
+    double = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    for layer in range(net.depth):
+        for where, before, after in (("pre", "scores", "composed_scores"), ("post", "weights", "composed_weights")):
+            weights = {k: double(w) for k, w in compose_weights_of(arrays, layer, where)._asdict().items()}
+            expected = oracle.compose(double(arrays[f"block{layer:02d}/{before}"]), weights, groups=2)
+            np.testing.assert_allclose(arrays[f"block{layer:02d}/{after}"], expected, rtol=1e-4, atol=1e-5)
+    assert compose_weights_of(arrays, net.depth, "pre") is None
 
 
 @pytest.mark.slow
@@ -40,6 +55,20 @@ def test_hooks_with_other_numbers_do_not_compile_again_and_remove_a_head_as_its_
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         assert np.abs(expected - logits(params)).max() > 0.01
     assert len(traced) == 1
+
+
+@pytest.mark.slow
+def test_ablated_branches_are_those_of_a_model_without_them():
+    net, params = make_lm(compose="both")
+    tokens = make_tokens()
+    found = run_with_cache(net, params, tokens, {"*/k2": jnp.zeros_like, "*/kg": jnp.zeros_like}).output
+    without = changed(params, 0, lambda _: None)
+    for layer in range(net.depth):
+        for where in ("pre", "post"):
+            for name in ("w_k1", "w_k2", "w_kg"):
+                del attention_of(without, layer)[where][name]
+    expected = logits_of(net.clone(branches="q"), without, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -220,3 +220,50 @@ def test_numbers_and_picture_are_saved(browser, file, tmp_path):
     picture = np.asarray(Image.open(saved[".png"]).convert("RGB"))
     assert picture.shape[1] > 400
     assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
+
+
+@pytest.fixture(scope="module")
+def planted_file(tmp_path_factory):
+    """The page of a model in which head 2 borrows from head 0 for one token only."""
+    path = tmp_path_factory.mktemp("planted") / "explore.html"
+    path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted())]))
+    return path
+
+
+def loans(browser, column):
+    """The texts in a column of the table of loans."""
+    names = "[...document.querySelectorAll('#loans thead th')].map(c => c.textContent)"
+    at = browser.value(names).index(column)
+    return browser.value(f"[...document.querySelectorAll('#loans tbody tr')].map(r => r.cells[{at}].textContent)")
+
+
+ANSWERS = {
+    "lender": ["head 0"],
+    "borrower": ["head 2"],
+    "layer": ["layer 1"],
+    "composition": ["post"],
+    "branch": ["key projection"],
+    "key": ["4 “t5”"],
+}
+
+
+def test_the_text_of_the_page_answers_questions_about_a_planted_model(browser, planted_file):
+    opened(browser, planted_file)
+    for column, answer in ANSWERS.items():
+        assert loans(browser, column) == answer
+
+
+def test_a_planted_head_borrows_for_one_token_only(browser, planted_file):
+    """For every key of a query, the table of terms shows the loan at the planted token and zeros elsewhere."""
+    opened(browser, planted_file)
+    query = int(loans(browser, "query")[0].split()[0])
+    for key in range(query + 1):
+        change(browser, layer=1, query=query, key=key)
+        names = browser.value("[...document.querySelectorAll('#post-terms thead th')].map(c => c.textContent)")
+        rows = "[...document.querySelectorAll('#post-terms tbody tr')]"
+        cells = np.array(browser.value(f"{rows}.map(r => [...r.cells].slice(1).map(c => parseFloat(c.textContent)))"))
+        terms = cells[:, 1:-1]  # without weights and composed weights
+        expected = np.zeros_like(terms)
+        expected[2, names[2:-1].index("key projection")] = terms[2, names[2:-1].index("key projection")]
+        np.testing.assert_array_equal(terms, expected)
+        assert expected.any() == (key == 4)

@@ -1,19 +1,17 @@
 """Figures 5, 7 and 8: captured variance of heads, the example that is selected, and its compositions."""
 
 import functools
-import itertools
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from small_models import HEADS, jit, make_lm, make_tokens
+from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli, reproduce
 from dcvit.hub.model import open_trained
-from dcvit.interpret.activations import run_with_cache
-from dcvit.interpret.circuits import captured_variance
-from dcvit.interpret.circuits import circuits as heads
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.reproduction import catalog, circuits, in_context
 
 LENGTH = 9
@@ -57,13 +55,24 @@ def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_p
             np.testing.assert_allclose(lent @ whole, composed, rtol=1e-4, atol=1e-5)
 
 
-def test_figure_8_has_the_arrays_of_the_query_before_and_after_each_composition(case, tmp_path):
+def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, tmp_path):
     table = circuits.figure8(tmp_path, [0], 5)
-    for layer, (where, names) in itertools.product(range(2), circuits.COMPOSITIONS.items()):
-        for when, name in zip(("before", "after"), names, strict=True):
-            place = f"layer {layer} {where}", when
-            found = heads_of(row for row in table.rows if (row["composition"], row["when"]) == place)
-            np.testing.assert_allclose(found.T, case.arrays[f"block0{layer}/{name}"][0, :, LENGTH - 1], rtol=1e-5)
+    for layer in range(2):
+        for where in ("pre", "post"):
+            before, after = (
+                heads_of(
+                    row for row in table.rows if (row["composition"], row["when"]) == (f"layer {layer} {where}", when)
+                )
+                for when in ("before", "after")
+            )
+            assert before.shape == after.shape == (LENGTH, HEADS)
+            if where == "post":
+                np.testing.assert_allclose(before.sum(axis=0), 1, rtol=1e-5)
+            found = compose_weights_of(case.arrays, layer, where)._asdict()
+            factors = {name: None if x is None else np.asarray(x, np.float64) for name, x in found.items()}
+            a = np.zeros((1, HEADS, LENGTH, LENGTH))
+            a[0, :, -1] = before.T
+            np.testing.assert_allclose(oracle.compose(a, factors, 2)[0, :, -1].T, after, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.weekly
@@ -103,20 +112,28 @@ def test_components_are_the_smallest_number_that_captures_a_share():
 
 
 @pytest.mark.slow
-def test_figure_5_has_the_mean_curves_of_the_layers(monkeypatch, tmp_path):
+def test_figure_5_has_the_squared_singular_values_of_concatenated_heads(monkeypatch, tmp_path):
     net, params = make_lm(position="learned")
     trained = SimpleNamespace(language_model=lambda: (net, params))
     monkeypatch.setattr(circuits, "open_trained", lambda *_: trained)
     monkeypatch.setattr(in_context, "check_complete", lambda *_: None)
     table = circuits.figure5(tmp_path, [0, 1], 5)
 
-    layers = [[captured_variance(forms) for forms in heads(net, params, layer)] for layer in range(net.depth)]
-    expected = dict(zip(("QK", "OV"), np.mean(layers, axis=0), strict=True))
-    for kind, curve in expected.items():
+    width, expected = SMALL["width"], {"QK": [], "OV": []}
+    for layer in range(SMALL["depth"]):
+        block = params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+        q, k, v, out = (np.asarray(block[name]["kernel"], np.float64) for name in ("query", "key", "value", "out"))
+        out = out.reshape(HEADS, -1, width)
+        for kind, forms in (
+            ("QK", [q[:, h] @ k[:, h].T for h in range(HEADS)]), ("OV", [v[:, h] @ out[h] for h in range(HEADS)]),
+        ):  # fmt: skip
+            squares = np.linalg.svd(np.concatenate(forms), compute_uv=False) ** 2
+            expected[kind].append(np.cumsum(squares) / squares.sum())
+    for kind, curves in expected.items():
         for name in in_context.ARMS:
             rows = [row for row in table.rows if row["heads"] == f"{kind}, {name}"]
-            assert [row["components"] for row in rows] == list(range(1, net.width + 1))
+            assert [row["components"] for row in rows] == list(range(1, width + 1))
             found = [row["captured variance"] for row in rows]
-            np.testing.assert_allclose(found, curve, rtol=1e-5)
+            np.testing.assert_allclose(found, np.mean(curves, axis=0), rtol=1e-4)
             assert max(row["± 95 %"] for row in rows) == pytest.approx(0, abs=1e-9)  # all seeds have one model
     assert table.notes[-1].count("undecided") == 2  # and so have both arms
