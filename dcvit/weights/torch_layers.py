@@ -3,7 +3,7 @@
 A table maps modules and tensors of another library to modules and parameters here; "{}" in both names stands for the
 number of a layer. Which parameters a module has, such as a bias, and their shapes follow from the described model, so
 that entries of modules that it lacks have no effect. PyTorch's linear layers store "out in", and convolutions "out in
-height width".
+height width". Towards PyTorch, a kernel may have any number of inputs: `dcvit.weights.peft` writes factors of kernels.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ def _kernel(theirs: str, ours: str, shape: Shape, in_out: bool) -> Link:
     inputs, _ = matrix_axes(ours) or (1, 1)
     rows, columns = _size(shape[:inputs]), _size(shape[inputs:])
     if in_out:
-        return tensor(theirs, ours, (rows, columns), shape)
+        return Link(
+            (theirs,), (ours,), lambda x: (x.reshape(shape),), lambda x: (x.reshape(-1, columns),), ((rows, columns),)
+        )
     return Link(
-        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,),
-        ((columns, rows),),
-    )  # fmt: skip
+        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(-1, columns).T,), ((columns, rows),)
+    )
 
 
 def fused(
@@ -120,8 +121,9 @@ def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_he
         return [parts[:, i].reshape(size, *inputs).T.reshape(sizes) for i in range(count)]
 
     def to_theirs(*parts: np.ndarray) -> Arrays:
-        rows = [part.reshape(*inputs, size).T.reshape(groups, size // groups, *inputs) for part in parts]
-        x = np.stack(rows, axis=1).reshape(there)
+        ins = parts[0].shape[: len(inputs)]
+        rows = [part.reshape(*ins, size).T.reshape(groups, size // groups, *ins) for part in parts]
+        x = np.stack(rows, axis=1).reshape(count * size, *ins)
         return (x.T if in_out else x,)
 
     return Link((theirs,), ours, to_ours, to_theirs, (there[::-1] if in_out else there,))
