@@ -155,7 +155,8 @@ def test_positions_broadcast_over_examples():
     layer, x = Attention(2, rotary=4), random_input(3, 5, 16)
     params = initialized(layer, x)
     row = jnp.asarray(np.random.default_rng(0).integers(0, 9, (1, 5)))
-    found, expected = (layer.apply(params, x, positions=p) for p in (row, jnp.broadcast_to(row, (3, 5))))
+    apply = jax.jit(layer.apply)
+    found, expected = (apply(params, x, positions=p) for p in (row, jnp.broadcast_to(row, (3, 5))))
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
