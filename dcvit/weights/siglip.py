@@ -70,11 +70,12 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     table = {f"{prefix}{theirs}": ours for theirs, ours in modules.items()}
     positions = vit_links.TokenNames(f"{prefix}embeddings.position_embedding.weight", batched=False)
     found = vit_links.model_links(description, table, positions, ["classifier"])
-    if description.fields["pool_type"] == "none":
+    pool_type = vit_links.settings(description)["pool_type"]
+    if pool_type == "none":
         return found
     pooled = description._replace(fields={**description.fields, "pool_type": "map"})
     head = torch_layers.links({f"{prefix}head.{theirs}": ours for theirs, ours in HEAD.items()}, pooled)
-    if description.fields["pool_type"] == "map":
+    if pool_type == "map":
         return found + head
     if tensors is None or f"{prefix}head.probe" in tensors:
         found += [vit_links.ignored(name, shape) for x in head for name, shape in zip(x.theirs, x.shapes, strict=True)]

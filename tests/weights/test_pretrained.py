@@ -14,6 +14,7 @@ from dcvit import cli, convert, evaluate, explore, generate, predict
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError
 from dcvit.hub import pretrained
+from dcvit.hub.source import init_config
 from dcvit.runs import checksums
 
 NAMES = ("digits", "tasks", "text")
@@ -125,7 +126,7 @@ def test_a_name_is_converted_and_starts_a_run(tmp_path, monkeypatch, library_pro
     monkeypatch.chdir(tmp_path)
     assert cli.run(convert.main, ["text", "run", "--to", "dcvit"]) == 0
     assert dcvit.load("run").tokenizer.encode("a") == [97]
-    assert configs.init_config("digits")["model"]["patch_size"] == [2, 2]
+    assert init_config("digits")["model"]["patch_size"] == [2, 2]
     run = dcvit.train("vit_digits", "tuned", total_steps=1, model_init="digits", lr=1e-9)
     loaded, start = run.load(), dcvit.load("digits")
     kernel = loaded.params["head"]["kernel"]

@@ -176,8 +176,13 @@ def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path):
 
 def test_without_numba_the_error_names_the_extra_and_no_example(monkeypatch):
     class Images(list):
+        class_names = None
+
         def describe(self, index):
             return f"image {index}"
+
+        def nbytes(self):
+            return 0
 
     kernels._loops.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
