@@ -91,12 +91,12 @@ def _complete_text(config: ConfigDict, run: Options) -> ConfigDict:
 
 
 def _image_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """Return the shape of the evaluator's model input; see `inputs.image_example`."""
+    """Return the shape of the evaluator's model input; see `dcvit.hub.data.image_example`."""
     return image_example(evaluator.source, evaluator.pp, config, f"{what}.pp", evaluator.corrupt, evaluator.target)
 
 
 def _text_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """Return the shape of the evaluator's model input; see `inputs.text_example`."""
+    """Return the shape of the evaluator's model input; see `dcvit.hub.data.text_example`."""
     return text_example(evaluator.source, config, f"{what}.data")
 
 
