@@ -20,6 +20,8 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcvit.versions import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from dcvit.models.dcmha import DCMHA
     from dcvit.training.run import train
 
-__version__ = "0.1.0"
 __all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet", "train"]
 
 

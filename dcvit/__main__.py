@@ -6,9 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import dcvit
 from dcvit import cli
 from dcvit.errors import ConfigError, nearest
+from dcvit.versions import __version__
 
 COMMANDS = {
     "train": "train a model from a config",
@@ -40,7 +40,7 @@ def dispatch(argv: Sequence[str] | None) -> int:
         print(_keys() if words[1:] == ["config"] else _usage())
         return 0 if words else 2
     if words[0] == "--version":
-        print(f"dcvit {dcvit.__version__}")
+        print(f"dcvit {__version__}")
         return 0
     if words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")

@@ -1,4 +1,4 @@
-"""Every switch by version, and every private name of JAX and Orbax that the package uses. Supports JAX 0.10 to 0.12.
+"""The version, every switch by version of JAX 0.10 to 0.12, and every private name of JAX and Orbax that is used.
 
 The docstring of each function states why a public name does not suffice, and when the function can be deleted. All
 imports are inside functions: the modules that use this one also work where a library is not installed.
@@ -6,7 +6,6 @@ imports are inside functions: the modules that use this one also work where a li
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -17,13 +16,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
-from unittest import mock
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs as Unraisable
 
     from jax.extend.core import Primitive
     from jaxtyping import Array, Float
+
+__version__ = "0.1.0"
 
 Spec = dict[str, object]  # of TensorStore, as JSON
 Value: TypeAlias = Any  # objects of JAX without a public type: values of MLIR, references, its state
@@ -160,6 +160,8 @@ def stablehlo_for_tensorflow() -> Iterator[None]:
     for it. From JAX 0.12, exact GELU calls an erfc whose shape TensorFlow 2.21 cannot infer from a symbolic one, except
     with the highest accuracy. Delete when `jax2tf` asks TensorFlow, and TensorFlow infers these shapes.
     """
+    from unittest import mock
+
     import jax
     from jax._src.nn import functions
     from jaxlib.mlir.dialects import stablehlo as written  # JAX has no public name for it
@@ -217,6 +219,8 @@ def silence_failed_saves() -> None:
     Orbax 0.12 closes its event loop at the first error of a save. Other writes that are still in progress then report
     their own errors to asyncio's logger, or cannot report their success because the loop is closed.
     """
+    import asyncio
+
     logging.getLogger("asyncio").addFilter(lambda record: "was never retrieved" not in record.getMessage())
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook

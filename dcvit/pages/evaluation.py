@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-import dcvit
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
 from dcvit.hub.model import TrainedModel
 from dcvit.pages import report as reports
@@ -20,6 +19,7 @@ from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
 from dcvit.runs.files import Folder
 from dcvit.runs.steps import is_step, step_folder
+from dcvit.versions import __version__
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
 Row = dict[str, object]
@@ -94,7 +94,7 @@ def _report(
         "Parameters": f"{row['parameters']:,}",
         "Operations": "unknown" if row["gflops"] is None else f"{row['gflops']} GFLOPs for an image",
         "Image size": str(row["image_size"]),
-        "Software": f"dcvit {dcvit.__version__}, jax {jax.__version__}",
+        "Software": f"dcvit {__version__}, jax {jax.__version__}",
     }
     title = trained.label if row["step"] is None else f"{trained.label}, step {row['step']:,}"
     return render(title, facts, trained.settings(), rows, evaluations)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-import dcvit
 from dcvit.errors import MetricsError
 from dcvit.runs import metrics
+from dcvit.versions import __version__
 from dcvit.weights import dcvit_hf
 from dcvit.weights.export import formats, tokenizer_files
 from dcvit.weights.families import Weights
@@ -115,7 +115,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     kind, inputs = _image_facts(weights) if weights.description.model_name == "vit" else _text_facts(weights)
     fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
     card = TEMPLATE.substitute(
-        title=weights.path.name or "model", kind=kind, size=f"{weights.size:,}", to=to, version=dcvit.__version__,
+        title=weights.path.name or "model", kind=kind, size=f"{weights.size:,}", to=to, version=__version__,
         origin="a run" if weights.workdir else f"weights of the family `{weights.family}`", report=report,
         load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"),
     )  # fmt: skip
