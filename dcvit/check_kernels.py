@@ -127,10 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from dcvit.dcmha import plan, verdicts
-    from dcvit.parallel import runtime
 
-    runtime.configure()
-    runtime.check_devices()
+    cli.start_jax()
     store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
     if args.again and args.again not in plan.BACKENDS:
         raise ConfigError(f"--again={args.again}: expected one of {', '.join(plan.BACKENDS)}, or nothing for all")

@@ -202,6 +202,24 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     config.check(args.config, overrides)
 
 
+def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False) -> None:
+    """Configure JAX, connect the processes of the run, and check the devices; see `dcvit.parallel`.
+
+    Args:
+      args: the options of `dcvit.parallel.multihost.add_options`; None means a run of one process.
+      forward_only: see `dcvit.parallel.runtime.configure`.
+
+    Raises:
+      ConfigError: an environment variable or an option is invalid, or there is no device.
+    """
+    from dcvit.parallel import multihost, runtime
+
+    runtime.configure(forward_only=forward_only)
+    if args is not None:
+        multihost.initialize(args)
+    runtime.check_devices()
+
+
 def add_image_size(parser: Parser) -> None:
     """Add the option `--image-size`: a height and a width."""
     text = "size of images in pixels, such as 256 or 256x320 (height x width), instead of that of training"

@@ -38,12 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.hub.model import open_trained
     from dcvit.pages.evaluation import append_csv, evaluate
-    from dcvit.parallel import runtime
     from dcvit.runs.files import replace
 
-    runtime.configure(forward_only=True)
-    multihost.initialize(args)
-    runtime.check_devices()
+    cli.start_jax(args, forward_only=True)
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     rows, page = evaluate(trained, args.out, args.report)
     cli.show(rows, args.format)

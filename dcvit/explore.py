@@ -60,12 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.hub.model import load
     from dcvit.pages import report
     from dcvit.pages.exploration import Options, explore
-    from dcvit.parallel import runtime
     from dcvit.runs.files import replace
 
     report.check_path(args.out, "--out")
-    runtime.configure(forward_only=True)
-    runtime.check_devices()
+    cli.start_jax(forward_only=True)
     models = [load(args.workdir, config=args.config)]
     if args.compare is not None:
         models.append(load(args.compare))

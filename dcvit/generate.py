@@ -67,13 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.hub.model import open_model
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts
-    from dcvit.parallel import runtime
 
     options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
     options.sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
-    runtime.configure(forward_only=True)
-    runtime.check_devices()
+    cli.start_jax(forward_only=True)
     model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"

@@ -47,10 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.hub.model import open_model
     from dcvit.inference import harness_tasks
     from dcvit.inference.texts import LanguageModel
-    from dcvit.parallel import runtime
 
-    runtime.configure(forward_only=True)
-    runtime.check_devices()
+    cli.start_jax(forward_only=True)
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation
     harness_tasks.prepare(args.online)

@@ -38,10 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.hub.model import open_model
     from dcvit.inference import images
-    from dcvit.parallel import runtime
 
-    runtime.configure(forward_only=True)
-    runtime.check_devices()
+    cli.start_jax(forward_only=True)
     model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     failed: list[str] = []
 

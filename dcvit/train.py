@@ -63,15 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit.parallel import runtime
     from dcvit.runs.preemption import Preemption
     from dcvit.runs.progress import stage
     from dcvit.training.setup import make_setup
     from dcvit.training.trainer import train
 
-    runtime.configure()
-    multihost.initialize(args)
-    runtime.check_devices()
+    cli.start_jax(args)
     with cli.ignore_broken_pipe(), Preemption() as preemption:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
