@@ -212,7 +212,7 @@ def folds(call: Call, implementation: str | None = None, dropout: Dropout | None
     It is wherever that is exact, because plain attention holds no scores; with small models on CPUs it may not be the
     fastest.
     """
-    return implementation in (None, "folded") and dropout is None and folded.supports(call) is None
+    return implementation in (None, "folded") and dropout is None and call.composition.foldable(call.inputs.k.shape[2])
 
 
 def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: bool = False) -> str | None:

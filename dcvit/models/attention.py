@@ -139,7 +139,7 @@ class Attention(VariantProjections):
             raise ValueError("heads='xsa' needs queries and values of the same tokens")
         to_compose = compose_inputs(x.q, x_k, groups=self.groups) if self.compose else {}
         q, k, v = self.project(x.q, x_k, x_k if x.v is None else x.v, x.positions)
-        weights = self.compose_weights(x.q.shape[-1], to_compose)
+        weights = self.compose_weights(x.q.shape[-1], to_compose) if to_compose else {}
         inputs = Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask, x.segments)
         new, tokens = cache_of(inputs), Tokens(x.q, v)
         window = self.window and (self.prefill_window or self.window)

@@ -319,12 +319,6 @@ class VariantProjections(Projections):
             module = functools.partial(module, shared=shared, chosen=chosen)
         return module(self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
 
-    def attended_groups(self) -> int:
-        """Return the number of groups of heads in which a composition or a variant composes."""
-        if self.compose:
-            return self.groups
-        return self.num_heads // 2 if self.heads == "diff" else 1
-
     def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
         """Return queries, keys or values after the map of all heads that a head variant has."""
         if self.heads != "knocking":
