@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dcvit.dcmha import plan, reference
+from dcvit.dcmha import plan
+from dcvit.dcmha.backends.xla import reference
+from dcvit.dcmha.backends.xla.reference import Dropout
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.inputs import Inputs, make_call
-from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.selection import verify
 from dcvit.dcmha.shapes import Array, Bool, Float, Int

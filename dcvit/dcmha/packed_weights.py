@@ -4,7 +4,7 @@
 side. Here it is arranged for speed: TPUs store the last axis of an array in multiples of 128 numbers, so that arrays of
 a few heads waste memory, and joining them copies them. One product reads the inputs for all hidden layers and gates
 (`active_columns`), and the weights of a side are columns of one array in the order in which the TPU kernels read them
-(`columns_of`, `dcvit.dcmha.pallas_tpu.packing`). If 128 columns hold both sides, they share the array. The compiler
+(`columns_of`, `dcvit.dcmha.backends.tpu.packing`). If 128 columns hold both sides, they share the array. The compiler
 then moves neither weights nor their gradients.
 
 CPUs move columns faster than they multiply with the zeros of the joined second layers, so that each compose and side

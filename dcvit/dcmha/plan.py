@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import device, folded, reference, selection
+from dcvit.dcmha import device, folded, selection
+from dcvit.dcmha.backends.xla import reference
+from dcvit.dcmha.backends.xla.reference import Dropout
 from dcvit.dcmha.device import map_examples, splits_arrays
 from dcvit.dcmha.inputs import Call, Inputs, Options
-from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verification import Case, describe, shapes_of
 
@@ -89,19 +90,20 @@ class Backend(NamedTuple):
 # and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
 BACKENDS = {
     "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
-    "pallas_tpu_decode": Backend("pallas_tpu.decode", {"tpu": (ONE,)}, "tpu", is_kernel=True, is_fused=True),
-    "decode": Backend("decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
-    "cudnn": Backend("cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
-    "pallas_tpu": Backend("pallas_tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
+    "pallas_tpu_decode": Backend("backends.tpu.decode", {"tpu": (ONE,)}, "tpu", is_kernel=True, is_fused=True),
+    "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
+    "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
+    "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
     "pallas_gpu": Backend(
-        "pallas_gpu.api", {"gpu": (PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True
+        "backends.gpu.api", {"gpu": (PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True
     ),
-    "elementwise": Backend("elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
+    "elementwise": Backend("backends.xla.elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
     "blockwise": Backend(
-        "blockwise", {"cpu": (PLAIN, COMPOSED), "tpu": (PLAIN, COMPOSED), "gpu": (LONG_PLAIN, LONG_COMPOSED)}
+        "backends.xla.blockwise",
+        {"cpu": (PLAIN, COMPOSED), "tpu": (PLAIN, COMPOSED), "gpu": (LONG_PLAIN, LONG_COMPOSED)},
     ),
     "reference": Backend(
-        "reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED)), holds_scores=True
+        "backends.xla.reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED)), holds_scores=True
     ),
 }
 
@@ -252,7 +254,7 @@ def combine_heads(x: Array, w: Array) -> Array:
     if here == "gpu":
         forms["einsum"] = folded.multiply_heads
     elif here == "tpu":
-        from dcvit.dcmha.pallas_tpu import combine
+        from dcvit.dcmha.backends.tpu import combine
 
         if combine.supports(x, w) is None:
             forms = {"pallas_tpu": combine.combine_heads, **forms}

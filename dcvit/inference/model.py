@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from PIL import Image
 
-from dcvit.dcmha.reference import AttentionMatrices
+from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps

@@ -1,8 +1,8 @@
 """Named arrays of a forward pass, and hooks that replace them: capture, patching and ablation.
 
 Training uses fused implementations, which never hold attention matrices. Here every attention layer of a model is
-computed as in `dcvit.dcmha.reference` instead, during one call; the model and its parameters are not changed. The
-names, with the number of a layer in two digits:
+computed by `dcvit.dcmha.backends.xla.reference` instead, during one call; the model and its parameters are not changed.
+The names, with the number of a layer in two digits:
 
     block00/resid_pre, resid_post    residual stream before and after the layer, B T M
     block00/q, k, v                  after QK-norm and rotary embedding, B T H D or B T K D
@@ -34,10 +34,10 @@ import jax.numpy as jnp
 from flax.linen.module import InterceptorContext
 from jax.tree_util import Partial
 
+from dcvit.dcmha.backends.xla.reference import masked_softmax, visible
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.inputs import Options
 from dcvit.dcmha.numerics import statistics_dtype
-from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import nearest
 from dcvit.models import Params

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dcvit.dcmha.reference import AttentionMatrices
+from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.interpret.activations import run_with_cache
 from dcvit.models import Params

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcvit.dcmha.backends.xla.reference import visible
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Options
-from dcvit.dcmha.reference import visible
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.errors import InputError

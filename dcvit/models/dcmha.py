@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha import Dropout
+from dcvit.dcmha.backends.xla.reference import attention_matrices
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache
-from dcvit.dcmha.reference import attention_matrices
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import Params

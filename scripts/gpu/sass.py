@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from dcvit.dcmha.backends.gpu import api
+from dcvit.dcmha.backends.gpu.block import Operands
+from dcvit.dcmha.backends.gpu.config import KernelConfig
+from dcvit.dcmha.backends.gpu.launch import Results, launch
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, make_call
-from dcvit.dcmha.pallas_gpu import api
-from dcvit.dcmha.pallas_gpu.block import Operands
-from dcvit.dcmha.pallas_gpu.config import KernelConfig
-from dcvit.dcmha.pallas_gpu.launch import Results, launch
 
 H100 = """platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -132,9 +132,9 @@ def child(spec: dict[str, Any]) -> None:
     from jax.typing import DTypeLike
 
     from dcvit.dcmha import ComposeWeights
+    from dcvit.dcmha.backends.tpu import api
+    from dcvit.dcmha.backends.tpu import decode as decode_kernel
     from dcvit.dcmha.inputs import Inputs, make_call
-    from dcvit.dcmha.pallas_tpu import api
-    from dcvit.dcmha.pallas_tpu import decode as decode_kernel
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))

@@ -147,7 +147,7 @@ def is_kernel(x: Instruction) -> bool:
 def conditions(text: str) -> dict[str, list[float]]:
     """Return the share of the steps of the grid in which each condition of a kernel holds, by the kernel's instruction.
 
-    Kernels without conditions have none. The kernels state them (`dcvit.dcmha.pallas_tpu.config.conditions`).
+    Kernels without conditions have none. The kernels state them (`dcvit.dcmha.backends.tpu.config.conditions`).
     """
     found = {}
     for instructions in hlo.computations(text)[0].values():

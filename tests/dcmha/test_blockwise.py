@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
 
-from dcvit.dcmha import ComposeWeights, attention, blockwise, device, reference
+from dcvit.dcmha import ComposeWeights, attention, device
+from dcvit.dcmha.backends.xla import blockwise, reference
 from dcvit.dcmha.inputs import Options
 
 CASES = {

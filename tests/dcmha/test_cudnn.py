@@ -10,7 +10,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
 from dcvit import dcmha
-from dcvit.dcmha import cudnn, device, plan
+from dcvit.dcmha import device, plan
+from dcvit.dcmha.backends import cudnn
 from dcvit.dcmha.inputs import Inputs, Options
 
 CALL = "__cudnn$fmhaSoftmax"

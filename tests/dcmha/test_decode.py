@@ -11,9 +11,10 @@ from attention_cases import on_arrays, output_and_gradients, random_case, relati
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
 from dcvit import dcmha
-from dcvit.dcmha import decode, plan, reference
+from dcvit.dcmha import plan
+from dcvit.dcmha.backends.tpu import decode as kernel
+from dcvit.dcmha.backends.xla import decode, reference
 from dcvit.dcmha.inputs import Inputs, UnsupportedError, make_call
-from dcvit.dcmha.pallas_tpu import decode as kernel
 from dcvit.dcmha.selection import Selection, selecting
 
 CASES = {

@@ -9,10 +9,11 @@ import pytest
 from attention_cases import on_arrays, random_case, relative_errors, worst
 
 from dcvit import dcmha
-from dcvit.dcmha import blockwise, decode, derivatives, reference
-from dcvit.dcmha.pallas_gpu import api as gpu
-from dcvit.dcmha.pallas_tpu import api as tpu
-from dcvit.dcmha.pallas_tpu import decode as tpu_decode
+from dcvit.dcmha import derivatives
+from dcvit.dcmha.backends.gpu import api as gpu
+from dcvit.dcmha.backends.tpu import api as tpu
+from dcvit.dcmha.backends.tpu import decode as tpu_decode
+from dcvit.dcmha.backends.xla import blockwise, decode, reference
 
 CASES = {
     "causal": {"causal": True},

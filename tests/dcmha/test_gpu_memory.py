@@ -15,8 +15,8 @@ from jax.sharding import AxisType
 from pallas_checks import weights_like
 
 from dcvit.dcmha import ComposeWeights, device, plan, selection
+from dcvit.dcmha.backends.gpu import api, launch
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.pallas_gpu import api, launch
 from dcvit.dcmha.segments import Segments
 from dcvit.models import sharded_attention
 

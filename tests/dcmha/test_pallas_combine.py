@@ -12,8 +12,8 @@ from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_r
 
 from dcvit import dcmha
 from dcvit.dcmha import device, folded
+from dcvit.dcmha.backends.tpu import combine
 from dcvit.dcmha.inputs import UnsupportedError
-from dcvit.dcmha.pallas_tpu import combine
 
 
 def vectors_and_weights(length, groups, per_group, head_dim, dtype=jnp.float32, shared=False):

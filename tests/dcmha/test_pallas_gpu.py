@@ -24,9 +24,9 @@ from attention_cases import (
 )
 from pallas_checks import weights_like
 
-from dcvit.dcmha import reference
+from dcvit.dcmha.backends.gpu import api, launch, tiling
+from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
-from dcvit.dcmha.pallas_gpu import api, launch, tiling
 from dcvit.models.presets import PRESETS
 
 CASES = {

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
-from dcvit.dcmha import reference
+from dcvit.dcmha.backends.tpu import api, tiling
+from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
-from dcvit.dcmha.pallas_tpu import api, tiling
 
 # Small, since each access to VMEM is a callback of the interpreter. `block` is (Bq, Bk) where a chip would use one tile
 # or larger ones, and `queries_per_pass` of the backward pass; `tiling` chooses everything else.

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
-from dcvit.dcmha import ComposeWeights, blockwise, device, plan
+from dcvit.dcmha import ComposeWeights, device, plan
+from dcvit.dcmha.backends.gpu import tiling as gpu_tiling
+from dcvit.dcmha.backends.tpu import tiling
+from dcvit.dcmha.backends.xla import blockwise
 from dcvit.dcmha.inputs import Inputs, Options, make_call
-from dcvit.dcmha.pallas_gpu import tiling as gpu_tiling
-from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.models import sharded_attention
 from dcvit.models.attention import Attention
 

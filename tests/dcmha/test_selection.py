@@ -14,8 +14,9 @@ import pytest
 from attention_cases import random_case
 
 from dcvit import dcmha
-from dcvit.dcmha import blockwise, device, folded, plan, reference, verification
-from dcvit.dcmha.pallas_tpu import api, tiling
+from dcvit.dcmha import device, folded, plan, verification
+from dcvit.dcmha.backends.tpu import api, tiling
+from dcvit.dcmha.backends.xla import blockwise, reference
 from dcvit.dcmha.selection import Selection, selecting
 
 right = blockwise.run

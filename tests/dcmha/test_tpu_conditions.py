@@ -8,8 +8,8 @@ from attention_cases import call_of
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.backends.tpu import api
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.pallas_tpu import api
 
 BLOCK_Q, BLOCK_K = 256, 128
 

@@ -10,8 +10,8 @@ from attention_cases import call_of
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.backends.tpu import api, backward_interleaved, tiling
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.pallas_tpu import api, backward_interleaved, tiling
 from dcvit.dcmha.segments import Segments
 
 LIMIT = 120 * 2**20

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes, random_params
 
-from dcvit.dcmha.reference import AttentionMatrices
+from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.interpret.activations import run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import vit

@@ -10,7 +10,7 @@ from attention_cases import call_of, on_arrays, output_and_gradients, random_cas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcvit.dcmha import reference
+from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.models import context_attention, sharded_attention
 from dcvit.parallel.mesh import BATCH

@@ -14,7 +14,7 @@ import train as bench_train
 from fake_training import write_run
 
 from dcvit.config.load import load
-from dcvit.dcmha.reference import compose
+from dcvit.dcmha.backends.xla.reference import compose
 from dcvit.models import lm
 from dcvit.reproduction.seeded import run_checksum, stored
 from dcvit.reproduction.speeds import StepTimes

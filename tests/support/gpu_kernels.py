@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from dcvit.dcmha.backends.gpu.config import MIN_ROW_MAX, QUERIES
+from dcvit.dcmha.backends.gpu.launch import Results, output_shapes
 from dcvit.dcmha.numerics import MASKED_SCORE
-from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES
-from dcvit.dcmha.pallas_gpu.launch import Results, output_shapes
 
 
 class Rectangle:

@@ -13,8 +13,9 @@ import numpy as np
 
 from dcvit import cli
 from dcvit.__main__ import dispatch as command
-from dcvit.dcmha import blockwise, device, reference
-from dcvit.dcmha.pallas_tpu import api, tiling
+from dcvit.dcmha import device
+from dcvit.dcmha.backends.tpu import api, tiling
+from dcvit.dcmha.backends.xla import blockwise, reference
 from dcvit.dcmha.selection import Selection
 from dcvit.training import kernels
 

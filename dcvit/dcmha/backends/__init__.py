@@ -1,0 +1,1 @@
+"""Implementations of attention; `dcvit.dcmha.plan.BACKENDS` says when each is used."""

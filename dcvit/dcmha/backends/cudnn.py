@@ -1,0 +1,75 @@
+"""Plain attention by cuDNN's fused kernels, through `jax.nn.dot_product_attention`.
+
+cuDNN computes plain attention of bfloat16 or float16 on NVIDIA GPUs with float32 statistics and without scores in
+memory. JAX checks while it traces whether cuDNN is installed and supports the width of the heads. JAX's function has no
+forward mode; here it is that of `reference`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha.backends.xla import reference
+from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
+from dcvit.dcmha.shapes import Array, Float
+
+
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
+
+    Raises:
+      UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.
+    """
+    if (reason := supports(call)) is not None:
+        raise UnsupportedError(reason)
+    return _attention(call.options, call.inputs)
+
+
+def supports(call: Call) -> str | None:
+    """Return the reason why cuDNN does not support a call, or is not installed, or None."""
+    (q, k, v, _, _, mask, segments), options = call.inputs, call.options
+    if not call.is_plain:
+        return "cuDNN does not compose heads"
+    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
+        dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
+        return f"cuDNN supports q, k and v of bfloat16 or float16, found {dtypes}"
+    if segments is not None:
+        return "segments: jax.nn.dot_product_attention has none for cuDNN"
+    if mask is not None:
+        return "cuDNN adds a mask to the scores, and a query without keys would not have the output 0"
+    if options.first_query:
+        return "cuDNN needs all queries, found a part of them (mesh axis context)"
+    if (options.causal or options.window is not None) and q.shape[1] != k.shape[1]:
+        return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys"
+    try:
+        jax.eval_shape(functools.partial(_call, options), call.inputs)
+    except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
+        return f"cuDNN: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _call(options: Options, inputs: Inputs) -> Array:
+    local = None if options.window is None else (options.window - 1, 0)
+    causal = options.causal or local is not None
+    return jax.nn.dot_product_attention(
+        *inputs[:3], scale=options.scale, is_causal=causal, local_window_size=local, implementation="cudnn"
+    )
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[Array, list[Array]]:
+    """Return the output and what JAX's gradient keeps."""
+    out, gradient = jax.vjp(lambda x: _call(options, x), inputs)
+    return out, jax.tree.leaves(gradient)
+
+
+def _backward(options: Options, inputs: Inputs, results: tuple[Array, list[Array]], d_out: Array) -> Inputs:
+    gradient = jax.eval_shape(lambda x: jax.vjp(lambda x: _call(options, x), x)[1], inputs)
+    found: tuple[Inputs] = jax.tree.unflatten(jax.tree.structure(gradient), results[1])(d_out)
+    return found[0]
+
+
+_attention = differentiable(_forward, _backward, forward_mode=reference.attend)

@@ -1,0 +1,1 @@
+"""Fused kernels for NVIDIA GPUs; see `dcvit.dcmha.backends.gpu.api`."""

@@ -1,0 +1,86 @@
+"""Bodies of the backward GPU kernels; each sweeps over the heads of a tile up to three times.
+
+    post_grad    sweep 1: planes of the pre-compose
+                 sweep 2: planes of the post-compose and of its transpose
+                 sweep 3: W, sums of P∘dP (partial sums of delta), gradients of the post-compose's weights
+    pre_grad     sweep 1: planes of the transposed pre-compose
+                 sweep 2: dS, gradients of the pre-compose's weights
+
+`post_grad` stores the planes of the pre-compose and of the transposed post-compose in global memory as float32, and
+`pre_grad` loads them. A sweep for planes is skipped if the compose has none.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from dcvit.dcmha.backends.gpu.block import Block, Planes
+from dcvit.dcmha.backends.gpu.ring import Ring
+from dcvit.dcmha.backends.gpu.staging import Staging
+from dcvit.dcmha.backends.gpu.tile import Tile
+from dcvit.dcmha.shapes import Array
+
+
+def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
+    """Compute W of a tile, its share of delta, and the gradients of the post-compose's weights."""
+    count = block.config.post.planes
+    pre = block.zeros(block.config.pre.planes)
+    if pre:
+        pre = ring.sweep(lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), pre)
+    both = block.zeros(2 * count)
+    if both:
+
+        def hidden(head: Array, slot: Array, products: list[Array], both: Planes) -> Planes:
+            p = tile.probabilities(slot, pre, products[0])
+            tile.keep(head, p)
+            post = tile.down(slot, "post", both[:count], p)
+            return post + tile.down(slot, "post", both[count:], products[1], transposed=True)
+
+        both = ring.sweep(hidden, both)
+    post, back = both[:count], both[count:]
+    block.save_planes(pre + back)
+
+    def body(head: Array, slot: Array, products: list[Array]) -> None:
+        p, dw = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0])), products[-1]
+        staging.reuse()
+        staging.stage_tile(tile.up(slot, "post", post, p))
+        rows, cols = tile.gradient_products("post", p, dw, post, back)
+        delta = p * tile.up(slot, "post", back, dw, transposed=True)
+        staging.stage_rows([jnp.sum(x, axis=1) for x in [*rows, delta]])
+        staging.stage_products(cols)
+        staging.commit(head, tile=True, row_sums=True)
+
+    staging.sweep_with_col_sums(ring, body)
+
+
+def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
+    """Compute the gradient dS of a tile's scores, and the gradients of the pre-compose's weights."""
+    pre_planes = block.config.pre.planes
+    pre = block.load_planes(0, pre_planes)
+    back_post = block.load_planes(pre_planes, block.config.post.planes)
+
+    def logit_gradient(slot: Array, products: list[Array]) -> Array:
+        p = tile.probabilities(slot, pre, products[0])
+        dp = tile.up(slot, "post", back_post, products[1], transposed=True)
+        return p * (dp - tile.row(slot, block.config.delta_channel))
+
+    back = block.zeros(pre_planes)
+    if back:
+
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            dl = logit_gradient(slot, products)
+            tile.keep(head, dl)
+            return tile.down(slot, "pre", planes, dl, transposed=True)
+
+        back = ring.sweep(hidden, back)
+
+    def body(head: Array, slot: Array, products: list[Array]) -> None:
+        dl = tile.kept(head, lambda: logit_gradient(slot, products))
+        staging.reuse()
+        staging.stage_tile(tile.up(slot, "pre", back, dl, transposed=True))
+        rows, cols = tile.gradient_products("pre", products[0], dl, pre, back)
+        staging.stage_rows([jnp.sum(x, axis=1) for x in rows])
+        staging.stage_products(cols)
+        staging.commit(head, tile=True, row_sums=True)
+
+    staging.sweep_with_col_sums(ring, body)

@@ -1,0 +1,67 @@
+"""Bodies of the forward GPU kernels; each sweeps over the heads of a tile one or two times.
+
+    statistics   sweep 1: planes of the pre-compose;  sweep 2: maximum and sum of 2^L over the tile's keys
+    weights      sweep 1: planes of the post-compose; sweep 2: composed weights W
+
+`statistics` stores the planes of the pre-compose in global memory as float32, and `weights` loads them. A sweep for
+planes is skipped if the compose has none.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from dcvit.dcmha.backends.gpu.block import Block, Planes
+from dcvit.dcmha.backends.gpu.config import MIN_ROW_MAX
+from dcvit.dcmha.backends.gpu.ring import Ring
+from dcvit.dcmha.backends.gpu.staging import Staging
+from dcvit.dcmha.backends.gpu.tile import Tile
+from dcvit.dcmha.shapes import Array
+
+
+def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
+    """Compute the maximum and the sum of 2^L of each row of a tile."""
+    planes = block.zeros(block.config.pre.planes)
+    if planes:
+
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            tile.keep(head, products[0])
+            return tile.down(slot, "pre", planes, products[0])
+
+        planes = ring.sweep(hidden, planes)
+        block.save_planes(planes)
+
+    def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+        logits = tile.logits(slot, planes, tile.kept(head, lambda: products[0]))
+        largest = jnp.maximum(jnp.max(logits, axis=1), MIN_ROW_MAX)
+        total = jnp.sum(jnp.exp2(logits - block.broadcast(largest, 0)), axis=1)
+        staging.reuse()
+        staging.stage_rows([largest, total])
+        staging.commit(head, row_sums=True)
+        return carry
+
+    ring.sweep(body, ())
+
+
+def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
+    """Compute the composed weights W of a tile."""
+    pre = block.load_planes(0, block.config.pre.planes)
+    post = block.zeros(block.config.post.planes)
+    if post:
+
+        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
+            p = tile.probabilities(slot, pre, products[0])
+            tile.keep(head, p)
+            return tile.down(slot, "post", planes, p)
+
+        post = ring.sweep(hidden, post)
+
+    def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
+        p = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0]))
+        w = tile.up(slot, "post", post, p)
+        staging.reuse()
+        staging.stage_tile(w)
+        staging.commit(head, tile=True)
+        return carry
+
+    ring.sweep(body, ())

@@ -1,0 +1,200 @@
+"""Launch of the GPU kernels over all tiles of a rectangle of queries and keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcvit.dcmha.backends.gpu import backward, forward
+from dcvit.dcmha.backends.gpu.block import Block, Operands, Outputs, Scratch
+from dcvit.dcmha.backends.gpu.config import DEPTH, MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
+from dcvit.dcmha.backends.gpu.ring import Reads, Ring
+from dcvit.dcmha.backends.gpu.staging import Staging
+from dcvit.dcmha.backends.gpu.tile import Tile
+from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.versions import interpret_gpu
+
+Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
+
+KERNELS = {
+    "statistics": forward.statistics,
+    "weights": forward.weights,
+    "post_grad": backward.post_grad,
+    "pre_grad": backward.pre_grad,
+}
+
+
+class Results(NamedTuple):
+    """Outputs of a kernel; None for those that it does not have."""
+
+    # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries; None without key-wise weights
+    col_sums: Array | None = None
+    planes: Array | None = None  # (B G planes T S), for the argument `planes` of a later kernel
+    row_sums: Array | None = None  # (B H tiles channels T), to be added over tiles of keys
+    tile: Array | None = None  # (B H T S), W or dS
+
+
+def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
+    """Return the values that a kernel uses in each of its sweeps, which are loops over all heads of its tile."""
+    pre, post = bool(config.pre.planes), bool(config.post.planes)
+    scores, both = Reads((0,), ("pre",)), Reads((0, 1))
+    hidden, last, again = {
+        "statistics": ([scores] * pre, scores, Reads((), ("pre",))),
+        "weights": ([Reads((0,))] * post, Reads((0,)), Reads((), ("post",))),
+        "post_grad": ([scores] * pre + [both] * post, both, Reads((1,), ("post",))),
+        "pre_grad": ([both] * pre, both, Reads((0,), ("pre",))),
+    }[kind]
+    return [*hidden, again if keeps(config, kind) else last]
+
+
+def keeps(config: KernelConfig, kind: Kind) -> bool:
+    """Return whether the last sweep reads from shared memory what the one before it has computed."""
+    ranks = config.pre if kind in ("statistics", "pre_grad") else config.post
+    return config.kept and ranks.planes > 0
+
+
+def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a kernel's outputs by their name in `Results`."""
+    c, square = config, (config.queries, config.keys)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+
+    def add(name: str, *shape: int, dtype: jax.typing.DTypeLike = jnp.float32) -> None:
+        found[name] = jax.ShapeDtypeStruct(shape, dtype)
+
+    planes = {"statistics": c.pre.planes, "post_grad": c.pre.planes + c.post.planes}.get(kind, 0)
+    if planes:
+        add("planes", c.batch, c.groups, planes, *square)
+    if kind == "statistics":
+        add("row_sums", c.batch, c.heads, c.key_tiles, 2, c.queries)
+        return found
+    add("tile", c.batch, c.heads, *square, dtype=c.dtype)
+    if kind != "weights":
+        ranks = c.post if kind == "post_grad" else c.pre
+        channels = ranks.channels("q") + (kind == "post_grad")  # the last one is delta
+        add("row_sums", c.batch, c.heads, c.key_tiles, channels, c.queries)
+        if ranks.key_wise:
+            add("col_sums", c.batch, c.groups, c.queries // QUERIES, QUERIES, c.keys * ranks.channels("k"))
+    return found
+
+
+def scratch_shapes(config: KernelConfig, kind: Kind, pairs: int, rows: int, cols: int) -> dict[str, object]:
+    """Return the shared memory and barriers of a block by their name in `Scratch`."""
+    c, out, transforms = config, output_shapes(config, kind), swizzled(config.head_dim, jnp.bfloat16)
+    left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
+    right = plgpu.SMEM((c.stages, c.parts, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
+    copies = 2 + 2 * pairs * c.parts
+    found: dict[str, object] = {
+        "scores": [(left, right)] * pairs,
+        "rows": plgpu.SMEM((c.stages, rows, QUERIES), jnp.float32),
+        "cols": plgpu.SMEM((c.stages, cols, c.block_keys), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "row_sums": None,
+        "tile": None,
+        "products": None,
+        "kept": None,
+        "onehot": None,
+    }
+    if keeps(c, kind):
+        shape = (c.group_heads, c.warpgroups, *c.tile)
+        found["kept"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(c.tile_keys, jnp.float32))
+    if "row_sums" in out:
+        found["row_sums"] = plgpu.SMEM((c.warpgroups, out["row_sums"].shape[3], QUERIES), jnp.float32)
+    if "tile" in out:
+        found["tile"] = plgpu.SMEM((c.warpgroups, *c.tile), c.dtype, transforms=swizzled(c.tile_keys, c.dtype))
+    if "col_sums" in out:
+        shape = (c.warpgroups, c.parts, QUERIES, out["col_sums"].shape[-1] // c.key_tiles)
+        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(c.tile_keys, jnp.bfloat16))
+        if c.interpret:  # JAX interprets no matrix products with an operand in registers
+            transforms = swizzled(DEPTH, jnp.bfloat16)
+            found["onehot"] = plgpu.SMEM((c.warpgroups, QUERIES, DEPTH), jnp.bfloat16, transforms=transforms)
+    return found
+
+
+def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
+    """Write the outputs of a block whose queries attend to none of its keys."""
+    c, out = block.config, block.out
+    if out.row_sums is not None:
+        count = not_none(block.scratch.row_sums).shape[1]
+        empty = [jnp.full((QUERIES,), 0.0, jnp.float32)] * count
+        if kind == "statistics":
+            empty[0] = jnp.full((QUERIES,), MIN_ROW_MAX, jnp.float32)
+        staging.stage_rows([block.as_vector(x, 0) for x in empty])
+    if out.tile is not None:
+        staging.stage_tile(*block.zeros(1))
+    if out.col_sums is not None:
+        shape = (QUERIES, out.col_sums.shape[-1] // c.key_tiles)
+        staging.save_col_sums(block.as_tile(jnp.zeros(shape, jnp.float32)))
+
+    def body(head: Array, carry: tuple[()]) -> tuple[()]:
+        staging.commit(head, tile=out.tile is not None, row_sums=out.row_sums is not None)
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), body, ())
+
+
+def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs, scratch: Scratch) -> None:
+    """Run one block of a kernel."""
+    c = config
+    block = Block(c, operands, out, scratch)
+    reads = sweeps(c, kind)
+    staging = Staging(block, len(reads[-1].pairs) * len(c.terms))
+    attended = block.is_attended()
+
+    def work() -> None:
+        ring = Ring(block, reads)
+        ring.start()
+        KERNELS[kind](block, ring, Tile(block), staging)
+
+    pl.when(attended)(work)
+    pl.when(jnp.logical_not(attended))(lambda: write_empty(block, staging, kind))
+    plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that rectangles of equal shape are lowered once
+def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
+    """Run one kernel over all tiles of a rectangle of queries and keys.
+
+    Args:
+      kind: a name in `KERNELS`.
+      config: sizes; the operands are padded to them.
+      operands: the inputs of the kernel as arrays.
+    """
+    c, (pairs, rows, cols, mask, visited, planes) = config, operands
+    shapes = output_shapes(c, kind)
+    names = tuple(shapes)
+
+    def body(*refs: Ref, scratch: dict[str, object]) -> None:
+        inputs, outputs = refs[: -len(names)], Outputs(**dict(zip(names, refs[-len(names) :], strict=True)))
+        sides = [inputs[n * c.parts : (n + 1) * c.parts] for n in range(2 * len(pairs))]
+        read = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *inputs[2 * len(pairs) * c.parts :])
+        run_block(c, kind, read, outputs, Scratch(**scratch))  # type: ignore[arg-type]
+
+    def entry(*refs: Ref) -> None:
+        scratch = scratch_shapes(c, kind, len(pairs), rows.shape[2], cols.shape[2])
+        pl.run_scoped(lambda s: body(*refs, scratch=s), scratch, collective_axes="w")
+
+    kernel = plgpu.kernel(
+        entry,
+        out_type=list(shapes.values()),
+        grid=(c.keys // c.block_keys, c.queries // QUERIES, c.groups, c.batch),
+        grid_names=("j", "i", "g", "b"),
+        num_threads=c.warpgroups,
+        thread_name="w",
+        kernel_name=f"dcmha_{kind}",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # the default until JAX 0.10; these kernels set layouts
+        ),
+        interpret=interpret_gpu() if c.interpret else None,
+    )
+    sides = [part for pair in pairs for side in pair for part in side]
+    outs = kernel(*sides, rows, cols, mask, visited, *([] if planes is None else [planes]))
+    return Results(**dict(zip(names, outs, strict=True)))

@@ -1,0 +1,178 @@
+"""Fused TPU kernels of DCMHA, forward and backward. No array of size H×T×S is written to HBM.
+
+A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VMEM; `dcvit.dcmha.backends.tpu.tile`
+contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
+row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into two thirds of it;
+otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
+step. Blocks that no query attends to, also by segment ids, are neither fetched nor computed; masks skip none.
+
+There are three families of kernels (`dcvit.dcmha.backends.tpu.config.Family` has a table of what needs each); the log
+says which one is used:
+
+- "interleaved", where one tile holds all scores, and examples can be processed in blocks of eight with interleaved
+  tokens (`dcvit.dcmha.backends.tpu.interleaved`). The MXU computes the key-wise branches
+  (`dcvit.dcmha.backends.tpu.mixing`), and matrix products of an example overlap with the vector operations of its
+  neighbor (`forward_interleaved`, `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule.
+- "matrix", with several tiles, and an even number of heads, at most 32. The MXU computes the key-wise branches, one
+  step of a loop ahead of the vector operations. In each pass, a small kernel computes the matrices of all keys before
+  (`dcvit.dcmha.backends.tpu.mixing.with_matrices`). `dcvit.dcmha.backends.tpu.tiling.mixed_by_matrices` has the rule.
+- "vector" otherwise: the VPU computes all branches.
+
+What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it
+(`strips`): rolled loops over the strips of a tile, for "matrix" and "vector", and unrolled strips.
+
+The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
+Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The
+gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of a key block
+accumulate in VMEM. The gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they do not fit,
+the queries are processed in several passes.
+
+Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). Matrix
+products have bfloat16 operands, and key-wise weights, or the matrices made of them, are rounded to bfloat16; all other
+values are float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's
+precision of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all
+products.
+
+docs/performance_notes.md explains the numbers of bundles (about cycles) that scripts/tpu/bundles.py counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha.backends.tpu import backward_interleaved, forward_interleaved, tiling
+from dcvit.dcmha.backends.tpu.backward import backward
+from dcvit.dcmha.backends.tpu.call import Blocked
+from dcvit.dcmha.backends.tpu.config import Interpret, KernelConfig
+from dcvit.dcmha.backends.tpu.forward import forward
+from dcvit.dcmha.backends.tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
+from dcvit.dcmha.backends.xla import blockwise
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import Call, Inputs, Options, reason_of
+from dcvit.dcmha.shapes import Array, Float
+
+LOG = logging.getLogger(__name__)
+
+Weights: TypeAlias = ComposeWeights | None
+Static: TypeAlias = tuple[KernelConfig, Interpret | None]
+Result = TypeVar("Result")
+
+
+def checked_config(call: Call) -> KernelConfig:
+    """Return the configuration of a call, or raise UnsupportedError."""
+    tiling.check_device()
+    tiling.check_dtypes(*call.inputs[:3])
+    return tiling.make_config(call.inputs, call.options, tiling.vmem_limit())
+
+
+def supports(call: Call) -> str | None:
+    """Return the reason why a call is not supported, or None."""
+    return reason_of(checked_config, call)
+
+
+def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
+
+    `interpret` is the argument of `pallas_call`. None compiles the kernels where the program is lowered for TPUs, also
+    on a host without a TPU, and interprets them on all other platforms.
+
+    Raises:
+      UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
+    """
+    q, k, _, _, _, mask, _ = call.inputs
+    config = checked_config(call)
+    LOG.info("attention: %s", config.summary)
+    if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
+        mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
+    return _attention((config, interpret), call.inputs._replace(mask=mask))
+
+
+# Compiled functions are traced and lowered once for equal shapes: twelve layers would take twelve times as long.
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
+    """Return the output and the log-sum-exp of each row."""
+
+    def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
+        kernel = forward_interleaved.forward if config.family == "interleaved" else forward
+        out, lse = kernel(config, _packed(config, x), interpret)
+        return from_query_array(config, out, x[0]), lse
+
+    config, interpret = static
+    out, lse = by_platform(attend, config, x, interpret)
+    # Without the barrier, XLA fuses the kernel with the copy of `lse` into the stack of a scan that keeps it. The
+    # fusion loses the kernel's limit of VMEM and does not compile.
+    return out, jax.lax.optimization_barrier(lse)
+
+
+def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
+    """Return the inputs of the kernels, the mask in the dtype in which they read it."""
+    return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
+    def differentiate(
+        config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
+    ) -> tuple[Array, Array, Array, Weights, Weights]:
+        x, out, lse, d_out = arguments
+        q, k, v, pre, post, *_ = x
+        inputs = _packed(config, x)
+        inputs |= {"d_out": query_array(config, d_out.astype(q.dtype)), "lse": with_columns(config, lse)}
+        if config.post is None and config.blocks_k > 1:
+            delta = _delta(config, query_array(config, out), inputs["d_out"])
+            inputs["delta"] = with_columns(config, delta)
+        grads = (backward_interleaved.gradients if config.family == "interleaved" else backward)(
+            config, inputs, interpret
+        )
+        dq = from_query_array(config, grads["dq"], q)
+        dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
+        return dq, dk, dv, *unpack(config, grads, pre, post)
+
+    config, interpret = static
+    found = by_platform(differentiate, config, (x, *results, d_out), interpret)
+    return Inputs(*found, segments=x.segments)  # which have no gradient
+
+
+def _delta(config: KernelConfig, out: Blocked, d_out: Blocked) -> Array:
+    """Return Σ_s P·dP = O·dO of each row, as `dcvit.dcmha.backends.tpu.backward.delta` does, without a post-compose.
+
+    The arguments have a column for each query. XLA needs many more cycles for the sum over the dimensions of a head
+    than for its product with a matrix of ones.
+    """
+    product = jnp.asarray(out.array).astype(jnp.float32) * jnp.asarray(d_out.array).astype(jnp.float32)
+    ones = jnp.repeat(jnp.eye(config.heads, dtype=jnp.float32), config.head_dim, axis=1)
+    return jnp.einsum("hc,bct->bht", ones, product, precision=jax.lax.Precision.HIGH)
+
+
+def _forward_mode(static: Static, x: Inputs) -> Array:
+    (config, _), (q, k, v, pre, post, mask, segments) = static, x
+    options = Options(config.causal, config.window, config.groups, config.scale, config.first_query)
+    by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
+    return blockwise.forward_mode(options, Inputs(q, k, v, pre, post, by_query, segments))
+
+
+_attention = differentiable(_forward, _backward, _forward_mode)
+
+
+def by_platform(
+    kernel: Callable[..., Result], config: KernelConfig, inputs: object, interpret: Interpret | None
+) -> Result:
+    """Compile the kernel where the program is lowered for TPUs, and interpret it on other platforms.
+
+    The products of compiled kernels round float32 as all others of the program do.
+    """
+    if interpret is not None:
+        return kernel(config, inputs, interpret=interpret)
+    result: Result = jax.lax.platform_dependent(
+        inputs,
+        tpu=functools.partial(kernel, config._replace(rounded=tiling.rounds(config.dtype)), interpret=False),
+        default=functools.partial(kernel, config, interpret=True),
+    )
+    return result

@@ -1,0 +1,183 @@
+"""TPU kernels that combine the vectors of the heads of each group, for composition folded into plain attention.
+
+For each token and each group of J heads, y_n = Σ_j W[j, n]·x_j with a J×J matrix W of the token (`dcvit.dcmha.folded`).
+The kernels read and write arrays with a column for each token: vectors as (B, H·D, T), as the attention kernels read
+queries and write outputs, so that nothing is moved between them, and weights as (B, G, J·J, T). An entry of W is then a
+row of a register, broadcast over the dimensions of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from dcvit.dcmha import folded
+from dcvit.dcmha.backends.tpu import tiling
+from dcvit.dcmha.backends.tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Interpret, Rows
+from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import UnsupportedError, reason_of
+from dcvit.dcmha.numerics import cdiv, pad, round_up, total
+from dcvit.dcmha.shapes import Array, Float
+
+BLOCK = 2 * LANES  # tokens of a step of the grid
+CHUNK = 2 * SUBLANES  # dimensions of a head that are processed at once: the rows of a register of bfloat16
+MAX_GROUP = 8  # heads of a group; the J·J rows of weights of larger ones leave few registers
+
+Inputs: TypeAlias = tuple[Array, Array]  # vectors of heads, and weights
+
+
+class Static(NamedTuple):
+    """Static sizes and options."""
+
+    groups: int
+    per_group: int  # J
+    head_dim: int
+    interpret: Interpret
+
+    def rows(self, group: Array, head: int, chunk: int) -> Rows:
+        """Return the rows of a chunk of a head's vectors."""
+        start = (group * self.per_group + head) * self.head_dim + chunk * CHUNK
+        return pl.ds(pl.multiple_of(start, CHUNK), CHUNK)
+
+    def row(self, j: int, n: int) -> slice:
+        """Return the row of W[j, n] of a group."""
+        return slice(j * self.per_group + n, j * self.per_group + n + 1)
+
+
+Kernel: TypeAlias = Callable[[Static, Refs], None]
+
+
+def supports(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> str | None:
+    """Return the reason why the kernels do not support the device, the dtype or the sizes, or None."""
+    (_, length, _, head_dim), per_group = x.shape, w.shape[3]
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernels support vectors of float32 or bfloat16, found {x.dtype}"
+    if head_dim % CHUNK or per_group > MAX_GROUP or length <= BLOCK:
+        sizes = f"{length} tokens and groups of {per_group} heads of {head_dim} dimensions"
+        return f"the TPU kernels do not combine heads of {sizes}"
+    return reason_of(tiling.check_device)
+
+
+def combine_heads(
+    x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"], *, interpret: Interpret = False
+) -> Float[Array, "B T H D"]:
+    """Compute `dcvit.dcmha.folded.combine_heads` on a TPU. `interpret` is the argument of `pallas_call`.
+
+    Raises:
+      UnsupportedError: the kernels do not support the device, the dtype or the sizes.
+    """
+    if (reason := supports(x, w)) is not None:
+        raise UnsupportedError(reason)
+    batch, length, _, head_dim = x.shape
+    groups, per_group = w.shape[2:4]
+    w = jnp.broadcast_to(w.astype(jnp.float32), (batch, length, *w.shape[2:]))
+    return _combine(Static(groups, per_group, head_dim, interpret), (x, w))
+
+
+def _forward(static: Static, inputs: Inputs) -> tuple[Array, tuple[()]]:
+    x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
+    found = _call("dcmha_combine", static, {"w": w, "x": x}, {"out": x}, _combine_kernel)
+    return _tokens(found["out"], inputs[0]), ()
+
+
+def _backward(static: Static, inputs: Inputs, _: tuple[Array, tuple[()]], d_out: Array) -> Inputs:
+    x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
+    arrays = {"w": w, "x": x, "d_out": _columns(d_out)}
+    found = _call("dcmha_combine_gradients", static, arrays, {"d_x": x, "d_w": w}, _gradient_kernel)
+    return _tokens(found["d_x"], inputs[0]), _tokens(found["d_w"], inputs[1])
+
+
+def _forward_mode(static: Static, inputs: Inputs) -> Array:
+    return folded.combine_heads(*inputs)
+
+
+_combine = differentiable(_forward, _backward, _forward_mode, name=None)
+
+
+def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:
+    """Return an array with a column for each token, padded to blocks of tokens, and axes of the given sizes before."""
+    x = jnp.moveaxis(x, 1, -1).reshape(len(x), *axes, -1, x.shape[1])
+    return pad(x, -1, round_up(x.shape[-1], BLOCK))
+
+
+def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+    """Return the array of the shape of `like` of which `x` has the columns."""
+    batch, length, *rest = like.shape
+    return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
+
+
+def _blocked(x: Array | jax.ShapeDtypeStruct) -> Blocked:
+    """Declare blocks of tokens of an array with a column for each token."""
+    return Blocked(x, (1, *x.shape[1:-1], BLOCK), f"B{'.' * (x.ndim - 2)}T")
+
+
+def _call(
+    name: str, static: Static, inputs: Mapping[str, Array], outputs: Mapping[str, Array], kernel: Kernel
+) -> dict[str, Array]:
+    """Call a kernel for each block of tokens; the outputs have the shapes and dtypes of `outputs`."""
+    batch, *_, columns = inputs["x"].shape
+    call = KernelCall(
+        name=name,
+        grid=(batch, cdiv(columns, BLOCK)),
+        index_maps={"B": lambda b, t: b, "T": lambda b, t: t},
+        inputs={key: _blocked(x) for key, x in inputs.items()},
+        outputs={key: _blocked(x) for key, x in outputs.items()},
+        scratch={},
+        vmem_bytes=tiling.vmem_limit(),
+        parallel_axes=2,
+    )
+    return call.run(functools.partial(kernel, static), static.interpret)
+
+
+def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> None:
+    """Call a function for each group and each register of tokens of a block."""
+
+    def step(n: Array, _: None) -> None:
+        lanes = pl.ds(pl.multiple_of(jax.lax.rem(n, BLOCK // LANES) * LANES, LANES), LANES)
+        of_group(jax.lax.div(n, BLOCK // LANES), lanes)
+
+    jax.lax.fori_loop(0, static.groups * (BLOCK // LANES), step, None)
+
+
+def _combine_kernel(static: Static, refs: Refs) -> None:
+    heads = range(static.per_group)
+
+    def of_group(group: Array, lanes: Rows) -> None:
+        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        for chunk in range(static.head_dim // CHUNK):
+            x = [refs["x"][0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+            for n in heads:
+                y = total([w[j][n] * x[j] for j in heads])
+                refs["out"][0, static.rows(group, n, chunk), lanes] = y.astype(refs["out"].dtype)
+
+    _over_groups(static, of_group)
+
+
+def _gradient_kernel(static: Static, refs: Refs) -> None:
+    heads = range(static.per_group)
+
+    def of_group(group: Array, lanes: Rows) -> None:
+        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        d_w = [[jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in heads] for _ in heads]
+        for chunk in range(static.head_dim // CHUNK):
+            x, d_out = (
+                [ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+                for ref in (refs["x"], refs["d_out"])
+            )
+            for j in heads:
+                d_x = total([w[j][n] * d_out[n] for n in heads])
+                refs["d_x"][0, static.rows(group, j, chunk), lanes] = d_x.astype(refs["d_x"].dtype)
+                for n in heads:
+                    product = (x[j] * d_out[n]).reshape(CHUNK // SUBLANES, SUBLANES, LANES)
+                    d_w[j][n] += jnp.sum(product, axis=0)
+        for j in heads:
+            for n in heads:
+                refs["d_w"][0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
+
+    _over_groups(static, of_group)

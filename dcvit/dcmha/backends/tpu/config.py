@@ -1,0 +1,258 @@
+"""Static configuration of the TPU kernels: sizes, blocks, and the layout of the packed compose weights.
+
+Everything in this module is known when the program is traced. `dcvit.dcmha.backends.tpu.tiling` chooses the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.shapes import Array
+
+LANES = 128  # columns of a vector register
+SUBLANES = 8  # rows of a vector register of 32-bit numbers
+
+Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
+Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
+Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
+ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
+# Kernels of one of three families compute attention. In all of them, the VPU adds the query-wise branch. No family can
+# replace another one within a few percent; by the bundles (about cycles) of docs/performance_notes.md:
+#
+#   family         blocks, and what mixes heads         needed for                           its bundles : without it
+#   "interleaved"  eight interleaved examples, each     ViT-S/16 on v5e: forward, gradient   1 : 1.58, 1 : 1.50
+#                  of one tile; MXU                     ViT-S/16 on v6e                      1 : 1.71, 1 : 1.42
+#   "matrix"       one example in several tiles; MXU    405M on v5e: forward, delta,         1 : 1.21, 1 : 1.49,
+#                                                       gradient                             1 : 1.28
+#                                                       2.8B on v6e                          1 : 1.39, 1.45, 1.20
+#                                                       6.9B on v5p                          1 : 1.41, 1.59, 1.20
+#   "vector"       one example; VPU                     on all chips what the MXU cannot     not computed without it
+#                                                       mix: an odd number of heads, or more
+#                                                       than 32 (13B has 40, 33B has 52),
+#                                                       and plain attention in tiles
+#
+# The ratios of "interleaved" are to one tile of one example, those of "matrix" to "vector", each by an earlier version.
+Family: TypeAlias = Literal["interleaved", "matrix", "vector"]
+IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
+
+
+class BranchOffsets(NamedTuple):
+    """First packed column of each weight of one side (query-wise or key-wise) of one compose.
+
+    A weight that the compose does not have is None.
+    """
+
+    down: int | None
+    up: int | None
+    gate: int | None
+
+
+class KeyRun(NamedTuple):
+    """Neighboring packed columns of key-wise weights, and their partners that share 32-bit words with them."""
+
+    start: int
+    size: int
+    distance: int  # of a column and its partner
+    partners: int  # at most `size`
+
+
+class ComposeLayout(NamedTuple):
+    """The branches of one compose and the position of its weights in the packed arrays."""
+
+    query: BranchOffsets
+    key: BranchOffsets
+    query_rank: int
+    key_rank: int
+    has_static: bool
+    skip_factor: float  # multiplies the skip connection where the compose has no gate
+    key_runs: tuple[KeyRun, ...]  # the key-wise columns
+
+    def key_columns(self, *, rounded: bool) -> list[int]:
+        """Return the packed columns of the key-wise weights that are broadcast: `rounded`, words of two columns."""
+        lower = [run.start + n for run in self.key_runs for n in range(run.size)]
+        upper = [run.start + run.distance + n for run in self.key_runs for n in range(run.partners)]
+        return lower if rounded else lower + upper
+
+    def key_word(self, column: int) -> tuple[int, bool]:
+        """Return the number of the word of a packed column, and True if the column has its upper bits."""
+        before = 0
+        for run in self.key_runs:
+            for first, size, is_upper in ((run.start, run.size, False), (run.start + run.distance, run.partners, True)):
+                if first <= column < first + size:
+                    return before + column - first, is_upper
+            before += run.size
+        raise ValueError(f"column {column} is not one of {self.key_runs}")
+
+    def with_keys_after(self, columns: int) -> ComposeLayout:
+        """Return the layout with the key-wise columns after the first `columns` of the same array."""
+        key = BranchOffsets(*(None if start is None else start + columns for start in self.key))
+        runs = tuple(run._replace(start=run.start + columns) for run in self.key_runs)
+        return self._replace(key=key, key_runs=runs)
+
+    @property
+    def mixes(self) -> bool:
+        """True if a key-wise branch or a static projection mixes heads, see `dcvit.dcmha.backends.tpu.mixing`."""
+        return self.has_static or any(start is not None for start in self.key)
+
+    def query_only(self) -> ComposeLayout:
+        """Return the layout of the query-wise branch and the skip connection."""
+        return self._replace(key=BranchOffsets(None, None, None), key_rank=0, has_static=False, key_runs=())
+
+    def hidden_planes(self, groups: int) -> int:
+        """Return the number of hidden planes: one for each rank, group and side with a dynamic projection."""
+        sides = (self.query, self.query_rank), (self.key, self.key_rank)
+        return groups * sum(rank for offsets, rank in sides if offsets.down is not None)
+
+
+class KernelConfig(NamedTuple):
+    """All static properties of one attention call: sizes before and after padding, blocks, and compose layouts."""
+
+    family: Family
+    heads: int
+    key_heads: int
+    head_dim: int
+    groups: int
+    first_query: int  # position of the first of these queries where they are a part of all queries
+    queries: int
+    keys: int
+    block_q: int
+    block_k: int
+    queries_per_pass: int  # the backward pass processes so many queries at once
+    strip: int  # keys that vector operations process at once, and whose heads one matrix product mixes
+    strips_per_step: int  # strips that one step of a loop processes
+    causal: bool
+    window: int | None
+    scale: float
+    pre: ComposeLayout | None
+    post: ComposeLayout | None
+    vmem_bytes: int  # limit for one kernel
+    dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
+    rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
+
+    @property
+    def operand_dtype(self) -> np.dtype[Any]:
+        """Dtype of the operands of matrix products."""
+        dtype: np.dtype[Any] = jnp.dtype(jnp.bfloat16 if self.rounded else jnp.float32)
+        return dtype
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Dtype of arrays of tokens in HBM; a row of interleaved tokens can be read in 32 bits only."""
+        return np.dtype(np.float32) if self.family == "interleaved" else self.dtype
+
+    @property
+    def examples(self) -> int:
+        """Number of examples of a block."""
+        return SUBLANES if self.family == "interleaved" else 1
+
+    @property
+    def summary(self) -> str:
+        """The choice of kernels, for the log."""
+        return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
+
+    @property
+    def is_single_tile(self) -> bool:
+        """True if one tile holds all scores of an example."""
+        return self.blocks_q == self.blocks_k == 1
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if a query does not attend to later keys."""
+        return self.causal or self.window is not None
+
+    @property
+    def blocks_q(self) -> int:
+        return cdiv(self.queries, self.block_q)
+
+    @property
+    def blocks_k(self) -> int:
+        return cdiv(self.keys, self.block_k)
+
+    @property
+    def max_key_blocks(self) -> int:
+        """The largest number of key blocks that any query block attends to."""
+
+        spans = [self.last_key_block(i) - self.first_key_block(i) for i in range(self.blocks_q)]
+        return max(int(span) for span in spans) + 1
+
+    @property
+    def attended_tiles(self) -> int:
+        """The number of tiles of an example with keys that a query attends to."""
+        return sum(int(self.last_key_block(i) - self.first_key_block(i)) + 1 for i in range(self.blocks_q))
+
+    def key_lanes(self, head: int) -> slice:
+        """Return the lanes of the keys and values that query head `head` uses."""
+        start = head // (self.heads // self.key_heads) * self.head_dim
+        return slice(start, start + self.head_dim)
+
+    def query_lanes(self, head: int) -> slice:
+        """Return the lanes of query head `head`."""
+        return slice(head * self.head_dim, (head + 1) * self.head_dim)
+
+    def first_key_block(self, i: Index) -> Index:
+        """Return the first key block that query block `i` attends to."""
+        if self.window is None:
+            return 0
+        first_key = _maximum(i * self.block_q + (self.first_query - self.window + 1), 0)
+        return _minimum(_quotient(first_key, self.block_k), self.blocks_k - 1)
+
+    def last_key_block(self, i: Index) -> Index:
+        """Return the last key block that query block `i` attends to; it is at least the first one."""
+        if not self.is_ordered:
+            return self.blocks_k - 1
+        last_key = (i + 1) * self.block_q + (self.first_query - 1)
+        return _minimum(_quotient(last_key, self.block_k), self.blocks_k - 1)
+
+    def query_block(self, j: Index, i: Index) -> Index:
+        """Return query block `i`, or the nearest query block that attends to key block `j`.
+
+        Pallas fetches a block only when its index changes, so the clamped index avoids fetches of unused blocks.
+        """
+        last = self.blocks_q - 1
+        low: Index = 0
+        if self.is_ordered:
+            first_query = jnp.maximum(j * self.block_k - self.first_query, 0)
+            low = jnp.minimum(_quotient(first_query, self.block_q), last)
+        high: Index = last
+        if self.window is not None:
+            last_query = jnp.maximum(j * self.block_k + (self.block_k + self.window - 2 - self.first_query), 0)
+            high = jnp.minimum(_quotient(last_query, self.block_q), last)
+        return jnp.clip(i, low, jnp.maximum(high, low))
+
+
+def hidden_planes(config: KernelConfig, layout: ComposeLayout | None) -> int:
+    """Return the number of hidden planes that the VPU computes for a compose."""
+    if layout is None:
+        return 0
+    return (layout if config.family == "vector" else layout.query_only()).hidden_planes(config.groups)
+
+
+def _minimum(a: Index, b: int) -> Index:
+    return min(a, b) if isinstance(a, int) else jnp.minimum(a, b)
+
+
+def _maximum(a: Index, b: int) -> Index:
+    return max(a, b) if isinstance(a, int) else jnp.maximum(a, b)
+
+
+def _quotient(a: Index, b: int) -> Index:
+    """Return a // b for a >= 0. Mosaic lowers the operator // of arrays only where a TPU is present."""
+    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.int32(b))
+
+
+def conditions(steps: int, *times: int) -> dict[str, str]:
+    """Return metadata of a kernel, with which scripts/tpu/step.py weights the conditional parts of its schedule.
+
+    Args:
+      steps: the steps of the grid for one example.
+      times: in how many of them the condition of each `pl.when` holds, in the kernel's order.
+    """
+    return {"steps": str(steps), "conditions": " ".join(map(str, times))}

@@ -1,0 +1,209 @@
+"""Schedules of the stages of a tile, strip by strip.
+
+The stages are in `forward_stages` and `backward_stages`. Kernels for one example run them in loops (`over_strips`).
+
+Kernels for blocks of interleaved examples unroll the strips of an example (`run_stage`): all addresses are static, and
+the compiler sees that the buffers of two strips are different. The products of a strip are issued some strips ahead of
+the vector operations that need them, so that both units work at the same time. Other work, of this or a neighboring
+example, is spread over the strips of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.backends.tpu import mixing
+from dcvit.dcmha.backends.tpu.call import Refs
+from dcvit.dcmha.backends.tpu.config import LANES, ComposeLayout, ComposeName, Index, KernelConfig, Rows
+from dcvit.dcmha.backends.tpu.tile import Products, Strip, Vectors
+from dcvit.dcmha.shapes import Array, Ref, not_none
+
+Task: TypeAlias = Callable[[], None]
+
+AHEAD = 2  # strips between a matrix product and the vector operations that need it
+GROUP = 4  # strips whose sums are computed together
+
+
+def broadcast_columns(
+    config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
+) -> None:
+    """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
+    if layout is None or not layout.key_runs:
+        return
+    x = not_none(wk)[0, rows, :]
+    for n, c in enumerate(layout.key_columns(rounded=config.rounded)):
+        not_none(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
+
+
+def over_strips(
+    config: KernelConfig,
+    refs: Refs,
+    composes: Sequence[ComposeName],
+    vectors: Vectors,
+    products: Products,
+    overlapped: Callable[[Array], None] | None = None,
+) -> None:
+    """Call vectors(strip, buffers) for each strip of a tile.
+
+    `buffers` hold the broadcast weights of `composes`, or the planes that `products` has written, if the MXU
+    mixes heads; see `over_mixed_strips`.
+
+    A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
+    processes several strips and first broadcasts the weights of all of them, each into its own buffer. (The compiler
+    assumes that a buffer selected by a traced index aliases the one that is being read.) `overlapped`, which gets the
+    number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
+    """
+    if config.family == "matrix":
+        over_mixed_strips(config, refs["mixed"], vectors, products, overlapped)
+        return
+    unroll = config.strips_per_step
+    layouts = {"pre": (config.pre, refs.get("broadcast_pre")), "post": (config.post, refs.get("broadcast_post"))}
+
+    def step(i: Array, _: None) -> None:
+        strips = strips_of(config, i)
+        buffers = []
+        for n in range(unroll):
+            refs_of_step = [layouts[name][1] for name in composes]
+            buffers.append([None if ref is None else ref.at[n] for ref in refs_of_step])
+        for some, outs in zip(strips, buffers, strict=True):
+            for name, out in zip(composes, outs, strict=True):
+                broadcast_columns(config, layouts[name][0], refs.get("wk"), some.rows, out)
+        if overlapped:
+            overlapped(i)
+        for some, outs in zip(strips, buffers, strict=True):
+            vectors(some, outs)
+
+    jax.lax.fori_loop(0, steps(config), step, None)
+
+
+def steps(config: KernelConfig) -> int:
+    """Return the number of steps of `strips_per_step` strips in a tile."""
+    return config.block_k // config.strip // config.strips_per_step
+
+
+def strips_of(config: KernelConfig, i: Index) -> list[Strip]:
+    """Return the strips of step `i`; those of a step after the last one are repetitions of the last one's."""
+    last_block_keys = config.keys - (config.blocks_k - 1) * config.block_k
+    unroll, last, found = config.strips_per_step, steps(config) - 1, []
+    for n in range(unroll):
+        start = pl.multiple_of((jnp.minimum(i, last) * unroll + n) * config.strip, config.strip)
+        may_pad = (last * unroll + n + 1) * config.strip > last_block_keys
+        number = jnp.minimum(i * unroll + n, config.block_k // config.strip)
+        found.append(Strip(start, config.strip, may_pad, number))
+    return found
+
+
+def over_mixed_strips(
+    config: KernelConfig, buffers: Ref, vectors: Vectors, products: Products,
+    overlapped: Callable[[Array], None] | None,
+) -> None:  # fmt: skip
+    """Call products(strip, buffer) for each strip of a tile, one step ahead of vectors(strip, buffers).
+
+    So the MXU mixes the heads of the next strips while the VPU works on the current ones. Two steps are unrolled, each
+    of which has its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After
+    the last step, `products` is called for a repetition of it, whose results are not used: of 16 strips in steps of
+    two, 18 have products.
+    """
+
+    def compute(i: Index, half: int) -> None:
+        for n, strip in enumerate(strips_of(config, i)):
+            products(strip, buffers.at[half, n])
+
+    def two_steps(pair: Array, _: None) -> None:
+        for half in range(2):
+            i = 2 * pair + half
+            compute(i + 1, 1 - half)
+            if overlapped:
+                overlapped(i)
+            strips = strips_of(config, i)
+            size = len(strips) * config.strip
+            start = pl.multiple_of(jnp.asarray(strips[0].start), size)
+            strips_of_step = Strip(start, size, any(strip.may_pad for strip in strips))
+            vectors(strips_of_step, [buffers.at[half, :, plane] for plane in range(buffers.shape[2])])
+
+    compute(0, 0)
+    jax.lax.fori_loop(0, steps(config) // 2, two_steps, None)
+
+
+def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
+    """Return the buffers of broadcast key-wise weights by name, one buffer for each strip of a step."""
+    dtype = jnp.int32 if config.rounded else jnp.float32
+    return {
+        f"broadcast_{name}": pltpu.VMEM(
+            (config.strips_per_step, len(layout.key_columns(rounded=config.rounded)), config.strip, LANES), dtype
+        )
+        for name, layout in (("pre", config.pre), ("post", config.post))
+        if layout is not None and layout.key_runs and config.family == "vector"
+    }  # fmt: skip
+
+
+def mixed_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
+    """Return the buffers of `over_mixed_strips` by name: two planes of all heads for each strip of two steps."""
+    if config.family != "matrix":
+        return {}
+    shape = (2, config.strips_per_step, 2, config.heads * config.strip, config.block_q)
+    return {"mixed": pltpu.VMEM(shape, jnp.float32), "diagonal": mixing.diagonal_scratch()}
+
+
+def run_all(tasks: Sequence[Task]) -> None:
+    """Run tasks one after the other."""
+    for task in tasks:
+        task()
+
+
+def run_stage(
+    config: KernelConfig, mixed: Ref, products: Products, vectors: Vectors, tasks: Sequence[Task] = (),
+    sums: Callable[[slice], None] | None = None,
+) -> None:  # fmt: skip
+    """Visit all strips of keys.
+
+    Args:
+      config: the sizes of strips.
+      mixed: buffer of the results of `products`, see `ring`.
+      products: matrix products of a strip, issued `AHEAD` strips ahead of its vector operations.
+      vectors: vector operations of a strip.
+      tasks: operations that are independent of the vector operations, and spread over the strips.
+      sums: called with the keys of each group of strips.
+    """
+    count = config.block_k // config.strip
+    done, spread = 0, max(count - AHEAD, 1)
+    for n in range(-AHEAD, count):
+        if n + AHEAD < count:
+            products(unrolled_strip(config, n + AHEAD), mixed.at[slot(n + AHEAD)])
+        if n < 0:
+            continue
+        due = len(tasks) * min(n + 1, spread) // spread
+        run_all(tasks[done:due])
+        done = due
+        vectors(unrolled_strip(config, n), [mixed.at[slot(n), part] for part in range(2)])
+        if sums and (n % GROUP == GROUP - 1 or n == count - 1):
+            sums(slice((n - n % GROUP) * config.strip, (n + 1) * config.strip))
+
+
+def unrolled_strip(config: KernelConfig, n: int) -> Strip:
+    """Return strip number `n`."""
+    return Strip(n * config.strip, config.strip, (n + 1) * config.strip > config.keys, n)
+
+
+def ring(config: KernelConfig) -> pl.MemoryRef:
+    """Return a buffer for what products write for the strips in work, (slots, 2, heads·keys, Bq)."""
+    shape = (AHEAD + 1, 2, config.heads * config.strip, config.block_q)
+    found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
+    return found
+
+
+def slot(n: int) -> int:
+    """Return the slot of a strip in a ring."""
+    return n % (AHEAD + 1)
+
+
+def mask_of(refs: Refs, e: Index) -> Ref | None:
+    """Return the mask of example `e` of a block; one of several examples may be that of all."""
+    mask = refs.get("mask")
+    return mask if mask is None or mask.shape[0] == 1 else mask.at[pl.ds(e, 1)]

@@ -1,0 +1,216 @@
+"""Choice of blocks for the TPU kernels, and the cases that they do not support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from dcvit.dcmha.backends.tpu import backward_interleaved, mixing
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
+from dcvit.dcmha.backends.tpu.packing import compose_layouts
+from dcvit.dcmha.backends.tpu.strips import mixed_scratch
+from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
+from dcvit.dcmha.device import device_kind
+from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
+from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.shapes import Array
+
+STRIP = SUBLANES  # keys of a strip: the rows of one register
+# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e, and of 64 MiB on each core of v5p and TPU7x. The
+# kernels have been compiled for these chips only.
+VMEM_BYTES = {
+    "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
+    "TPU7x": 60 * 2**20,
+}  # fmt: skip
+# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows. Vector operations, which store operands of products,
+# take 16 keys at once there.
+TILES_OF_16_ROWS = ("TPU7x",)
+
+COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the MXU
+
+
+def check_device() -> None:
+    """Raise UnsupportedError if no TPU kernel of this package supports the device or JAX's configuration."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise UnsupportedError("the TPU kernels do not support 64-bit mode (jax_enable_x64)")
+    kind = device_kind()
+    if kind.startswith("TPU") and not kind.startswith(tuple(VMEM_BYTES)):
+        raise UnsupportedError(f"the TPU kernels support v5e, v5p, v6e and TPU7x, found a {kind}")
+
+
+def check_dtypes(q: Array, k: Array, v: Array) -> None:
+    """Raise UnsupportedError unless q, k and v are all float32 or all bfloat16."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        raise UnsupportedError(
+            "the TPU kernels support q, k and v that are all float32 or all bfloat16,"
+            f" found {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+
+
+def rounds(dtype: DTypeLike) -> bool:
+    """Return whether a TPU rounds the operands of products to bfloat16: all, or float32 at JAX's default precision."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return dtype == jnp.bfloat16 or precision in (None, "default", "fastest", "bfloat16")
+
+
+def vmem_limit() -> int:
+    """Return the bytes of VMEM that a kernel may use; on a host without TPUs, the smallest limit of all chips."""
+    kind = device_kind()
+    return next((size for known, size in VMEM_BYTES.items() if kind.startswith(known)), min(VMEM_BYTES.values()))
+
+
+def strips_per_step(sizes: KernelConfig) -> int:
+    """Return the number of strips that one step of a loop processes.
+
+    A strip of few heads has too little work to hide its latency, so that one step takes several strips with about 30
+    registers in all. Of the largest such numbers, the one that pads the keys least is chosen.
+    """
+    counts = [n for n in (5, 4, 3, 2, 1) if n * sizes.heads * sizes.strip <= 32 * STRIP] or [1]
+    return min(counts[:3], key=lambda n: (round_up(sizes.keys, sizes.strip * n), -n))
+
+
+def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
+    """Return the bytes of buffers in VMEM."""
+    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
+
+
+def backward_vmem_bytes(config: KernelConfig) -> int:
+    """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
+    itemsize = jnp.dtype(config.dtype).itemsize
+    plane = config.heads * config.block_k * config.block_q
+    wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
+    layouts = [layout for layout in (config.pre, config.post) if layout is not None]
+    rows = sum(config.heads * (2 * layout.query_rank + 1) for layout in layouts)
+    columns = sum(len(layout.key_columns(rounded=False)) for layout in layouts)
+    hidden = [hidden_planes(config, layout) for layout in layouts] or [0]
+    queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
+    tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
+    windows = tokens * max(itemsize, 2 if config.family == "matrix" else 3)
+    windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
+    broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
+    if config.family == "matrix":
+        mixes = sum(layout.mixes for layout in layouts)
+        matrices = math.prod(mixing.rows_shape(config).shape) * 4
+        windows += 2 * mixes * matrices
+        buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
+        broadcast = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers)
+        broadcast += COMPILER_BYTES
+    scratch = (
+        plane * (16 + 2 * itemsize)
+        + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
+        + queries * wide * 4
+        + config.block_k * (2 * narrow + columns + LANES) * 4
+    )
+    scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
+    return 2 * windows + scratch
+
+
+def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConfig:
+    """Return the first of the `candidates` that fits into `vmem_bytes`.
+
+    Raises:
+      UnsupportedError: none fits.
+    """
+    batch, queries, heads, head_dim = inputs.q.shape
+    keys, key_heads = inputs.k.shape[1:3]
+    dtype, scale = inputs.q.dtype, float(options.scale)
+    pre, post = compose_layouts(inputs.pre, inputs.post, scale)
+    sizes = KernelConfig(
+        family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=options.groups,
+        first_query=options.first_query, queries=queries, keys=keys, block_q=LANES, block_k=STRIP,
+        queries_per_pass=queries, strip=STRIP, strips_per_step=1, causal=options.causal, window=options.window,
+        scale=scale, pre=pre, post=post, vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16,
+    )  # fmt: skip
+    for config in candidates(sizes, batch if inputs.segments is None else None):
+        if fits(config):
+            return config
+    raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
+
+
+def fits(config: KernelConfig) -> bool:
+    """Return True if the gradient kernel, which uses the most VMEM of all, keeps the limit."""
+    if config.family == "interleaved":
+        return backward_interleaved.vmem_bytes(config) + COMPILER_BYTES <= config.vmem_bytes
+    return backward_vmem_bytes(config) <= config.vmem_bytes
+
+
+def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]:
+    """Yield configurations of a call with these sizes, the fastest first; without `batch`, of one example.
+
+    Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
+    first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
+    passes. The VPU mixes heads if no configuration with matrices fits.
+    """
+    if batch is not None and (config := interleaved(sizes, batch)) is not None:
+        yield config
+    if device_kind().startswith(TILES_OF_16_ROWS):
+        sizes = sizes._replace(strip=2 * STRIP)
+    tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
+    for config in tiled:
+        yield mixed_by_matrices(config) or config
+    yield from tiled
+
+
+def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
+    """Return the configuration with blocks of eight interleaved examples, or None if that is not possible.
+
+    One tile holds all scores of an example, and the batch and the heads fill registers. A matrix that mixes heads has
+    heads·keys rows, at most 128, of complete registers.
+    """
+    heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
+    fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
+    if not (is_one_tile(sizes) and fills_registers):
+        return None
+    if heads <= LANES // (2 * STRIP):
+        strip = 2 * STRIP
+    elif heads <= LANES // STRIP and heads % 2 == 0:
+        strip = STRIP
+    else:
+        return None
+    block_q, block_k = round_up(sizes.queries, LANES), round_up(sizes.keys, strip)
+    query_columns = packed_columns(sizes, "q")
+    pre, post = (layout and layout.with_keys_after(query_columns) for layout in (sizes.pre, sizes.post))
+    return sizes._replace(family="interleaved", strip=strip, block_q=block_q, block_k=block_k, pre=pre, post=post)
+
+
+def is_one_tile(sizes: KernelConfig) -> bool:
+    """Return True if one tile may hold all scores of an example."""
+    return sizes.queries <= 256 and sizes.keys <= 512
+
+
+def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
+    """Return the numbers of queries and keys of a tile, the largest first."""
+    blocks = [(256, 128), (128, 128), (128, 64)]
+    if is_one_tile(sizes):
+        strips = sizes.strip * strips_per_step(sizes)
+        blocks.insert(0, (round_up(sizes.queries, LANES), round_up(sizes.keys, strips)))
+    most = round_up(sizes.queries, LANES), round_up(sizes.keys, 4 * STRIP)
+    return [(min(block_q, most[0]), min(block_k, most[1])) for block_q, block_k in blocks]
+
+
+def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
+    """Return the configurations with these blocks, in which the backward pass has ever fewer queries at once."""
+    unroll = strips_per_step(sizes)
+    per_step = unroll if block_k % (sizes.strip * unroll) == 0 else min(unroll, 2)
+    config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)
+    fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
+    return [config._replace(queries_per_pass=n) for n in (sizes.queries, *fewer)]
+
+
+def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
+    """Return the configuration in which the MXU mixes heads, or None if that is not possible.
+
+    One iteration of the loops over a tile computes two steps. The matrix of a strip has at most 256 columns.
+    """
+    per_step = config.strips_per_step * (config.strip // STRIP)
+    found = config._replace(family="matrix", strip=STRIP, strips_per_step=max(per_step, 2))
+    mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
+    pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
+    small = config.heads % 2 == 0 and config.heads * found.strip <= 2 * LANES
+    return found if mixes and pairs and small and not config.is_single_tile else None

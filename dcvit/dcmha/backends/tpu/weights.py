@@ -1,0 +1,149 @@
+"""Dynamic weights in the form in which the TPU kernels read them: query-wise rows, and key-wise words.
+
+The packed weights of a side are (tokens, columns); `dcvit.dcmha.backends.tpu.packing.compose_layouts` says which column
+is which weight. A kernel that reads interleaved examples reads them like tokens, those of both sides from one array
+with the query-wise columns first, and converts them in VMEM, where a transposition costs little. For other kernels XLA
+converts them, except for key-wise weights of which the kernel of `dcvit.dcmha.backends.tpu.matrices` makes matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.numerics import LOG2_E, round_up
+from dcvit.dcmha.shapes import Array, Ref
+
+Side = Literal["q", "k"]
+
+
+def packed_columns(config: KernelConfig, side: Side) -> int:
+    """Return the number of packed columns of one side."""
+    return max((stop for _, _, _, stop in _parts(config, side)), default=0)
+
+
+def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, str, int, int]]:
+    """Yield the compose, the name, and the first and the end column of each weight of one side."""
+    for layout in (config.pre, config.post):
+        if layout is None:
+            continue
+        offsets, rank = (layout.query, layout.query_rank) if side == "q" else (layout.key, layout.key_rank)
+        for name, start in offsets._asdict().items():
+            if start is not None:
+                yield layout, name, start, start + (1 if name == "gate" else rank) * config.heads
+
+
+def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
+    """Return packed weights with the factor scale·log2(e) of the pre-compose, and with the skip connection.
+
+    A compose C is linear, C(c·a) = c·C(a), and the kernels compute softmax in base 2. The skip connection is added to
+    the query-wise gate, or else to the key-wise one.
+
+    Args:
+      config: the layout of the columns.
+      x: weights, with the columns as the last axis.
+      side: "q" or "k".
+      start: number of the first of these columns.
+    """
+    column = _column(x) + start
+    factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
+    for layout, name, first, stop in _parts(config, side):
+        inside = (column >= first) & (column < stop)
+        if name != "down":
+            factor = jnp.where(inside, layout.skip_factor, factor)
+        if name == "gate" and (side == "q" or layout.query.gate is None):
+            term = jnp.where(inside, layout.skip_factor, term)
+    return x * factor + term
+
+
+def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
+    """Return the gradients of weights from those of packed weights.
+
+    The kernels use scores without the factor `scale`, and pre-compose weights with the factor scale·log2(e).
+    """
+    column = _column(x)
+    factor = jnp.ones(column.shape, jnp.float32)
+    for layout, name, start, stop in _parts(config, side):
+        if layout is config.pre:
+            times = 1 / LOG2_E if name == "down" else config.scale
+            factor = jnp.where((column >= start) & (column < stop), times, factor)
+    return x * factor
+
+
+def words(config: KernelConfig, x: Array) -> Array:
+    """Return key-wise weights as pairs of bfloat16 in 32-bit words, see `KeyRun`.
+
+    The word of the first column of a pair has the second one in its upper bits; the other words are not used.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)  # round to the nearest, and to even
+    lower, column = jax.lax.shift_right_logical(bits, 16), _column(x)
+    found: Array = bits
+    runs = [run for layout in (config.pre, config.post) if layout is not None for run in layout.key_runs]
+    for distance in dict.fromkeys(run.distance for run in runs):
+        pairs = lower | pltpu.roll(bits, x.shape[-1] - distance, x.ndim - 1)
+        for run in runs:
+            if run.distance == distance:
+                found = jnp.where((column >= run.start) & (column < run.start + run.size), pairs, found)
+    return found
+
+
+def _column(x: Array) -> Array:
+    """Return the number of each column."""
+    return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
+
+
+def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Ref | None) -> None:
+    """Transpose the weights of an example: query-wise ones for loads of rows, key-wise ones for `mixing.build`.
+
+    Args:
+      config: the layout of the columns.
+      weights: all weights of the example, (columns/128, tokens, 128).
+      wq_rows: the result for query-wise weights, scaled, (1, Bq/128, rows, 128).
+      wk_rows: the result for key-wise weights, (columns + 8, keys); only the rows `used_key_rows` are written.
+    """
+    for n in range(weights.shape[0]):
+        start = n * LANES
+        rows = scaled(config, weights[n], "q", start).T
+        if wq_rows is not None and start < wq_rows.shape[2]:
+            stop = min(wq_rows.shape[2], start + LANES)
+            for register in range(wq_rows.shape[1]):
+                lanes = slice(register * LANES, (register + 1) * LANES)
+                wq_rows[0, register, start:stop] = rows[: stop - start, lanes]
+        if wk_rows is not None:
+            first = max(used_key_rows(config).start - start, 0)
+            if first < LANES:
+                wk_rows[start + first : start + LANES] = rows[first:, : wk_rows.shape[1]]
+
+
+def used_key_rows(config: KernelConfig) -> slice:
+    """Return the rows of a transposed array of both sides from the register with the first key-wise weight on."""
+    first = min((start for _, _, start, _ in _parts(config, "k")), default=0)
+    return slice(first // SUBLANES * SUBLANES, None)
+
+
+def rows_scratch(config: KernelConfig) -> tuple[pl.MemoryRef | None, pl.MemoryRef | None]:
+    """Return buffers for the results of `rows_of`, None for a side without weights."""
+    queries, keys = packed_columns(config, "q"), packed_columns(config, "k")
+    shape = (1, config.block_q // LANES, round_up(queries, SUBLANES), LANES)
+    wq_rows = pltpu.VMEM(shape, jnp.float32) if queries else None
+    size = round_up(keys, LANES) + SUBLANES, round_up(config.block_k, LANES)
+    return wq_rows, pltpu.VMEM(size, jnp.float32) if keys else None
+
+
+def transpose_key_weights(wk: Ref, out: Ref) -> None:
+    """Write key-wise weights (1, Bk, columns) for `mixing.build`, as `key_rows_scratch`."""
+    for start in range(0, wk.shape[2], LANES):
+        out[start : start + LANES, : wk.shape[1]] = wk[0, :, start : start + LANES].T
+
+
+def key_rows_scratch(columns: int) -> pl.MemoryRef:
+    """Return a buffer for the key-wise weights of at most 128 keys, (columns + 8, 128)."""
+    found: pl.MemoryRef = pltpu.VMEM((columns + SUBLANES, LANES), jnp.float32)
+    return found

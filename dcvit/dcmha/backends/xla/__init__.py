@@ -1,0 +1,1 @@
+"""Implementations that XLA compiles, for every platform."""

@@ -1,0 +1,398 @@
+"""Exact attention in blocks of queries, with its own backward pass. It never holds an array of size H×T×S.
+
+A block is a run of neighboring queries and all keys that they may attend to. A block contains complete rows of the
+softmax, so that one pass is enough although the post-compose mixes heads after the normalization. The keys of a block
+end at the diagonal in a causal layer and are those of the window in a local layer, so that time and memory of a local
+layer are linear in T. The forward pass saves its inputs only; the backward pass computes the softmax of a block again.
+From a saved log-sum-exp, which rounds large scores, rows of weights would not sum to one.
+
+With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
+queries. Their number depends on the data, so that there is a loop for each of a few numbers (`document_sizes`).
+
+The operations on a block write out the sums over heads (`tile`). The code runs on all platforms.
+
+Inside, `Inputs` are arranged by head: q is (B H T D), k and v are (B K S D), weights are those of `tile.arrange`, the
+mask is (B #T #S), and segments are as given. The functions on one example or on a block of it have the same axes
+without B.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha import device
+from dcvit.dcmha.backends.xla import reference, tile
+from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.device import map_examples
+from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
+from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
+from dcvit.dcmha.shapes import Array, Float, not_none
+
+BLOCK = 40_000  # approximate number of scores of one head in a block
+RUNS = 8  # loops over blocks in a causal layer, each with its own number of keys
+# Scores of all heads of an example that is computed at once with others, and of all these examples. On two CPU cores,
+# 64 examples of 16 tokens with 4 heads at once, or 8, take 0.67 or 0.80 of the time of a loop over them, with the same
+# bits. With 8 or more heads or 32 or more tokens, nothing is gained: 0.9 to 1.3 of the time (output and gradients).
+MAX_SMALL_EXAMPLE, SCORES_AT_ONCE = 1_024, 65_536
+MIN_ROWS = 16  # fewest queries of a block, unless there are fewer in all
+GROUP = 64  # with segments, queries that share their first key and their number of keys
+GRAIN = 64  # with segments, keys whose ids have one bound
+MIN_KEYS = 256  # with segments, fewest keys of a block, unless there are fewer in all
+
+Side: TypeAlias = Literal["q", "k", ""]  # an array has a query axis, a key axis, or neither
+Total = TypeVar("Total")
+
+
+class Axis(NamedTuple):
+    """The query axis or the key axis of an array of one example."""
+
+    side: Side
+    dim: int
+
+
+# The axis of each array of `Inputs` without mask and segments, by the name of its field.
+AXES = {
+    "q": Axis("q", 1), "k": Axis("k", 1), "v": Axis("k", 1),
+    "q1": Axis("q", -1), "q2": Axis("q", -1), "qg": Axis("q", -1),
+    "k1": Axis("k", -1), "k2": Axis("k", -1), "kg": Axis("k", -1),
+    "static": Axis("", 0),
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A run of blocks of equal shape.
+
+    Block i has `rows` queries from first + i·rows, and `keys` keys from first_key + i·step (moved inside the sequence).
+    """
+
+    first: int | Array
+    blocks: int
+    rows: int
+    first_key: int | Array
+    step: int
+    keys: int
+
+
+class Block(NamedTuple):
+    """One block: its inputs, the mask of its scores (None: no key is masked), and its first query and key."""
+
+    inputs: Inputs
+    mask: Array | None
+    start: dict[str, int | Array]
+
+
+supports = reference.supports  # every call
+
+
+def run(call: Call) -> Float[Array, "B T H D"]:
+    """Compute a call of attention.
+
+    Scores and weights are float32, or float64 for float64 inputs. The product of q and the scale is
+    rounded to q's dtype.
+    """
+    out: Array = _arrange_and_attend(_attend, call.options, call.inputs)
+    return out
+
+
+def forward_mode(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
+    """Compute attention in operations that JAX differentiates: the forward mode of other implementations."""
+    out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # trace once if called eagerly
+def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Options, inputs: Inputs) -> Array:
+    """Arrange the arrays by head, pad the queries to complete blocks, and attend."""
+    q, k, v, pre, post, mask, segments = inputs
+    wide = statistics_dtype(q.dtype)
+    queries, group = q.shape[1], _group(q.shape[1], segments)
+    rows = _end(runs(queries, k.shape[1], options, group))
+    if segments is not None:
+        rows = round_up(rows, not_none(group))
+        segments = segments._replace(queries=pad_ids(segments.queries, rows))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in ((q.astype(wide) * options.scale).astype(q.dtype), k, v))
+    pre, post = (tile.arrange(w, len(q), wide) for w in (pre, post))
+    arranged = Inputs(q, k, v, pre, post, None, segments)
+    if rows > queries:
+
+        def pad_queries(axis: Axis, x: Array) -> Array:
+            return pad(x, axis.dim + (axis.dim > 0), rows) if axis.side == "q" else x
+
+        arranged = _map_axes(pad_queries, arranged)._replace(segments=segments)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[:, 0], (len(q), *mask.shape[2:]))
+        if mask.shape[1] == queries and queries > 1:
+            mask = pad(mask, 1, rows)
+        arranged = arranged._replace(mask=mask)
+    out = attend(options, arranged)
+    return jnp.swapaxes(out[:, :, :queries], 1, 2)
+
+
+def runs(queries: int, keys: int, options: Options, group: int | None = None) -> list[Run]:
+    """Return the blocks of one example in the order of their queries; the last block may extend past `queries`.
+
+    With segments, the number of queries of a block divides `group`.
+    """
+    if options.window is not None and options.window < keys:
+        rows = _rows(queries, options.window, group)
+        extent = min(keys, options.window + rows - 1)
+        return [Run(0, cdiv(queries, rows), rows, options.first_query + 1 - options.window, rows, extent)]
+    if not options.causal and options.window is None:
+        rows = _rows(queries, keys, group)
+        return [Run(0, cdiv(queries, rows), rows, 0, 0, keys)]
+    # On average, a causal mask removes half of the keys after those that all queries attend to.
+    rows = _rows(queries, options.first_query + cdiv(max(1, keys - options.first_query), 2), group)
+    blocks = cdiv(queries, rows)
+    each = cdiv(blocks, RUNS)
+    return [
+        Run(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, options.first_query + (first + each) * rows))
+        for first in range(0, blocks, each)
+    ]
+
+
+def _rows(queries: int, keys: int, group: int | None) -> int:
+    """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`.
+
+    It is the same for all queries of these blocks, including padding.
+    """
+    if group is not None:
+        return _rows_of_group(group, keys)
+    most = max(MIN_ROWS, BLOCK // keys // tile.FOLDS * tile.FOLDS)
+    blocks = cdiv(queries, most)
+    return round_up(cdiv(queries, blocks), tile.FOLDS)
+
+
+def _rows_of_group(group: int, keys: int) -> int:
+    """Return the number of queries of each block of `keys` keys that halves a group until it is small enough."""
+    rows = group
+    while rows > max(MIN_ROWS, BLOCK // keys) and rows % (2 * tile.FOLDS) == 0:
+        rows //= 2
+    return rows
+
+
+def _at_once(x: Inputs) -> int:
+    """Return the number of examples that are computed at once, so that small ones share the start of each loop."""
+    scores = x.q.shape[1] * x.q.shape[2] * x.k.shape[2]
+    small = scores <= MAX_SMALL_EXAMPLE and x.segments is None  # loops over documents differ between examples
+    return SCORES_AT_ONCE // scores if small else 1
+
+
+def _end(parts: list[Run]) -> int:
+    """Return the number of queries in all blocks, including padding."""
+    return sum(part.blocks * part.rows for part in parts)
+
+
+def _forward(options: Options, x: Inputs, *, plain: bool = False) -> Float[Array, "H T D"]:
+    """Return the output of one example; `plain` is that of `_fold_blocks`."""
+
+    def write_block(block: Block, total: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(total, _forward_block(block, options), block.start["q"], 1)
+
+    return _fold_blocks(options, x, jnp.zeros_like(x.q), write_block, plain=plain)
+
+
+def _backward(options: Options, x: Inputs, d_out: Float[Array, "H T D"]) -> Inputs:
+    """Return the gradients of the inputs of one example."""
+    wide = statistics_dtype(x.q.dtype)
+    total = _map_axes(lambda axis, a: jnp.zeros(a.shape, wide if axis.side == "k" else a.dtype), x)
+
+    def add_block(block: Block, total: Inputs) -> Inputs:
+        rows = block.inputs.q.shape[1]
+        part = _backward_block(block, jax.lax.dynamic_slice_in_dim(d_out, block.start["q"], rows, 1), options)
+
+        def add(axis: Axis, old: Array, new: Array) -> Array:
+            side, dim = axis
+            if not side:
+                return old + new
+            if side == "k":
+                new = _sum(new, jax.lax.dynamic_slice_in_dim(old, block.start[side], new.shape[dim], dim))
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), block.start[side], dim)
+
+        return _map_axes(add, total, part)
+
+    total = _fold_blocks(options, x, total, add_block)
+    return _map_axes(lambda axis, a, like: a.astype(like.dtype), total, x)
+
+
+def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
+    out: Array = jax.lax.map(lambda each: _forward(options, each, plain=True), x)
+    return out
+
+
+_attend = differentiable(
+    forward=lambda options, x: (map_examples(_forward, options, x, at_once=_at_once(x)), None),
+    backward=lambda options, x, _, d_out: map_examples(_backward, options, x, d_out, at_once=_at_once(x))._replace(
+        segments=x.segments
+    ),  # which have no gradient
+    forward_mode=_attend_plainly,
+)
+
+
+def _forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
+    """Compute Eqn 4 on one block."""
+    x, groups = block.inputs, options.groups
+    scores = _matmul("htd,hsd->hts", x.q, x.k)
+    scores = tile.compose_planes(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
+    weights = tile.softmax(scores)
+    weights = tile.compose_planes(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
+    return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype)
+
+
+def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
+    """Return the gradients of one block's inputs; gradients of arrays with a key axis are sums over its queries."""
+    x, groups = block.inputs, options.groups
+    scores = _matmul("htd,hsd->hts", x.q, x.k)
+    pre = tile.hidden(scores, x.pre, groups=groups)
+    weights = tile.softmax(tile.compose_planes(scores, pre, x.pre, block.mask, groups=groups))
+
+    d_final = _matmul("htd,hsd->hts", d_out, x.v)
+    back = tile.transposed(x.post)
+    post = tile.hidden(weights, x.post, groups=groups), tile.hidden(d_final, back, groups=groups)
+    final = tile.compose_planes(weights, post[0], x.post, None, groups=groups)
+    dv = _matmul("hts,htd->hsd", final.astype(d_out.dtype), d_out)
+    d_post = x.post and tile.weight_gradients(weights, d_final, *post, x.post, groups=groups)
+    d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
+
+    back = tile.transposed(x.pre)
+    d_hidden = tile.hidden(d_composed, back, groups=groups)
+    d_pre = x.pre and tile.weight_gradients(scores, d_composed, pre, d_hidden, x.pre, groups=groups)
+    d_scores = tile.compose_planes(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
+    dq = _matmul("hts,hsd->htd", d_scores, x.k)
+    dk = _matmul("hts,htd->hsd", d_scores, x.q)
+    if len(x.q) != len(x.k):  # query heads share key heads
+        dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))
+    return Inputs(dq, dk, dv, d_pre, d_post)
+
+
+@tile.no_inline
+def _sum(x: Array, y: Array) -> Array:
+    """Add, without fusion into the update that stores the sum: XLA would write the complete updated array."""
+    return x + y
+
+
+def _matmul(equation: str, a: Array, b: Array) -> Array:
+    """Compute an einsum for each head with sums in at least float32; neighboring heads may share a head of `b`."""
+    if len(a) != len(b):
+        b = jnp.repeat(b, len(a) // len(b), axis=0)
+    return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
+
+
+def _fold_blocks(
+    options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total], *, plain: bool = False
+) -> Total:
+    """Return total = body(block, total), repeated for all blocks of an example.
+
+    With segments, blocks of keys without a common id are skipped, unless the loops are to be `plain`: JAX does not
+    differentiate loops of data-dependent length in reverse mode, and batches them as if all were of the longest one.
+    """
+    if x.segments is not None and not plain and not device.splits_arrays():
+        return _fold_documents(options, x, total, body)
+    for run in runs(x.q.shape[1], x.k.shape[1], options, _group(x.q.shape[1], x.segments)):
+
+        def step(index: int | Array, total: Total, run: Run = run) -> Total:
+            return body(_cut(x, run, index, options), total)
+
+        total = step(0, total) if run.blocks == 1 else jax.lax.fori_loop(0, run.blocks, step, total)
+    return total
+
+
+def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
+    """Return the result of `_fold_blocks` from blocks with the keys of the documents of their queries only.
+
+    Groups of queries are ordered by the smallest of `document_sizes` that holds their keys, and a loop over the groups
+    of each size divides them into blocks. Groups without keys are left out, whose outputs and gradients are zero.
+    """
+    group, keys = not_none(_group(x.q.shape[1], x.segments)), x.k.shape[1]
+    first, end = (found.astype(int) for found in _needed_keys(options, x, group))
+    sizes = document_sizes(keys if options.window is None else min(keys, options.window + group - 1))
+    kinds = jnp.where(end > first, jnp.searchsorted(jnp.asarray(sizes), end - first), len(sizes)).astype(int)
+    order = jnp.argsort(kinds).astype(int)
+    bounds = jnp.searchsorted(kinds[order], jnp.arange(len(sizes) + 1)).astype(int)  # of the groups of each size
+    for kind, size in enumerate(sizes):
+        rows = _rows_of_group(group, size)
+        blocks = group // rows
+
+        def step(index: Array, total: Total, size: int = size, rows: int = rows, blocks: int = blocks) -> Total:
+            place = order[index // blocks]
+            run = Run(place * group, blocks, rows, first[place], 0, size)
+            return body(_cut(x, run, index % blocks, options), total)
+
+        total = jax.lax.fori_loop(bounds[kind] * blocks, bounds[kind + 1] * blocks, step, total)
+    return total
+
+
+def document_sizes(most: int) -> list[int]:
+    """Return the numbers of keys of blocks with segments, up to `most`: eighths of it, and halves of an eighth."""
+    step = min(most, max(MIN_KEYS, round_up(cdiv(most, RUNS), GRAIN)))
+    sizes = {*range(step, most, step), most}
+    while step > MIN_KEYS:
+        step = max(MIN_KEYS, step // 2)
+        sizes.add(step)
+    return sorted(sizes)
+
+
+def _group(queries: int, segments: Segments | None) -> int | None:
+    """Return the number of queries that share their first key and number of keys; None without segments."""
+    return None if segments is None else min(GROUP, round_up(queries, tile.FOLDS))
+
+
+def _needed_keys(options: Options, x: Inputs, group: int) -> tuple[Array, Array]:
+    """Return the first key that each group of queries of an example may attend to, and the one after the last.
+
+    The end is at most the first key for a group that attends to none.
+    """
+    queries, keys = x.q.shape[1], x.k.shape[1]
+    first, last = first_and_last(blocks_in_common(not_none(x.segments), group, GRAIN))
+    first, end = first * GRAIN, jnp.minimum((last + 1) * GRAIN, keys)
+    at = options.first_query + jnp.arange(0, queries, group, dtype=jnp.int32)
+    if options.causal or options.window is not None:
+        end = jnp.minimum(end, at + group)
+    if options.window is not None:
+        first = jnp.maximum(first, at - (options.window - 1))
+    return first, end
+
+
+def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
+    """Return block `index` of a run."""
+    start = {
+        "q": run.first + index * run.rows,
+        "k": jnp.clip(run.first_key + index * run.step, 0, x.k.shape[1] - run.keys),
+    }
+    size = {"q": run.rows, "k": run.keys}
+
+    def cut(axis: Axis, array: Array) -> Array:
+        side, dim = axis
+        return jax.lax.dynamic_slice_in_dim(array, start[side], size[side], dim) if side else array
+
+    mask = x.mask
+    if mask is not None:
+        mask = mask if mask.shape[0] == 1 else cut(Axis("q", 0), mask)
+        mask = mask if mask.shape[1] == 1 else cut(Axis("k", 1), mask)
+    if options.causal or options.window is not None:
+        query = options.first_query + start["q"] + jnp.arange(run.rows)[:, None]
+        key = start["k"] + jnp.arange(run.keys)[None, :]
+        local = key <= query
+        if options.window is not None:
+            local &= key > query - options.window
+        mask = local if mask is None else mask & local
+    if x.segments is not None:
+        ids = cut(Axis("q", 0), x.segments.queries)[:, None] == cut(Axis("k", 0), x.segments.keys)[None, :]
+        mask = ids if mask is None else mask & ids
+    return Block(_map_axes(cut, x), mask, start)
+
+
+def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
+    """Return f(axis, array, …) of the arrays of each field except mask and segments; `axis` is that of `AXES`."""
+
+    def call(path: tuple[Any, ...], *arrays: Array) -> Array:
+        return f(AXES[path[-1].name], *arrays)
+
+    without = [y._replace(mask=None, segments=None) for y in (x, *others)]
+    mapped: Inputs = jax.tree_util.tree_map_with_path(call, *without)
+    return mapped

@@ -1,1 +1,0 @@
-"""Fused kernels for NVIDIA GPUs; see `dcvit.dcmha.pallas_gpu.api`."""
