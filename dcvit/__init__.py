@@ -41,10 +41,10 @@ def load(
     sharding: str | None = None,
     image_size: int | Sequence[int] | None = None,
 ) -> ImageModel | LanguageModel:
-    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.hub.model.load`."""
-    from dcvit.hub import model
+    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.inference.loading.load`."""
+    from dcvit.inference import loading
 
-    return model.load(source, config=config, sharding=sharding, image_size=image_size)
+    return loading.load(source, config=config, sharding=sharding, image_size=image_size)
 
 
 def list_models() -> list[str]:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
 
-    from dcvit.hub.model import load
+    from dcvit.inference.loading import load
     from dcvit.pages import report
     from dcvit.pages.exploration import Options, explore
     from dcvit.runs.files import replace

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--stop: an empty string would end every text before it begins")
     cli.check_model(args, overrides)
 
-    from dcvit.hub.model import open_model
+    from dcvit.inference.loading import open_model
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts
 

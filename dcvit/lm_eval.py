@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--include_path: no folder {args.include_path}")
     cli.check_model(args, overrides)
 
-    from dcvit.hub.model import open_model
     from dcvit.inference import harness_tasks
+    from dcvit.inference.loading import open_model
     from dcvit.inference.texts import LanguageModel
 
     cli.start_jax(forward_only=True)

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no image files: give files, or folders of them")
     cli.check_model(args, overrides)
 
-    from dcvit.hub.model import open_model
     from dcvit.inference import images
+    from dcvit.inference.loading import open_model
 
     cli.start_jax(forward_only=True)
     model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides, args.image_size)

@@ -209,3 +209,9 @@ def _text_options(config: ConfigDict) -> Mapping[str, Any]:
         with contextlib.suppress(MissingDataError):
             stated = read_description(find_prefix(options["path"]))
     return {**stated, **options}
+
+
+def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
+    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
+    if tokenizer.vocab_size > outputs:
+        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")

@@ -14,13 +14,13 @@ from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_trained
 from dcvit.hub.source import ModelSource, adapted, open_parameters
-from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
 from dcvit.models.lora import is_adapter
 from dcvit.models.trees import check_tree
 from dcvit.runs import steps
 from dcvit.runs.files import Folder
 from dcvit.runs.restoring import as_tensor, open_params
+from dcvit.runs.workdir import read_class_names
 from dcvit.weights import adapters
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description

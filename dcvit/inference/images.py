@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import json
 import logging
 import os
 from collections import Counter
@@ -23,7 +22,6 @@ from rich.cells import cell_len, set_cell_size
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
 from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
-from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
 from input_pipeline.files import expand, read_regular
 from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
@@ -149,26 +147,6 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
     for line in empty:
         on_error(line)
     return found
-
-
-def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
-    """Return the class names in a workdir's data.json, or the numbers of the classes if it has none.
-
-    Raises:
-      ConfigError: data.json is damaged or has another number of classes.
-    """
-    path = workdir / "data.json" if workdir else None
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["class_names"] if path and path.is_file() else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        raise ConfigError(f"cannot read class_names of {path}: {e}") from None
-    if names is None:
-        return [str(i) for i in range(num_classes)]
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"class_names in {path} should be a list of class names")
-    if len(names) != num_classes:
-        raise ConfigError(f"{path} names {len(names)} classes, the config has {num_classes}")
-    return names
 
 
 def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:

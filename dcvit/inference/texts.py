@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from dcvit.errors import ConfigError, InputError, checked
+from dcvit.hub.data import check_tokenizer
 from dcvit.inference import generation
 from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
@@ -104,12 +105,6 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
 def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
     """Return the token between documents: the tokenizer's, or else the model's; None if neither has one."""
     return model.end_of_text if tokenizer.end_of_text is None else tokenizer.end_of_text
-
-
-def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
-    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
-    if tokenizer.vocab_size > outputs:
-        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")
 
 
 def tokenizer_beside(path: str | None, default: str | None = None, outputs: int | None = None) -> Tokenizer:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, check_values, checked
-from dcvit.hub import model as hub
+from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
 from dcvit.runs import metrics, steps
@@ -40,7 +40,7 @@ class TrainingRun:
 
     def load(self) -> ImageModel | LanguageModel:
         """Load the model of the latest checkpoint; see `dcvit.load`."""
-        return hub.load(str(self.workdir))
+        return loading.load(str(self.workdir))
 
 
 @checked

@@ -61,7 +61,7 @@ def test_an_unknown_config_key_is_an_error_before_jax_is_imported():
 
 @pytest.mark.slow
 def test_weights_of_the_package_are_read_without_orbax():
-    code = "import sys, dcvit.hub.model; print('orbax.checkpoint' in sys.modules)"
+    code = "import sys, dcvit.inference.loading; print('orbax.checkpoint' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

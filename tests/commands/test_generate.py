@@ -7,7 +7,7 @@ from language_models import chain_model
 
 from dcvit import cli
 from dcvit import generate as command
-from dcvit.hub import model as hub
+from dcvit.inference import loading
 from dcvit.inference.text_stream import TextStream
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
@@ -21,7 +21,7 @@ def say(monkeypatch, capsys):
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
     opened = LanguageModel(*model, config={}, open_tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(cli, "check_model", lambda *options: None)
-    monkeypatch.setattr(hub, "open_model", lambda *options: opened)
+    monkeypatch.setattr(loading, "open_model", lambda *options: opened)
 
     def run(*words):
         status = cli.run(command.main, list(words))

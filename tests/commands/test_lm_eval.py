@@ -21,8 +21,7 @@ from harness_library import END, direct, harness_library, made  # noqa: F401
 from dcvit import cli
 from dcvit import lm_eval as command
 from dcvit.errors import ConfigError
-from dcvit.hub import model as hub
-from dcvit.inference import harness_tasks, task_files
+from dcvit.inference import harness_tasks, loading, task_files
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -101,7 +100,7 @@ def call(one, monkeypatch, capsys):
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
     opened = LanguageModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
-    monkeypatch.setattr(hub, "open_model", lambda *options: opened)
+    monkeypatch.setattr(loading, "open_model", lambda *options: opened)
     monkeypatch.setattr(cli, "check_model", lambda *options: None)
 
     def run(*argv):

@@ -17,8 +17,8 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.device import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError, checked
-from dcvit.hub import model as hub
 from dcvit.inference import images as image_models
+from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
@@ -268,11 +268,11 @@ class TestErrors:
         flat = flax.traverse_util.flatten_dict(params, sep="/")
         np.savez(tmp_path / "a.npz", **flat)
         with pytest.raises(CheckpointError, match=rf"a\.npz: head/bias has numbers .*float32, such as {value};"):
-            hub.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
+            loading.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
-        monkeypatch.setattr(hub, "folder", epath.Path)
-        monkeypatch.setattr(hub.ModelSource, "workdir", None)
+        monkeypatch.setattr(loading, "folder", epath.Path)
+        monkeypatch.setattr(loading.ModelSource, "workdir", None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
 

@@ -11,10 +11,10 @@ from trained_workdirs import DIGITS
 from dcvit import cli, train
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.inference.images import read_class_names
 from dcvit.pages.report import html
 from dcvit.runs import files, identity, workdir
 from dcvit.runs.steps import saved_steps
+from dcvit.runs.workdir import read_class_names
 from dcvit.training import trainer
 from input_pipeline import InputError
 from input_pipeline.shuffle import Blocks
