@@ -23,9 +23,10 @@ from dcvit.hub.kinds import kind_of, make_model
 from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import Params
 from dcvit.models.lm import LM
-from dcvit.models.trees import Tensors, check_tree, param_shapes, shapes_of
+from dcvit.models.trees import param_shapes
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.parallel.sharding import Strategy, with_shardings
+from dcvit.parallel.trees import Tensors, check_tree, shapes_of
 from dcvit.runs.files import Folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.workdir import check_checkpoint

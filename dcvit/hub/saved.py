@@ -16,7 +16,7 @@ from dcvit.hub.model import TrainedModel, open_trained
 from dcvit.hub.source import ModelSource, adapted, open_parameters
 from dcvit.models import lm, vit
 from dcvit.models.lora import is_adapter
-from dcvit.models.trees import check_tree
+from dcvit.parallel.trees import check_tree
 from dcvit.runs import steps
 from dcvit.runs.files import Folder
 from dcvit.runs.restoring import as_tensor, open_params

@@ -17,8 +17,8 @@ from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub import pretrained
 from dcvit.models import Params
 from dcvit.models.lora import is_adapter
-from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
+from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, absolute
 from dcvit.weights import adapters, big_vision_files, preprocessing

@@ -27,8 +27,9 @@ from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
-from dcvit.models.trees import check_tree, intermediate, param_shapes, shapes_of
+from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
+from dcvit.parallel.trees import check_tree, shapes_of
 
 # An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
 ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import matches
 from dcvit.models import Params
-from dcvit.models.trees import by_name, matrix_axes, nested
+from dcvit.models.trees import matrix_axes
+from dcvit.parallel.trees import by_name, nested
 
 A, B = "lora_a", "lora_b"
 

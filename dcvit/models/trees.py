@@ -1,4 +1,4 @@
-"""Trees of parameters: names and shapes and their comparison, tensors that are read on demand, and stacks of layers.
+"""Trees of parameters: their shapes, hidden matrices, named intermediates, and stacks of layers.
 
 A scan stacks the parameters of its layers along a new first axis.
 """
@@ -6,21 +6,15 @@ A scan stacks the parameters of its layers along a new first axis.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
-import flax.traverse_util
 import jax
-import numpy as np
 
 from dcvit.dcmha.selection import Policy, Selection, selecting
-from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
+from dcvit.errors import ConfigError, first_line, nearest
 from dcvit.models import Params
-from dcvit.parallel.sharding import names_of
+from dcvit.parallel.trees import by_name
 
-Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
-MAX_NAMED = 6  # parameters in a message
 # The matrices of hidden layers, by a regex on the end of their name, with the numbers of their last axes that are
 # inputs and outputs: all heads are one side of a matrix.
 MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
@@ -34,56 +28,12 @@ MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
 STACKS = {"encoderblock": "encoderblock_", "encodergroup": "encoderblock_", "group": "decoderblock_"}
 
 
-class Tensor(NamedTuple):
-    """An array in a file."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-
-Tensors: TypeAlias = Mapping[str, Tensor]
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays by path as a tree."""
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")  # type: ignore[no-untyped-call]
-    return tree
-
-
-def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
-    """Raise CheckpointError, listing the differences, if the names or shapes of two trees differ."""
-    different = [n for n in found if n in expected and found[n] != expected[n]]
-    differences = {
-        "only in the checkpoint": [n for n in found if n not in expected],
-        "only in the model": [n for n in expected if n not in found],
-        "of another shape": [f"{n} (checkpoint {found[n]}, model {expected[n]})" for n in different],
-    }
-    parts = [f"{len(names)} {title}: {_some(names)}" for title, names in differences.items() if names]
-    if parts:
-        raise CheckpointError(f"{what} does not fit the model; {'; '.join(parts)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
-
-
 def matrix_axes(name: str) -> tuple[int, int] | None:
     """Return the numbers of the last axes of a hidden matrix that are inputs and outputs; None for other parameters.
 
     Axes before them are those of a stack of matrices.
     """
     return next((axes for end, axes in MATRICES if re.fullmatch(f"(.*/)?{end}", name)), None)
-
-
-def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each array of a tree by its path, such as "head/kernel"."""
-    return {name: tuple(leaf.shape) for name, leaf in by_name(tree).items()}
-
-
-def by_name(tree: object) -> dict[str, Any]:
-    """Return the leaves of a tree by their path, such as "head/kernel"."""
-    return dict(zip(jax.tree.leaves(names_of(tree)), jax.tree.leaves(tree), strict=True))
 
 
 def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Array:

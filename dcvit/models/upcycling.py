@@ -20,8 +20,7 @@ from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
 from dcvit.models.fields import AttentionFields
-from dcvit.models.trees import by_name
-from dcvit.parallel.sharding import names_of
+from dcvit.parallel.trees import by_name, names_of
 
 COMPOSITION = re.compile(r"(?:.*/)?(?:pre|post)/(w_(?:[qk][12g]|b))")  # name of a parameter of a composition
 QK_NORM = re.compile(r"(?:.*/)?(?:query|key)_norm/.*")

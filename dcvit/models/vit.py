@@ -33,8 +33,8 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
-from dcvit.models.trees import Tensors
 from dcvit.parallel.mesh import BATCH, constrain
+from dcvit.parallel.trees import Tensors
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {

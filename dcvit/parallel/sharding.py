@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit.dcmha.inputs import Composition
 from dcvit.errors import ConfigError, check_regex, matches, nearest
 from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
+from dcvit.parallel.trees import names_of
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -229,13 +230,6 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
         return NamedSharding(mesh, P(*_rule_spec(name, leaf.shape, rule, mesh)))
 
     return jax.tree.map(sharding, names, tree)
-
-
-def names_of(tree: PyTree) -> PyTree:
-    """Return the names of arrays, such as "Transformer/encoderblock_0/…/kernel", in the structure of their tree."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree
-    )
 
 
 def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy = "ddp") -> PyTree:

@@ -14,8 +14,8 @@ from etils import epath
 from jaxtyping import PyTree
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import Tensor, check_tree, shapes_of
 from dcvit.parallel import multihost
+from dcvit.parallel.trees import Tensor, check_tree, shapes_of
 from dcvit.runs import checksums, steps
 from dcvit.runs.files import Folder, absolute
 

@@ -19,8 +19,8 @@ from dcvit.hub.model import listed
 from dcvit.hub.source import find
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
-from dcvit.models.trees import shapes_of
 from dcvit.models.upcycling import fields_that_change_the_function
+from dcvit.parallel.trees import shapes_of
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.weights.families import Weights
 from dcvit.weights.placement import period_of

@@ -21,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from dcvit.errors import matches
 from dcvit.models.trees import matrix_axes
-from dcvit.parallel.sharding import names_of
+from dcvit.parallel.trees import names_of
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON

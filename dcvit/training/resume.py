@@ -19,8 +19,8 @@ from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.data import TOKENIZER
 from dcvit.hub.source import ModelSource, find, load_params, open_parameters, path_from
 from dcvit.models import Params
-from dcvit.models.trees import shapes_of
 from dcvit.parallel import multihost
+from dcvit.parallel.trees import shapes_of
 from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace

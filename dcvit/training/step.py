@@ -19,9 +19,9 @@ from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
-from dcvit.models.trees import by_name
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
+from dcvit.parallel.trees import by_name
 from dcvit.training.optim import at_step
 from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch

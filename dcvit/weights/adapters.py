@@ -9,7 +9,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, check_call
 from dcvit.models.lora import A, Adaptation, B
-from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree
+from dcvit.parallel.trees import Shapes, Tensor, Tensors, check_tree
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Json
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import Tensor
+from dcvit.parallel.trees import Tensor
 from dcvit.weights import npz
 from input_pipeline import memory
 from input_pipeline.files import read_regular

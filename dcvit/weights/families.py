@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, checked
-from dcvit.models.trees import nested
+from dcvit.parallel.trees import nested
 from dcvit.weights import (
     big_vision,
     dcformer,

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
-from dcvit.models import trees
 from dcvit.models.fields import check_largest
+from dcvit.models.trees import param_shapes
+from dcvit.parallel import trees
 from dcvit.weights.links import Link, Shape
 from dcvit.weights.tensors import Json, Tensors
 
@@ -93,7 +94,7 @@ def _shapes(net: Any) -> Mapping[str, Shape]:
         example = jax.ShapeDtypeStruct((1, height, width, 3), np.float32)
     try:
         # All layers have the same parameters, so that one is traced.
-        params = trees.param_shapes(net.clone(depth=min(net.depth, 1), scan=False), example)
+        params = param_shapes(net.clone(depth=min(net.depth, 1), scan=False), example)
     except ConfigError as e:
         raise CheckpointError(str(e).removeprefix("config.model: ")) from None
     found: dict[str, Shape] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import lm, trees, vit
-from dcvit.models.trees import check_tree, shapes_of
+from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.weights import family, preprocessing
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description

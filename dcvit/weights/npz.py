@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import Tensor
+from dcvit.parallel.trees import Tensor
 from input_pipeline import memory
 
 HEADER_BYTES = 10_240  # of a member: magic string, version, length, and numpy's own limit of 10,000 for the header

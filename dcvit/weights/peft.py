@@ -17,7 +17,8 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, has_type
 from dcvit.models.lora import A, Adaptation, B
-from dcvit.models.trees import Shapes, matrix_axes
+from dcvit.models.trees import matrix_axes
+from dcvit.parallel.trees import Shapes
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import ADAPTER, Json, Tensor, Tensors, of_floats, open_file, read_json
 

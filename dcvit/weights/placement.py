@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from dcvit.errors import CheckpointError, matches
-from dcvit.models.trees import Shapes, Tensor, Tensors, by_name, check_tree, nested, shapes_of
+from dcvit.parallel.trees import Shapes, Tensor, Tensors, by_name, check_tree, nested, shapes_of
 
 STACKED = re.compile(r"Transformer/(?:encoderblock|(?P<group>(?:encoder)?group)/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")

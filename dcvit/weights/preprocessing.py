@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
-from dcvit.models.trees import Tensor, Tensors
+from dcvit.parallel.trees import Tensor, Tensors
 from input_pipeline.preprocess.builder import Step, calls, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)

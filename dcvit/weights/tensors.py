@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import Tensor, Tensors
+from dcvit.parallel.trees import Tensor, Tensors
 from dcvit.runs import checksums
 from dcvit.weights import big_vision_files
 from input_pipeline.errors import InputError

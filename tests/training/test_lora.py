@@ -16,8 +16,8 @@ from dcvit import cli, evaluate, train
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.models.lora import Adaptation
-from dcvit.models.trees import Tensor
 from dcvit.parallel import sharding
+from dcvit.parallel.trees import Tensor
 from dcvit.runs import metrics, restoring
 from dcvit.training import step
 from dcvit.weights import adapters

@@ -22,7 +22,7 @@ from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.models.lora import is_adapter
-from dcvit.models.trees import nested
+from dcvit.parallel.trees import nested
 from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import replace

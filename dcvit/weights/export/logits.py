@@ -18,7 +18,7 @@ from PIL import Image
 import input_pipeline
 from dcvit.models import lm, vit
 from dcvit.models.decoder import token_context
-from dcvit.models.trees import nested
+from dcvit.parallel.trees import nested
 from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
 from dcvit.weights.placement import place_params

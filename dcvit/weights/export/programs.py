@@ -18,7 +18,7 @@ import numpy as np
 
 from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import nested
+from dcvit.parallel.trees import nested
 from dcvit.weights.export import formats
 from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
