@@ -14,14 +14,13 @@ import json
 import logging
 import os
 import re
-import select
 import sys
 import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -267,55 +266,6 @@ def log_to_stderr() -> Iterator[None]:
             logger.propagate = propagate
 
 
-class _ClosableStream:
-    """A standard stream whose reader may go away: from then on, output is discarded instead of raising an error."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write text, or discard it."""
-        try:
-            self._stream.write(text)
-        except BrokenPipeError:
-            discard(self._stream)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream, or discard its buffer."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            discard(self._stream)
-
-
-def discard(stream: Any) -> None:
-    """Connect a stream to the null device, so that neither later output nor the flush at exit raises an error."""
-    with open(os.devnull, "w") as null:  # noqa: PTH123 - opens no path of a user
-        os.dup2(null.fileno(), stream.fileno())
-
-
-def _reader_is_gone() -> bool:
-    """Return True if stdout is a pipe or socket that nobody reads any more."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-@contextlib.contextmanager
-def ignore_broken_pipe() -> Iterator[None]:
-    """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and cast(TextIO, _ClosableStream(stream)) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
 def run(main: Main, argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
@@ -337,8 +287,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
             return status
         except EXPECTED as e:
             message, status = str(e), 2
-            if isinstance(e, BrokenPipeError) and _reader_is_gone():  # not the pipe or socket of a library
-                discard(sys.stdout)
+            if isinstance(e, BrokenPipeError) and process.reader_is_gone():  # not the pipe or socket of a library
+                process.discard(sys.stdout)
                 status = EXIT_SIGPIPE
             else:
                 print_error(message)

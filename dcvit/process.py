@@ -1,11 +1,14 @@
-"""The process of a command, and its replacement by a new one that runs the same command."""
+"""The process of a command: its replacement by a new one that runs the same command, and its standard streams."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"  # environment variable, and a setting of malloc
@@ -59,3 +62,52 @@ def _replace() -> None:
     if sys.stdout:
         sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextlib.contextmanager
+def ignore_broken_pipe() -> Iterator[None]:
+    """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and cast(TextIO, _ClosableStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _ClosableStream:
+    """A standard stream whose reader may go away: from then on, output is discarded instead of raising an error."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or discard it."""
+        try:
+            self._stream.write(text)
+        except BrokenPipeError:
+            discard(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, or discard its buffer."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            discard(self._stream)
+
+
+def reader_is_gone() -> bool:
+    """Return True if stdout is a pipe or socket that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def discard(stream: Any) -> None:
+    """Connect a stream to the null device, so that neither later output nor the flush at exit raises an error."""
+    with open(os.devnull, "w") as null:  # noqa: PTH123 - opens no path of a user
+        os.dup2(null.fileno(), stream.fileno())

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.trainer import train
 
     cli.start_jax(args)
-    with cli.ignore_broken_pipe(), Preemption() as preemption:
+    with process.ignore_broken_pipe(), Preemption() as preemption:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         if args.seeds:
