@@ -42,9 +42,9 @@ def differentiable(
       forward: maps static options and a tree of arrays to the output and the residuals. The output has the shape and
         dtype of the tree's first array, as the output of attention has those of the queries.
       backward: maps options, inputs, the results of `forward`, and the gradient of the output to the gradients of the
-        inputs. Those of integers and booleans are ignored and may be None.
-      forward_mode: the same function in operations that JAX differentiates.
-      name: the name of its results for `jax.checkpoint`; None gives them none.
+        inputs. Gradients of integers and booleans are ignored and may be None.
+      forward_mode: the same function in differentiable JAX operations.
+      name: the name of the results of `forward` for policies of `jax.checkpoint`; None for no name.
     """
     gradients_of = _gradients(backward, forward_mode)
 
@@ -83,9 +83,9 @@ def differentiable(
 def _gradients(
     backward: Callable[[Static, Inputs, Results, Array], Inputs], forward_mode: Callable[[Static, Inputs], Array]
 ) -> Callable[[Static, Inputs, Results, Array], list[Array]]:
-    """Return `backward` for the leaves that have gradients. Its derivative is that of the gradient of `forward_mode`.
+    """Return `backward` restricted to floating-point leaves, itself differentiable through `forward_mode`.
 
-    The results of the forward pass are a function of the inputs, so that they need no tangents.
+    The results of the forward pass are functions of the inputs, so that their tangents are not needed.
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -114,7 +114,7 @@ def _of_floats(inputs: Inputs, found: Inputs) -> list[Array]:
 
 
 def _check_type(name: str, found: Array, expected: Array) -> None:
-    """Raise TypeError if an array has not the shape and dtype that the primitive gives to it."""
+    """Raise TypeError unless the array `found` has the shape and dtype of `expected`."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         raise TypeError(
             f"{name} is {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}, as its input"

@@ -37,14 +37,14 @@ def compute_capability() -> str | None:
 
 
 def attached() -> jax.Device | None:
-    """Return the first device of this process, or None if the current mesh is of devices of another kind."""
+    """Return the first device of this process; None if the current mesh has devices of another kind."""
     mesh, device = jax.sharding.get_abstract_mesh(), jax.local_devices()[0]
     found = None if mesh.empty else mesh.abstract_device
     return device if found is None or found.device_kind == device.device_kind else None
 
 
 def splits_arrays() -> bool:
-    """Return True if the compiler may split arrays: there are several devices, and `jax.shard_map` does not do it."""
+    """Return True if the compiler may split arrays over devices: there are several, outside of `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() > 1
@@ -69,7 +69,7 @@ def map_examples(f: Callable[..., Tree], static: Hashable, *trees: object, at_on
       f: function of static options and of trees of arrays without the axis B.
       static: static options.
       *trees: trees of arrays with B as their first axis.
-      at_once: most examples that are computed at once; the loop takes the largest divisor of B up to it.
+      at_once: limit of the examples that are computed at once; the loop takes the largest divisor of B up to it.
     """
     batch = len(jax.tree.leaves(trees)[0])
     count = max(n for n in range(1, min(at_once, batch) + 1) if batch % n == 0)

@@ -50,7 +50,7 @@ class Options:
       window: query i attends only to keys i-window+1 … i; implies `causal`.
       groups: number of equal groups of heads; each group is composed separately.
       scale: factor of q·k.
-      first_query: position of query 0 among the keys for `causal` and `window`, where the queries are a part of all.
+      first_query: position of query 0 among the keys, for `causal` and `window`; not 0 for a part of the queries.
     """
 
     causal: bool = False
@@ -73,7 +73,7 @@ def make_call(
 
     Args:
       inputs: the arrays.
-      composition: that of the layer, with which the arrays must agree; None means that of the arrays, with `groups`.
+      composition: the layer's composition, which the arrays must fit; None derives it from the arrays and `groups`.
       causal, window, groups, scale: see `dcvit.dcmha.attention`. `groups` is unused if the composition is given.
 
     Raises:
@@ -126,7 +126,7 @@ def check_arrays(inputs: Inputs) -> None:
 
 
 def check_segments(segments: Segments, *shapes: tuple[int, int]) -> None:
-    """Raise ValueError if the ids of queries and keys are not int32 of these shapes, or known to be `NO_ID`."""
+    """Raise ValueError if the ids of queries and keys are not int32 of these shapes, or contain `NO_ID` (if known)."""
     for name, ids, shape in zip(Segments._fields, segments, shapes, strict=True):
         if ids.dtype != jnp.int32:
             raise ValueError(f"segments of {name} have dtype {ids.dtype}, expected int32")
@@ -159,7 +159,7 @@ class Composition:
       gate: the dynamic gates exist.
       static: the static projection W_b exists.
       rank: R of the dynamic projections.
-      groups: G; heads are composed inside each of this many equal groups.
+      groups: G, the number of equal groups; heads are composed inside each group.
       gelu: the GELU of the dynamic projections: "tanh" or "exact".
     """
 
@@ -205,7 +205,7 @@ class Composition:
 
     @property
     def branch_kinds(self) -> tuple[tuple[str, ...], bool, bool]:
-        """The composes, and whether some are key-wise and some mix heads: on which the choice of a backend depends."""
+        """The names of the composes, `is_key_wise` and `mixes_heads`: properties that select a backend."""
         return self.names, self.is_key_wise, self.compose is not None and self.mixes_heads
 
     def why_not_foldable(self, key_heads: int) -> str | None:
@@ -278,8 +278,8 @@ class Call:
 
     Fields:
       inputs: the arrays.
-      options: how a query attends.
-      composition: which composes the arrays contain; its groups are those of the options.
+      options: mask by position, groups and scale.
+      composition: the composes and branches that the arrays contain, with the groups of the options.
     """
 
     inputs: Inputs
@@ -292,12 +292,12 @@ class Call:
         return self.composition.compose is None
 
     def in_groups(self, groups: int) -> Call:
-        """Return the call with another number of groups, as for a part of the heads."""
+        """Return the call with another number of groups, for a device that has a part of the heads."""
         options = dataclasses.replace(self.options, groups=groups)
         return Call(self.inputs, options, dataclasses.replace(self.composition, groups=groups))
 
     def without_composition(self, q: Float[Array, "B T H D"]) -> Call:
-        """Return plain attention of the queries `q` to the same keys."""
+        """Return the call of plain attention with the queries `q` and the same keys, values, mask and segments."""
         plain = self.inputs._replace(q=q, pre=None, post=None)
         return Call(plain, dataclasses.replace(self.options, groups=1), Composition())
 

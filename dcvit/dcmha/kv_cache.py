@@ -1,8 +1,8 @@
 """KV cache for decoding, with key-wise compose weights.
 
-A compose has a query-wise and a key-wise part (Section 3.1), so the contribution of a key never changes. It is cached
-beside the key in factored form: w_k1, w_k2 and w_kg of both composes are 2·(2R + 1)·H numbers for each token, instead
-of an H×H matrix.
+The key-wise weights of a compose depend only on the key's token (Section 3.1), so that they are computed once. They are
+cached with the key in factored form: w_k1, w_k2 and w_kg of both composes are 2·(2R + 1)·H numbers for each token,
+instead of an H×H matrix for each compose.
 
 Token p of an example is stored in slot p % S of its S slots. With S = window, the slots are a ring buffer. The heads of
 a token are one axis of K·D numbers, because a TPU would pad a separate axis of D numbers, and all devices read this
@@ -24,7 +24,7 @@ from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 
 class Cache(NamedTuple):
-    """Cache of one layer for the previous tokens. `pre` and `post` have only the key-wise fields."""
+    """Cache of one layer, with axes (B, S slots, …). `pre` and `post` have only the key-wise fields."""
 
     k: Float[Array, "B S K*D"]
     v: Float[Array, "B S K*D"]
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
 
 
 def cache_of(inputs: Inputs) -> Cache:
-    """Return the keys, values and key-wise weights of the tokens of one call of attention."""
+    """Return the keys, values and key-wise weights of one call of attention in the form of a cache."""
     k, v = (x.reshape(*x.shape[:2], -1) for x in (inputs.k, inputs.v))
     return Cache(k, v, key_wise(inputs.pre), key_wise(inputs.post))
 
@@ -59,16 +59,16 @@ def empty(composition: Composition, leading: tuple[int, int], heads: int, key_wi
 
 
 def key_wise(weights: ComposeWeights | None) -> ComposeWeights | None:
-    """Return the fields that belong to keys, or None if there are none."""
+    """Return the key-wise fields of compose weights alone, or None if there are none."""
     if weights is None or (weights.k1 is None and weights.kg is None):
         return None
     return ComposeWeights(k1=weights.k1, k2=weights.k2, kg=weights.kg)
 
 
 def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array, " B"]) -> Cache:
-    """Return the cache with the first `count` of the T tokens in `new` added, at positions from `before`.
+    """Return the cache with the first `count` of the T tokens in `new` added, at positions `before`, `before` + 1, ….
 
-    A slot keeps its newest token. Tokens after the first `count` are padding and change nothing.
+    Of tokens with the same slot, the newest is kept. Tokens after the first `count` are padding and change nothing.
     """
     size, steps = cache.k.shape[1], jnp.arange(new.k.shape[1])[None]
     kept = (steps < count[:, None]) & (steps >= count[:, None] - size)
@@ -85,7 +85,7 @@ def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array,
 def write_many(
     slots: Float[Array, "B S *shape"], tokens: Float[Array, "B T *shape"], slot: Int[Array, "B T"]
 ) -> Float[Array, "B S *shape"]:
-    """Write tokens to their slots with a scatter, which does not touch other slots; slot S is dropped."""
+    """Write tokens to their slots with a scatter, which does not touch other slots; tokens with slot S are dropped."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return slots.at[rows, slot].set(tokens.astype(slots.dtype), mode="drop")
 
@@ -129,9 +129,9 @@ def positions(slots: int, length: Int[Array, " B"]) -> Int[Array, "B S"]:
 def visible(
     slots: int, length: Int[Array, " B"], *, window: int | None, first: Int[Array, " B"] | None = None
 ) -> Bool[Array, "B 1 1 S"]:
-    """Return which slots the newest of `length` tokens attends to.
+    """Return the mask of the slots that the newest of `length` tokens attends to.
 
-    These are the slots of tokens inside its window and at positions from `first` (by default 0).
+    It is True for tokens inside the window whose position is at least `first` (by default 0).
     """
     oldest = jnp.zeros_like(length) if first is None else first
     if window is not None:
@@ -140,7 +140,7 @@ def visible(
 
 
 def with_keys(weights: ComposeWeights | None, cached: ComposeWeights | None) -> ComposeWeights | None:
-    """Return the weights of a new query with the key-wise weights of all cached keys."""
+    """Return compose weights with the query-wise fields of `weights` and the key-wise fields of `cached`."""
     if weights is None or cached is None:
         return weights
     return weights._replace(k1=cached.k1, k2=cached.k2, kg=cached.kg)

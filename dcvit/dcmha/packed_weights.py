@@ -2,7 +2,7 @@
 
 `dcvit.dcmha.compose.dynamic_projection` and `dynamic_gate` state the same computation (Eqn 5-6) for one compose and one
 side. Here it is arranged for speed: TPUs store the last axis of an array in multiples of 128 numbers, so that arrays of
-a few heads waste memory, and joining them copies them. One product reads the inputs for all hidden layers and gates
+a few heads waste memory, and concatenating them is a copy. One product reads the inputs for all hidden layers and gates
 (`active_columns`), and the weights of a side are columns of one array in the order in which the TPU kernels read them
 (`columns_of`, `dcvit.dcmha.backends.tpu.packing`). If 128 columns hold both sides, they share the array. The compiler
 then moves neither weights nor their gradients.
@@ -55,14 +55,14 @@ def columns_of(params: Mapping[str, Mapping[str, Array]], side: str, heads: int)
 
 
 class ActiveColumns(NamedTuple):
-    """Columns of the hidden layers and of the gates of one side in the activations of all sides."""
+    """Positions of one side's hidden layers and gates among the columns of the first product."""
 
     hidden: slice
     gates: slice
 
 
 def active_columns(params: Mapping[str, Mapping[str, Array]], sides: Sequence[str], heads: int) -> list[ActiveColumns]:
-    """Return the columns of each side: first come the hidden layers of all sides, then the gates of all sides."""
+    """Return the columns of each side in the first product: the hidden layers of all sides, then all gates."""
     widths = [columns_of(params, side, heads) for side in sides]
     hidden = [sum(c.width for c in columns if not c.is_gate) for columns in widths]
     gates = [sum(c.width for c in columns if c.is_gate) for columns in widths]
@@ -138,7 +138,7 @@ def _separate_weights(
     """Compute the dynamic weights of each compose and side from its own columns of the first product.
 
     Args:
-      pre_activations: inputs of the activations, for all composes and sides.
+      pre_activations: result of the first product, before GELU and tanh, for all composes and sides.
       params, heads, gelu: see `dynamic_weights`.
       layout: the columns of each side in `pre_activations`.
     """
@@ -176,7 +176,7 @@ def _projection(
 
 
 def _mean_of_runs(columns: int, run: int) -> np.ndarray:
-    """Return the matrix that replaces each run of neighboring columns by its mean."""
+    """Return the matrix that, as a factor from the right, replaces each `run` neighboring columns by their mean."""
     return np.kron(np.eye(columns // run), np.full((run, run), 1 / run))
 
 
@@ -186,12 +186,14 @@ def _projections(
     where: Sequence[ActiveColumns],
     heads: int,
 ) -> Float[Array, "B N width"]:
-    """Apply the second layers of some sides, normalize the down projections and keep the gates.
+    """Return the weights of one or more sides as columns, in the order of `columns_of`.
+
+    It applies the second layers to the hidden layers, normalizes the down projections, and copies the gates.
 
     Args:
-      active: the hidden layers of all sides, then their gates.
-      w_2: for each of the sides, the second layer of each compose.
-      where: the columns of each of the sides in `active`.
+      active: first product after the activations: the hidden layers of all sides, then their gates.
+      w_2: for each side to compute, the second layer of each compose.
+      where: the columns in `active` of each side to compute.
       heads: the number of heads H.
     """
     groups, inner = w_2[0][0].shape[:2]
@@ -217,7 +219,7 @@ def _projections(
 
 
 def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI CGI"]:
-    """Return the second layers of Eqn 5 as one matrix.
+    """Return the second layers of Eqn 5, one for each compose of a side, as one matrix that is block-diagonal.
 
     Its rows are ordered by layer, group and input; its columns by down and up, layer, rank, group and head.
     """
@@ -231,9 +233,9 @@ def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI 
 
 
 def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I padded"]:
-    """Add columns of zeros to complete registers, if these are at most an eighth of the result.
+    """Pad the columns with zeros to a multiple of 128, if the padding is at most an eighth of the result.
 
-    TPUs then keep the last axis of a product along lanes, as the kernels read it, where it takes no more memory.
+    TPUs then keep the last axis of a product along lanes, as the kernels read it, with little more memory.
     """
     missing = -w.shape[1] % REGISTER
     return jnp.pad(w, ((0, 0), (0, missing))) if 8 * missing <= w.shape[1] + missing else w

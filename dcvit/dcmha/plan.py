@@ -62,12 +62,12 @@ class Backend(NamedTuple):
 
     Fields:
       module: its `Module`, in `dcvit.dcmha`.
-      tried: the kinds of calls for which it is a candidate, by platform; any call may name it.
-      only_on: the only platform that runs it.
-      holds_scores: its memory is that of an array of all scores.
+      tried: the kinds of calls for which it is a candidate, by platform; any call may name it explicitly.
+      only_on: the only platform that runs it; None if all do.
+      holds_scores: it holds an array of all scores, H×T×S, in memory.
       is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.selection`), and the compiler cannot split it
         over devices.
-      is_fused: the scores stay on the chip. `folded` is judged by the plain attention inside it.
+      is_fused: the scores stay on the chip. For `folded`, that of the plain attention inside it counts.
     """
 
     module: str
@@ -184,8 +184,8 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
 def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to choose from for a call on the current platform, in the order of `BACKENDS`.
 
-    Of those that the table names for the call, they are the ones that support it. A kernel after a backend that needs
-    no verdict is none, such as `pallas_gpu` after `cudnn`.
+    These are the backends that the table lists for the kind of call, and that support it. A kernel after a backend that
+    needs no verdict is not a candidate, such as `pallas_gpu` after `cudnn`.
 
     Returns:
       The names, at least one, and the reasons against the others.
@@ -209,10 +209,10 @@ def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, .
 
 
 def folds(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
-    """Return True if the composition of a call is folded into the queries and outputs of plain attention.
+    """Return True if the composition of a call is to be folded into the queries and outputs of plain attention.
 
-    It is wherever that is exact, because plain attention holds no scores; with small models on CPUs it may not be the
-    fastest.
+    That is wherever folding is exact, because plain attention holds no scores; with small models on CPUs, it may not be
+    the fastest.
     """
     return implementation in (None, "folded") and dropout is None and call.composition.foldable(call.inputs.k.shape[2])
 
@@ -220,8 +220,8 @@ def folds(call: Call, implementation: str | None = None, dropout: Dropout | None
 def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: bool = False) -> str | None:
     """Return the reason why a backend does not compute a call on the current platform and mesh, or None.
 
-    Without a mesh, the program is known to run on one device only if the process sees no other. `is_named` says that
-    the caller named the backend: kernels are then allowed.
+    The compiler cannot split kernels over devices: they need `jax.shard_map`, or a process with a single device.
+    Without a mesh, a kernel that the caller named (`is_named`) is also allowed with several devices.
     """
     backend, here = BACKENDS[name], device.platform()
     if backend.only_on not in (None, here):
@@ -242,8 +242,8 @@ def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: 
 def combine_heads(x: Array, w: Array) -> Array:
     """Combine the vectors of heads (`dcvit.dcmha.folded.combine_heads`) in the form that is the fastest here.
 
-    On CPUs it is a matrix product. On GPUs a matrix product, and on TPUs a kernel, must be verified and faster than the
-    sum. XLA fuses gates, which multiply the vector of each head by one number, with their neighbors on every platform.
+    On CPUs that is a matrix product. On GPUs a matrix product, and on TPUs a kernel, replaces the sum only if it is
+    verified and faster. Gates alone, which multiply the vector of each head by a number, are left to XLA's fusion.
     """
     here = device.platform()
     if w.shape[-1] == 1:
@@ -271,7 +271,7 @@ def combine_heads(x: Array, w: Array) -> Array:
 
 
 def make_case(names: Sequence[str], call: Call) -> Case:
-    """Return the case whose verdicts determine which of these candidates a call uses."""
+    """Return the `Case` (for verification) whose verdicts determine which of the backends `names` a call uses."""
     arrays = shapes_of(call.inputs)
 
     def of_arrays(implementation: Implementation) -> Callable[[Inputs], Array]:
@@ -302,13 +302,13 @@ def _kind(call: Call) -> str:
 
 
 def is_long(inputs: Inputs, examples: int | None = None) -> bool:
-    """Return True if some examples, by default all, have too many scores for an automatic choice on a GPU to hold."""
+    """Return True if the scores of `examples` (by default all) are more than an automatic choice on a GPU may hold."""
     batch, queries, heads, _ = inputs.q.shape
     return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
 
 def _settings() -> dict[str, object]:
-    """Return the settings of JAX by which the same call is computed in another way, or not supported."""
+    """Return the settings of JAX that change how a call is computed or whether it is supported."""
     return {
         "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
@@ -320,12 +320,12 @@ def _facts(facts: Mapping[str, object]) -> str:
 
 
 def reference_of(inputs: Inputs) -> Implementation:
-    """Return what the results of kernels are compared with; for long rows, it holds the scores of a block of them."""
+    """Return the implementation with which kernels are compared; for long rows, one that does not hold all scores."""
     return BACKENDS["blockwise"].load().run if is_long(inputs, examples=1) else _by_example
 
 
 def _by_example(call: Call) -> Array:
-    """Compute `reference` for one example after the other: it holds the scores of one."""
+    """Compute `reference` example by example, so that only the scores of one are in memory."""
     inputs = call.inputs
     static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
     mask = inputs.mask
@@ -346,7 +346,7 @@ def _by_example(call: Call) -> Array:
 
 @functools.cache
 def warn_of_missing_mesh(devices: int) -> None:
-    """Say once how to get the kernels on several devices."""
+    """Log once that kernels on several devices need a mesh, and how to set it."""
     LOG.warning(
         "attention: no fused kernels, because there are %d devices and no mesh: call jax.set_mesh with a mesh of the "
         "axes data, fsdp, context or tensor, use jax.shard_map, or name the implementation in a program for one device",

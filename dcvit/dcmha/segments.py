@@ -25,21 +25,21 @@ class Segments(NamedTuple):
 def make_segments(
     given: Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."]] | None,
 ) -> Segments | None:
-    """Return the ids of queries and keys from those of self-attention, or from a pair."""
+    """Return `Segments` from the argument of `dcvit.dcmha.attention`: ids of all tokens, or a pair (queries, keys)."""
     if given is None:
         return None
     return Segments(*given) if isinstance(given, tuple) else Segments(given, given)
 
 
 def segment_mask(segments: Segments) -> Bool[Array, "B 1 T S"]:
-    """Return which keys have the id of each query, as a mask of `dcvit.dcmha.attention`."""
+    """Return the mask, as for `dcvit.dcmha.attention`, that is True where a query and a key have the same id."""
     return (segments.queries[:, :, None] == segments.keys[:, None, :])[:, None]
 
 
 def blocks_in_common(segments: Segments, rows: int, columns: int) -> Bool[Array, "*B I J"]:
-    """Return which blocks of queries and keys may have an id in common, by the bounds of their ids.
+    """Return True for each pair of a query block and a key block whose ranges of ids (smallest to largest) overlap.
 
-    Where ids do not descend, these are few more blocks than those that have one.
+    Others have no id in common. If ids do not descend, few pairs that overlap have no common id.
 
     Args:
       segments: ids, with any leading axes.
@@ -51,7 +51,7 @@ def blocks_in_common(segments: Segments, rows: int, columns: int) -> Bool[Array,
 
 
 def first_and_last(needed: Bool[Array, "*B I J"]) -> tuple[Int[Array, "*B I"], Int[Array, "*B I"]]:
-    """Return the first and the last j with `needed`; 1 and 0 where there is none."""
+    """Return the first and the last j where `needed` is True, for each i; 1 and 0 if there is none."""
     count = needed.shape[-1]
     found = jnp.any(needed, axis=-1)
     first = jnp.argmax(needed, axis=-1).astype(jnp.int32)
@@ -60,7 +60,7 @@ def first_and_last(needed: Bool[Array, "*B I J"]) -> tuple[Int[Array, "*B I"], I
 
 
 def pad_ids(ids: Int[Array, "*B N"], length: int) -> Int[Array, "*B length"]:
-    """Repeat the last id until there are `length`, which changes no bounds."""
+    """Pad ids to `length` by repeating the last one, which does not change the range of ids of its block."""
     widths = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
     return jnp.pad(ids, widths, mode="edge")
 

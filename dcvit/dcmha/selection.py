@@ -1,6 +1,7 @@
-"""Selection among the candidates of a case by the verdicts on the device, and the policy of a part of a program.
+"""Automatic selection of kernels: the fastest candidate that was verified on this device, and policies for it.
 
-Without a verdict, an implementation that needs one is not selected. `dcvit.dcmha.verification` produces verdicts.
+A verdict is the result of verifying an implementation on the device. Without one, an implementation that needs it is
+not selected. `dcvit.dcmha.verification` produces verdicts.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Selection:
     """Policy and choices by which kernels are selected in the code inside `selecting`.
 
     Fields:
-      policy: "verify" produces missing verdicts, "known" uses those that exist, "trust" selects kernels without any,
-        "off" selects none.
-      seconds: limit of compiling, and of running, one implementation.
-      chosen: the selected implementation by key of the case, "" if none passed. Entries that exist are used without
+      policy: "verify" produces missing verdicts, "known" uses existing verdicts, "trust" selects kernels without
+        verdicts, "off" selects no kernels.
+      seconds: limit, in seconds, of compiling one implementation, and of running it.
+      chosen: the selected implementation by key of the case, "" if none passed. Existing entries are used without
         verification, so that a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
         get its result. Without it, several processes select no kernel.
@@ -57,10 +58,10 @@ def set_default(policy: Policy, *, forward_only: bool = False) -> None:
 
 
 def default_policy(policy: Policy | None = None) -> Policy:
-    """Return the policy that $DCVIT_KERNELS names, or else the given one, or else that of the process ("known").
+    """Return the policy in $DCVIT_KERNELS, or else `policy`, or else that of the process (by default "known").
 
     Raises:
-      ValueError: the variable has another word.
+      ValueError: the variable is not the name of a policy.
     """
     found = os.environ.get(VARIABLE) or policy or _DEFAULT.policy
     if found not in get_args(Policy):
@@ -69,13 +70,13 @@ def default_policy(policy: Policy | None = None) -> Policy:
 
 
 def current() -> Selection:
-    """Return the selection of `selecting`, or else the one by `default_policy`, which may raise ValueError."""
+    """Return the selection set by `selecting`, or else one with `default_policy`, which may raise ValueError."""
     return _SELECTION.get() or dataclasses.replace(_DEFAULT, policy=default_policy())
 
 
 @contextlib.contextmanager
 def selecting(selection: Selection) -> Iterator[Selection]:
-    """Select kernels as `selection` says, in functions that are traced inside."""
+    """Context manager: select kernels by `selection` in functions that are traced inside it."""
     token = _SELECTION.set(selection)
     try:
         yield selection
@@ -111,7 +112,7 @@ def verify(
 
 
 def select(case: Case) -> str:
-    """Return the candidate that the verdicts select for a case, or "" for the first that needs none."""
+    """Return the candidate that the verdicts select for a case; "" stands for the first that needs no verdict."""
     selection = current()
     if selection.policy == "trust":
         return next(iter(case.candidates))
@@ -145,7 +146,7 @@ def select(case: Case) -> str:
 
 
 def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
-    """Return the fastest candidate that passed; "" if it is not known to be, or none passed."""
+    """Return the fastest candidate that passed; "" if none passed, or if it is not known to be the fastest."""
     verifies = selection.policy == "verify"
     found = examine(case, store, selection.seconds, selection.budget) if verifies else store.read(case.key)
     found = {name: found[name] for name in case.candidates if name in found and found[name].status != verdicts.STARTED}

@@ -46,11 +46,11 @@ class Verdict:
     Fields:
       status: one of `STATUSES`. "started" is written before the implementation runs; if it is found later, the process
         ended meanwhile, and the implementation is tried once more, with the reason "again".
-      error: largest error of the output and the gradients relative to the reference, in the 2-norm; None if unknown.
+      error: largest relative error of the output and the gradients, in the 2-norm; None if unknown.
       milliseconds: median time of the output and the gradients; None if it was not timed.
       reason: why the status is not "passed".
       forward_milliseconds: median time of the output alone; None if it was not timed.
-      seconds: the limit of compiling, and of running, that the implementation had.
+      seconds: the time limit with which the implementation was compiled and run.
       when: time of the verdict, in seconds since 1970.
       tries: how often the implementation was tried.
     """
@@ -70,10 +70,10 @@ class Verdict:
         return self.status == PASSED
 
     def is_final(self, seconds: float) -> bool:
-        """Return False if the implementation is to be tried (again) with a limit of `seconds`.
+        """Return False if the implementation should be tried again with a limit of `seconds`.
 
-        A failure or a time-out is: once a day later, and with a longer limit. What is wrong stays wrong in its
-        environment.
+        A failure or a time-out is tried again with a longer limit, and once more a day later. A wrong result is final
+        in its environment.
         """
         is_recent = abs(time.time() - self.when) < DAY or self.tries > 1
         return self.status in (PASSED, WRONG) or (self.status != STARTED and seconds <= self.seconds and is_recent)
@@ -98,7 +98,7 @@ def folder() -> Path:
 
 
 def environment(device: jax.Device) -> dict[str, str]:
-    """Return what verdicts on a device depend on: its kind, the compilers' versions and flags, and the core's code."""
+    """Return the properties that verdicts depend on: kind of device, compiler versions and flags, hash of the code."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -163,7 +163,7 @@ class Verdicts:
         self.path = folder() / f"{name}.json"
 
     def read(self, key: str) -> dict[str, Verdict]:
-        """Return the verdicts on a case by implementation. A file that is not as written counts as absent."""
+        """Return the verdicts on a case by implementation. A corrupt file is treated as missing."""
         try:
             return self._read().get(key, {})
         except OSError as e:
@@ -171,7 +171,7 @@ class Verdicts:
             return {}
 
     def write(self, key: str, name: str, verdict: Verdict | None) -> None:
-        """Add a verdict, or remove it. Where the folder cannot be written, verification is repeated at each start."""
+        """Add a verdict, or remove it if None. If the folder is not writable, each process verifies again."""
 
         def change(found: Cases) -> None:
             found.setdefault(key, {}).pop(name, None)
@@ -206,7 +206,7 @@ class Verdicts:
 
     @contextlib.contextmanager
     def verifying(self) -> Iterator[None]:
-        """Wait until no other process verifies, and make the others wait."""
+        """Context manager that only one process at a time can enter; others wait."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the folder cannot be written, which `write` reports
                 stack.enter_context(_locked(self.path.with_suffix(".verifying.lock")))
@@ -239,7 +239,7 @@ class Verdicts:
 
 
 def _verdict(fields: Mapping[str, object]) -> Verdict:
-    """Return the verdict of a file's fields; raise ValueError or TypeError if they are not as written."""
+    """Return the verdict from its fields in JSON; raise ValueError or TypeError if they are invalid."""
     verdict = Verdict(**fields)  # type: ignore[arg-type]
     measured = [x for x in (verdict.error, verdict.milliseconds, verdict.forward_milliseconds) if x is not None]
     numbers = [*measured, verdict.seconds, verdict.when, verdict.tries]
@@ -251,7 +251,7 @@ def _verdict(fields: Mapping[str, object]) -> Verdict:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; raise ValueError if a name occurs twice, as two verdicts on one implementation."""
+    """Return a JSON object from its pairs; raise ValueError if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name occurs twice")

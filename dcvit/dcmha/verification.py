@@ -1,8 +1,8 @@
 """Verification and timing of implementations on the device that runs them.
 
 A kernel is selected automatically (`dcvit.dcmha.selection`) only if its output and gradients agree with those of a
-reference on this device, for arrays of the same shapes and dtypes, and if it is the fastest of the implementations that
-do. `verify` does this for the calls of attention in a function.
+reference on this device, for arrays of the same shapes and dtypes, and if it is the fastest of those that agree.
+`dcvit.dcmha.selection.verify` does this for the calls of attention in a function.
 
 Each implementation is compiled and run in a thread of its own: a thread has no trace in progress, so verification also
 works while the function that needs the verdict is traced, and the thread can be left behind if it blocks. While a
@@ -65,9 +65,9 @@ class Case:
     Fields:
       label: short name for messages.
       key: text that determines the computation, the shapes and the dtypes.
-      arrays: the argument of the functions, a tree of `jax.ShapeDtypeStruct`.
-      candidates: functions of the tree by name, in the order in which they are tried without verdicts.
-      kernels: the candidates that need a verdict to be selected.
+      arrays: shapes of the functions' argument, a tree of `jax.ShapeDtypeStruct`.
+      candidates: functions of such a tree by name, in their order of preference without verdicts.
+      kernels: names of the candidates that need a verdict to be selected.
       reference: the function in plain JAX operations to compare with.
       is_inference: the fastest output counts, although output and gradients are compared.
     """
@@ -105,9 +105,9 @@ def describe(arrays: Tree) -> str:
 
 
 def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.inf) -> dict[str, Verdict]:
-    """Return the verdicts on all candidates; produce and keep those that are missing.
+    """Return the verdicts on all candidates by name; produce and store the missing ones.
 
-    Some stay missing if the budget ends, or if an implementation whose compilation timed out still compiles.
+    Verdicts stay missing if the budget ends, or if an implementation whose compilation timed out still compiles.
 
     Args:
       case: the computation.
@@ -116,7 +116,7 @@ def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.in
       budget: limit of all verification in this process, in seconds.
 
     Raises:
-      DeviceHungError: one of them does not finish.
+      DeviceHungError: a candidate does not finish on the device.
     """
     if not _missing(case, found := store.read(case.key), seconds):
         return found
@@ -131,13 +131,13 @@ def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.in
 
 
 class Limits(NamedTuple):
-    """Limit of compiling, and of running, one implementation in seconds; and the time (monotonic) when all ends."""
+    """Time limits: `seconds` to compile, and to run, one implementation; `end` (monotonic time) of all verification."""
 
     seconds: float
     end: float
 
     def left(self, factor: int = 1) -> float:
-        """Return the seconds that a number of limits, or all verification, leave."""
+        """Return factor·seconds, or less if all verification ends earlier."""
         return max(0.0, min(factor * self.seconds, self.end - time.monotonic()))
 
     def is_over(self) -> bool:
@@ -151,7 +151,7 @@ class Limits(NamedTuple):
 
 
 def is_busy() -> bool:
-    """Return True if a thread that did not return in time still runs: nothing can be timed beside it."""
+    """Return True if a thread that did not return in time still runs; timings would be wrong meanwhile."""
     return any(thread.is_alive() for thread in _threads)
 
 
@@ -162,7 +162,7 @@ def check_idle() -> None:
 
 
 def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[str]:
-    """Return the candidates without a final verdict; the default is the first, so that others have a comparison."""
+    """Return the candidates without a final verdict, the default first: others are compared with its time."""
     missing = [name for name in case.candidates if name not in found or not found[name].is_final(seconds)]
     return sorted(missing, key=lambda name: name != case.default)
 
@@ -243,7 +243,7 @@ def _verdict(
 def _compilers(
     candidate: Callable[[Tree], Array], inputs: tuple[Tree, np.ndarray]
 ) -> list[Callable[[], Callable[..., list[Array]]]]:
-    """Return functions that compile the program of output and gradients, and that of the output alone."""
+    """Return two functions: one compiles the program of output and gradients, one that of the output alone."""
     functions = (_with_gradients(candidate), lambda arrays, cotangent: [candidate(arrays)])
     return [lambda f=function: jax.jit(f).lower(*inputs).compile() for function in functions]  # type: ignore[misc]
 
@@ -254,8 +254,8 @@ def _run(
     """Run the compiled programs.
 
     Returns:
-      The results of the first program, in how many repetitions they differ ("" for none), and the median time of each
-      program in milliseconds.
+      The results of the first program, a message that counts the repetitions in which they differ ("" for none), and
+      the median time of each program in milliseconds.
     """
     placed = jax.device_put(inputs)
     first = programs[0](*placed)
@@ -305,10 +305,10 @@ def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array]
 
 
 def _random_arrays(shapes: Tree) -> Tree:
-    """Return normal numbers, smaller ones for compose weights, and masks with padded keys and a row without keys.
+    """Return random arrays: normal numbers, smaller for compose weights; masks with padded keys and a row without keys.
 
-    Integers are segment ids: those of packed documents, the first of which occurs again at the end, and a query whose
-    id no key has.
+    Integer arrays are segment ids of packed documents. The id of the first document occurs again at the end, and one
+    query has an id that no key has.
     """
     random = np.random.default_rng(0)
 
@@ -328,7 +328,7 @@ def _random_arrays(shapes: Tree) -> Tree:
 
 
 def _random_segments(shape: tuple[int, ...], *, is_query: bool) -> np.ndarray:
-    """Return ids (B, N) of documents that begin at the same fractions of the queries and the keys of an example."""
+    """Return ids (B, N) of documents whose first tokens are at the same fractions of N for queries and keys."""
     batch, length = shape
     starts = np.random.default_rng(2).random((batch, DOCUMENTS))
     at = (np.arange(length) + 0.5) / length
@@ -357,9 +357,10 @@ def _bound(shapes: Tree) -> float:
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return |found - expected| / |expected| in the 2-norm, or a fourth of the largest such ratio of a row.
+    """Return the larger of the relative error |found - expected| / |expected| (2-norm), and 1/4 of that of any row.
 
-    A row is compared with the larger of its norm and the root mean square norm. NaN if `found` is not finite.
+    The error of a row is divided by the larger of its norm and the root mean square of all norms. NaN if `found` is not
+    finite.
     """
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     if not np.isfinite(a).all():
@@ -381,7 +382,7 @@ def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
 
 
 def _in_threads(functions: Sequence[Callable[[], Result]], seconds: float) -> list[Result]:
-    """Return the results of functions that run in new threads, on one device, with the settings of this thread.
+    """Call each function in a new thread, with the JAX settings of this thread, and return their results.
 
     Raises:
       TimeoutError: one did not return in time; its thread keeps running.

@@ -1,8 +1,8 @@
 """Plain attention by cuDNN's fused kernels, through `jax.nn.dot_product_attention`.
 
 cuDNN computes plain attention of bfloat16 or float16 on NVIDIA GPUs with float32 statistics and without scores in
-memory. JAX checks while it traces whether cuDNN is installed and supports the width of the heads. JAX's function has no
-forward mode; here it is that of `reference`.
+memory. While JAX traces the function, it checks that cuDNN is installed and supports the head dimension. JAX's function
+has no forward mode; here forward mode differentiates `reference`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _call(options: Options, inputs: Inputs) -> Array:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, list[Array]]:
-    """Return the output and what JAX's gradient keeps."""
+    """Return the output and the residuals of JAX's gradient."""
     out, gradient = jax.vjp(lambda x: _call(options, x), inputs)
     return out, jax.tree.leaves(gradient)
 

@@ -4,16 +4,16 @@ The kernels use Mosaic GPU because Pallas' Triton backend is deprecated from JAX
 changelog, 0.11.0).
 
 A layer is split into rectangles of queries and keys (`dcvit.dcmha.backends.gpu.tiling.spans`): 512 queries of a causal
-layer and the keys before them, 256 queries of a local layer and the keys around them, all queries of a short sequence.
-A loop runs over rectangles of equal shape. A causal layer has four shapes, each with the keys of its last rectangle; a
-local layer has one, so that the number of compiled kernels does not grow with the length. For each rectangle, the
-kernels process all heads tile by tile (`dcvit.dcmha.backends.gpu.tile`) and write
-W = C_post(softmax(C_pre(scale·q·k))), in the backward pass also dS, in the inputs' dtype; tiles without an attended key
-are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and dSᵀ·q. W and dS are written once and read once or
-twice. Scores and uncomposed weights stay on the chip. The 2R hidden planes of a compose are passed from one kernel to
-the next in global memory. What the kernels write for a rectangle has at most `WORKSPACE_BYTES` at a time: a layer
-with more is computed in parts of its examples, with fewer queries in a rectangle, and in parts of its groups
-(`dcvit.dcmha.backends.gpu.tiling.partition`).
+layer and the keys before them, 256 queries of a local layer and the keys of their windows, all queries of a short
+sequence. A loop runs over rectangles of equal shape. A causal layer has four shapes, each with the number of keys of
+the largest rectangle in its loop; a local layer has one, so that the number of compiled kernels does not grow with the
+length. For each rectangle, the kernels process all heads tile by tile (`dcvit.dcmha.backends.gpu.tile`). They write the
+composed weights W = C_post(softmax(C_pre(scale·q·k))), and in the backward pass the gradient dS of the scores, in the
+inputs' dtype; tiles in which no query attends to a key are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and
+dSᵀ·q. W and dS are written once and read once or twice. Scores and uncomposed weights stay on the chip. The 2R hidden
+planes of a compose are passed from one kernel to the next in global memory. The outputs of the kernels take at most
+`WORKSPACE_BYTES` at a time: larger layers are computed in parts of their examples and groups, and with fewer queries in
+a rectangle (`dcvit.dcmha.backends.gpu.tiling.partition`).
 
 The backward pass needs the inputs and the log-sum-exp, B·H·T in float32. Each float32 operand is split into two
 bfloat16 values, which takes three products instead of one and has an error of about 1e-5. On a backend without a GPU
@@ -78,7 +78,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
 
 
 def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
-    """Compute `_forward` for some of the examples and heads."""
+    """Compute `_forward` for one part of the examples and heads, of the sizes of a `Partition`."""
     layer = Layer(size.of(static), size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
@@ -93,7 +93,7 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
 
 
 def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
-    """Compute `_backward` for some of the examples and heads."""
+    """Compute `_backward` for one part of the examples and heads, of the sizes of a `Partition`."""
     layer = Layer(size.of(static), size.rows, x, d_out, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
@@ -120,10 +120,10 @@ def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array]
 
     Args:
       r: the rectangle.
-      totals: gradients of the rectangles before: dk, dv, and those of the key-wise weights of both composes.
+      totals: sums over the previous rectangles: dk, dv, and the gradients of the key-wise weights of both composes.
 
     Returns:
-      The totals with this rectangle, its dq, and its gradients of the query-wise weights of both composes.
+      The updated totals; and dq of this rectangle, with the gradients of its query-wise weights (pre, post).
     """
     dk, dv, dpre_k, dpost_k = totals
     q, d_out = (r.by_key_head(x, 2) for x in r.queries.arrays)

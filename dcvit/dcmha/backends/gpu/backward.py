@@ -1,4 +1,4 @@
-"""Bodies of the backward GPU kernels; each sweeps over the heads of a tile up to three times.
+"""Bodies of the backward GPU kernels. A sweep is a loop over all heads of a group; "planes" are hidden planes.
 
     post_grad    sweep 1: planes of the pre-compose
                  sweep 2: planes of the post-compose and of its transpose
@@ -7,7 +7,7 @@
                  sweep 2: dS, gradients of the pre-compose's weights
 
 `post_grad` stores the planes of the pre-compose and of the transposed post-compose in global memory as float32, and
-`pre_grad` loads them. A sweep for planes is skipped if the compose has none.
+`pre_grad` loads them. A compose without dynamic projections has no planes, and the sweep for them is skipped.
 """
 
 from __future__ import annotations

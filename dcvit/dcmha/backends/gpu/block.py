@@ -1,4 +1,4 @@
-"""One block of a GPU kernel: its position in the grid, its references, and accesses to global memory and registers."""
+"""One thread block of a GPU kernel: its position in the grid, its references, and its accesses to memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Planes: TypeAlias = tuple[Array, ...]
 class Operands(NamedTuple):
     """Inputs of a kernel: arrays, or their references in global memory.
 
-    All are float32, but those of `pairs`, and `mask` and `visited`, which are int32.
+    Compose weights and planes are float32, `mask` and `visited` are int32.
 
     Fields:
-      pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
+      pairs: (q, k), and (dO, v) for gradients; each array as its bfloat16 parts, (B T H D) and (B S K D).
       rows: query-wise weights (B H channels T), see `KernelConfig.channel`.
       cols: key-wise weights (B H channels S).
       mask: -1 where a query attends to a key, or else 0; (1 or B, T, S).
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Outputs of a kernel in global memory; a kernel has some of them. `launch.run` describes their shapes."""
+    """References to a kernel's outputs in global memory; None for those that it does not have. See `launch.Results`."""
 
     planes: Ref | None = None
     row_sums: Ref | None = None
@@ -75,11 +75,11 @@ class Block:
         self.own_keys = pl.ds(self.warpgroup * config.tile_keys, config.tile_keys)  # among those of the block
 
     def head(self, index: Array) -> Array:
-        """Return the number among all heads of a head of this block's group."""
+        """Return the index among all heads of head number `index` of this block's group."""
         return self.group * self.config.group_heads + index
 
     def is_attended(self) -> Array:
-        """Return whether any query of this block attends to any of its keys."""
+        """Return True if any query of this block attends to any of its keys."""
         visited = self.operands.visited
         example = lax.rem(self.example, jnp.int32(visited.shape[0]))
         found: Array = visited[example, self.i, self.j] != 0
@@ -88,11 +88,11 @@ class Block:
     # Layouts annotate registers.
 
     def as_tile(self, x: Array) -> Array:
-        """Give a matrix of a tile's shape the register layout of a matrix product's result."""
+        """Convert a matrix of a tile's shape to the register layout of a matrix product's result."""
         return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
     def as_vector(self, x: Array, axis: int) -> Array:
-        """Give a vector the register layout of one axis of a tile: 0 for queries, 1 for keys."""
+        """Convert a vector to the register layout of one axis of a tile: 0 for queries, 1 for keys."""
         return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
 
     def broadcast(self, x: Array, axis: int) -> Array:

@@ -25,7 +25,7 @@ Which: TypeAlias = Literal["pre", "post"]
 class Ranks:
     """Ranks of one compose's query-wise and key-wise projections; 0 for an absent projection.
 
-    `key_wise` says whether it has key-wise weights. Without any, nothing computes with the zeros of the key-wise gate.
+    `key_wise` is True if the compose has key-wise weights. Otherwise the kernels skip its key-wise gate, which is zero.
     """
 
     q: int = 0
@@ -44,7 +44,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """All properties that the code of a kernel depends on. Sizes are those after padding."""
+    """All properties that the code of a kernel depends on. Sizes include padding."""
 
     batch: int
     groups: int
@@ -59,7 +59,7 @@ class KernelConfig:
     tile_keys: int  # keys of one warpgroup's tile
     warpgroups: int
     stages: int  # slots of the ring in shared memory
-    kept: bool  # whether the last sweep reads what the one before has computed of all heads from shared memory
+    kept: bool  # True if shared memory holds a tile of each head, from which the last sweep reads the one before's
     dtype: DTypeLike  # of W and dS
     interpret: bool
 
@@ -84,7 +84,7 @@ class KernelConfig:
 
     @property
     def terms(self) -> list[tuple[int, int]]:
-        """Parts of both operands whose products are added. That of both low parts is below float32's rounding error."""
+        """Pairs of parts of two operands whose products are added; that of the low parts is below float32's error."""
         return [(0, 0)] if self.parts == 1 else [(0, 0), (0, 1), (1, 0)]
 
     @property
@@ -103,7 +103,7 @@ class KernelConfig:
         return 0 if which == "pre" else self.pre.channels(side)
 
     def channels(self, side: Side, composes: Sequence[Which], count: int) -> range:
-        """Return those of the `count` channels that a part of a kernel with the weights of these composes uses."""
+        """Return the range, among `count` channels of one side, that a sweep with the weights of `composes` reads."""
         used = [which for which in composes if side == "q" or self.ranks(which).key_wise]
         if not used:
             return range(0)

@@ -1,10 +1,11 @@
-"""Bodies of the forward GPU kernels; each sweeps over the heads of a tile one or two times.
+"""Bodies of the forward GPU kernels. A sweep is a loop over all heads of a group; "planes" are hidden planes.
 
     statistics   sweep 1: planes of the pre-compose;  sweep 2: maximum and sum of 2^L over the tile's keys
     weights      sweep 1: planes of the post-compose; sweep 2: composed weights W
 
-`statistics` stores the planes of the pre-compose in global memory as float32, and `weights` loads them. A sweep for
-planes is skipped if the compose has none.
+L are the composed and masked scores in units of log 2. `statistics` stores the planes of the pre-compose in global
+memory as float32, and `weights` loads them. A compose without dynamic projections has no planes, and the sweep for them
+is skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dcvit.dcmha.shapes import Array
 
 
 def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
-    """Compute the maximum and the sum of 2^L of each row of a tile."""
+    """Compute the maximum of L, and the sum of 2^L relative to it, for each query of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
 

@@ -31,7 +31,7 @@ KERNELS = {
 
 
 class Results(NamedTuple):
-    """Outputs of a kernel; None for those that it does not have."""
+    """Outputs of a kernel; None for those that it does not have. Brackets enclose factors of one axis."""
 
     # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries; None without key-wise weights
     col_sums: Array | None = None
@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
 
 def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
-    """Return the values that a kernel uses in each of its sweeps, which are loops over all heads of its tile."""
+    """Return the inputs that each sweep of a kernel reads; a sweep is a loop over all heads of a group."""
     pre, post = bool(config.pre.planes), bool(config.post.planes)
     scores, both = Reads((0,), ("pre",)), Reads((0, 1))
     hidden, last, again = {
@@ -54,7 +54,7 @@ def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
 
 
 def keeps(config: KernelConfig, kind: Kind) -> bool:
-    """Return whether the last sweep reads from shared memory what the one before it has computed."""
+    """Return True if the last sweep reads the results of the one before it from shared memory."""
     ranks = config.pre if kind in ("statistics", "pre_grad") else config.post
     return config.kept and ranks.planes > 0
 

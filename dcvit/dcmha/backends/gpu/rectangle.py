@@ -1,7 +1,7 @@
-"""Arrays of a layer as the GPU kernels take them, the loop over its rectangles of queries and keys, and their slices.
+"""Conversion of a layer's arrays to operands of the GPU kernels, and the loop over rectangles of queries and keys.
 
-Rectangles of equal shape are iterations of a loop with traced positions: the masks are data, so that the kernels do not
-depend on the positions.
+Rectangles of equal shape are iterations of a loop with traced positions: the masks are data, so that the compiled
+kernels do not depend on the positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
     Fields:
       arrays: q and dO, or k and v, each (B N H D) or (B N K D).
-      parts: the same as bfloat16 terms, with padded heads.
+      parts: for each of `arrays`, the bfloat16 arrays whose sum it is, with D padded.
       weights: compose weights (B H channels N).
     """
 
@@ -111,7 +111,7 @@ class Layer:
 
 
 class Rectangle:
-    """One block of queries with its keys, and the way back from the outputs of the kernels.
+    """One block of queries with its keys: the operands of the kernels, and the conversion of their outputs.
 
     Attributes:
       config: configuration of the kernels.
@@ -134,7 +134,7 @@ class Rectangle:
         self.mask = -attended.astype(jnp.int32)
 
     def _attended(self) -> Array:
-        """Return which keys each query attends to (1 or B, T, S)."""
+        """Return the mask (1 or B, T, S): True where a query attends to a key."""
         c, layer = self.config, self.layer
         starts, sizes = (self.first_query, self.first_key), (c.queries, c.keys)
         query, key = (start + jnp.arange(size, dtype=jnp.int32) for start, size in zip(starts, sizes, strict=True))
@@ -157,17 +157,17 @@ class Rectangle:
         return attended
 
     def operands(self, *statistics: Array, planes: Array | None = None) -> Operands:
-        """Return the operands of a kernel; the statistics (B H T) are appended to the query-wise weights."""
+        """Return the operands of a kernel; `statistics` (log-sum-exp or delta, B H T) are the last query channels."""
         weights = jnp.concatenate([self.queries.weights, *(x[:, :, None] for x in statistics)], axis=2)
         pairs = list(zip(self.queries.parts, self.keys.parts, strict=False))
         return Operands(pairs, weights, self.keys.weights, self.mask, self.visited, planes)
 
     def by_key_head(self, x: Array, axis: int) -> Array:
-        """Reshape an axis H to the axes K and H/K."""
+        """Reshape an axis of H query heads to two axes, K and H/K."""
         return x.reshape(*x.shape[:axis], -1, self.config.heads_per_key_head, *x.shape[axis + 1 :])
 
     def add_keys(self, total: Array, x: Array, axis: int) -> Array:
-        """Add values of the rectangle's keys to those of all keys."""
+        """Add `x`, which has the rectangle's keys on `axis`, to their positions in `total`, which has all keys."""
         x += cut(total, axis, self.first_key, self.config.keys)
         return lax.dynamic_update_slice_in_dim(total, x, self.first_key, axis)
 
@@ -179,8 +179,8 @@ class Rectangle:
         Args:
           which: the compose.
           rows: sums for query-wise weights (B H channels T).
-          cols: sums for key-wise weights of each tile of queries, (B G tiles 64 [tiles channels keys]), of which row j
-            belongs to head j of a group; None where there are no key-wise weights.
+          cols: `Results.col_sums`: sums for key-wise weights of each tile of queries. On the axis of 64, row j belongs
+            to head j of a group. None without key-wise weights.
           gate_and_down: factor of the gradients of gates and down projections.
           up: factor of the gradients of up projections.
         """
@@ -196,7 +196,7 @@ class Rectangle:
 
 
 def compose_gradients(weights: ComposeWeights | None, rows: Array, cols: Array) -> ComposeWeights | None:
-    """Convert gradients (B H channels T) and (B H channels S) to those of the weights that exist, in their dtypes."""
+    """Convert gradients (B H channels T) and (B H channels S) to the fields of `weights`, in their dtypes."""
     if weights is None:
         return None
     w, found = weights, []
@@ -231,7 +231,7 @@ def side_channels(
 
 
 def bfloat16_parts(x: Array, config: KernelConfig) -> list[Array]:
-    """Return the bfloat16 terms whose sum is (B N H D), with padded D."""
+    """Split (B N H D), with D padded, into the bfloat16 terms whose sum it is: one for bfloat16, two for float32."""
     x = pad(x, 3, config.head_dim)
     if config.parts == 1:
         return [x]

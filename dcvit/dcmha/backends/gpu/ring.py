@@ -25,11 +25,11 @@ def ignore(head: Array) -> None:
 
 
 class Reads(NamedTuple):
-    """Values of each head that a sweep uses, which alone are copied.
+    """Inputs of a head that a sweep reads; only these are copied to shared memory.
 
     Fields:
-      pairs: numbers of the pairs whose products it uses.
-      composes: those whose weights it uses; the log-sum-exp and delta come with those of the post-compose.
+      pairs: indices in `Operands.pairs` of the arrays whose matrix products it uses.
+      composes: composes whose weights it uses; the log-sum-exp and delta come with those of the post-compose.
     """
 
     pairs: Sequence[int]
@@ -37,12 +37,12 @@ class Reads(NamedTuple):
 
 
 class Ring:
-    """Ring of at least two slots. Step s of all sweeps processes head s % heads in slot s % stages.
+    """Ring of at least two slots. Steps are counted through all sweeps; step s has head s % heads in slot s % stages.
 
-    At the start of step s, with more than two slots, the products of step s + 1 are started. Behind them, the slot of
-    step s - 1 is filled again, so that products do not wait for the other warpgroup. The warpgroups that compute also
-    copy: a block with one more would have fewer registers for each thread, because `setmaxnreg` has no effect in the
-    code that XLA links.
+    At the start of step s, with more than two slots, the matrix products of step s + 1 are started. After that, the
+    slot of step s - 1 is filled again, so that products do not wait for the other warpgroup. The warpgroups that
+    compute also copy: with an additional warpgroup for copies, each thread would have fewer registers, because
+    `setmaxnreg` has no effect in the code that XLA links.
 
     A phase of `full` ends with the last copy into its slot; one of `empty`, with the last warpgroup that has finished
     reading a slot which will be filled again. Each warpgroup waits once for each phase: for `full` before it reads the
@@ -59,7 +59,7 @@ class Ring:
         self.ahead: dict[int, Array] = {}  # products of its first step by pair
 
     def copies(self, head: Array, slot: Array, reads: Reads) -> tuple[list[Copy], list[Copy]]:
-        """Return the copies of one step: those of query-wise and key-wise values."""
+        """Return the copies to slot `slot` for one head: those of query-wise inputs, and those of key-wise inputs."""
         b, c, scratch = self.block, self.config, self.scratch
         h = b.head(head)
         key_head = lax.div(h, jnp.int32(c.heads_per_key_head))
@@ -80,7 +80,7 @@ class Ring:
         return rows, cols
 
     def fill(self, step: Array, slot: Array, sweep: int) -> None:
-        """Start the copies of one step, of this or a later sweep, which the warpgroups share."""
+        """Start the copies of a step, which may belong to `sweep` or a later one; the warpgroups share the work."""
         starts = [n for n in range(sweep, len(self.reads)) if n == sweep or self.reads[n] != self.reads[n - 1]]
         for n, stop in zip(starts, [*starts[1:], len(self.reads)], strict=True):
             fill = functools.partial(self.fill_as, step, slot, self.reads[n])
@@ -91,7 +91,7 @@ class Ring:
                 pl.when(jnp.logical_and(step >= n * heads, step < stop * heads))(fill)
 
     def fill_as(self, step: Array, slot: Array, reads: Reads) -> None:
-        """Start the copies of one step that a sweep reads. An arrival takes the place of a copy that it does not."""
+        """Start the copies of `reads` for one step; for each omitted copy, arrive at the barrier instead."""
         c = self.config
 
         def start(copies: list[Copy]) -> None:

@@ -1,7 +1,7 @@
 """Staging of a GPU kernel's outputs in shared memory, and their copies to global memory.
 
-The threads of a warpgroup only write its staging buffers, and the copy engine and the tensor cores only read them.
-`reuse` and `commit` contain all barriers that the buffers require, and the kernels are compiled without automatic ones.
+The threads of a warpgroup only write its staging buffers; only the copy engine and the tensor cores read them. `reuse`
+and `commit` contain all barriers that the buffers require; the kernels are compiled without automatic barriers.
 
 A sum over the 64 queries would cross all lanes and warps of a warpgroup. It is computed as a matrix product with a
 one-hot matrix in registers instead, which adds the sums of head j to row j of an accumulator that all heads share. This
@@ -75,14 +75,14 @@ class Staging:
             plgpu.copy_smem_to_gmem(source, target)  # type: ignore[arg-type]
 
     def save_col_sums(self, x: Array) -> None:
-        """Store the sums over queries of this tile."""
+        """Store the sums over queries of this tile, (64, channels·keys), in global memory; row j is head j."""
         b, ref = self.block, not_none(self.out.col_sums)
         columns = ref.shape[-1] // self.config.key_tiles
         where = ref.at[b.example, b.group, b.i, pl.ds(0, QUERIES), pl.ds(b.key_tile * columns, columns)]
         self.block.store(where, x)
 
     def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array, list[Array]], None]) -> None:
-        """Run the last sweep; `body` stages products, if any, and their sums over queries are stored at its end."""
+        """Run the last sweep, and store the sums over queries of the products that `body` stages, if there are any."""
 
         def step(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
             body(head, slot, products)
@@ -101,7 +101,7 @@ class Staging:
         self.save_col_sums(sums)
 
     def add_products(self, accumulator: Ref, head: Array) -> None:
-        """Start to add the sums over queries of the staged products to the head's row of the accumulator."""
+        """Start the matrix product that adds the sums over queries of the staged products to the accumulator."""
         c, w, shape = self.config, self.block.warpgroup, (QUERIES, DEPTH)
         if c.without_layouts:
             rows = lax.broadcasted_iota(jnp.int32, shape, 0)

@@ -1,8 +1,8 @@
-"""Arithmetic of the GPU kernels on one tile: 64 queries by a few keys, for all heads of a group.
+"""Arithmetic of the GPU kernels on one tile: 64 queries by `tile_keys` keys, for all heads of a group.
 
 A block of a kernel handles one example, one group of heads, 64 queries and `warpgroups`·`tile_keys` keys. Each
 warpgroup computes a tile of all 64 queries and `tile_keys` keys. Heads stream through a ring of slots in shared memory
-several times. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
+once per sweep. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
 the scores of a head again, because the tensor cores have time left and registers are scarce; but with few heads, the
 last sweep reads scores, probabilities or gradients that the sweep before it has kept in shared memory. Blocks exchange
 no values: a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a
@@ -79,12 +79,12 @@ class Tile:
         return lax.bitcast_convert_type((bits & self.mask) | (~self.mask & MASKED_BITS), jnp.float32)
 
     def keep(self, head: Array, x: Array) -> None:
-        """Keep a tile of one head for the last sweep, if shared memory has room for all heads."""
+        """Keep a tile of one head in shared memory for the last sweep, if there is room for those of all heads."""
         if self.scratch.kept is not None:
             self.scratch.kept[head, self.block.warpgroup] = x
 
     def kept(self, head: Array, compute: Callable[[], Array]) -> Array:
-        """Return a tile that `keep` has kept, or compute it again. Each thread reads what it has written itself."""
+        """Return the tile that `keep` has stored, or compute it. No barrier: a thread reads only its own writes."""
         if self.scratch.kept is None:
             return compute()
         return self.block.as_tile(self.scratch.kept[head, self.block.warpgroup])
@@ -96,10 +96,10 @@ class Tile:
     def gradient_products(
         self, which: Which, a: Array, g: Array, hidden: Planes, back: Planes
     ) -> tuple[list[Array], list[Array]]:
-        """Return products of one head whose sums are the gradients of the compose's weights.
+        """Return products of one head whose sums are the gradients of the compose's weights, one for each channel.
 
-        Sums over keys of the first list are gradients of query-wise weights, sums over queries of the second list those
-        of key-wise weights.
+        Summed over keys, those of the first list are the gradients of query-wise weights; summed over queries, those of
+        the second list are the gradients of key-wise weights.
 
         Args:
           which: the compose.

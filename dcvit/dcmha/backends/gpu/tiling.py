@@ -1,4 +1,4 @@
-"""Choice of blocks and tiles for the GPU kernels, loop over the parts of a layer, and the calls that they refuse."""
+"""Choice of blocks and tiles for the GPU kernels, the loop over the parts of a layer, and unsupported calls."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Partition(NamedTuple):
 
     Fields:
       examples: number of examples of a part, a divisor of the batch.
-      heads: number of parts of the heads; composed heads are in the same part.
-      rows: queries of a rectangle.
+      heads: number of parts into which the heads are split; a group is in one part.
+      rows: number of queries of a rectangle.
     """
 
     examples: int
@@ -104,7 +104,7 @@ def check_supported(call: Call) -> None:
 
 
 def block_rows(queries: int, most: int) -> int:
-    """Return the queries of equal blocks of at most `most` queries, a multiple of 64."""
+    """Return the size, a multiple of 64 and at most `most`, of equal blocks that hold all queries."""
     return round_up(cdiv(queries, cdiv(queries, most)), QUERIES)
 
 
@@ -149,9 +149,9 @@ def workspace(config: KernelConfig, *, backward: bool) -> int:
 
 
 def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> list[Span]:
-    """Return the blocks of queries by their number of keys, a multiple of `config.block_keys`.
+    """Group the blocks of queries by their number of keys, a multiple of `config.block_keys`.
 
-    Blocks of a causal layer have one of `KEY_LENGTHS` numbers of keys, and those of a local layer the same number.
+    A causal layer has at most `KEY_LENGTHS` different numbers of keys, a local layer has one.
     """
     blocks, keys = cdiv(queries, config.queries), round_up(keys, config.block_keys)
     if options.window is not None:
@@ -210,7 +210,7 @@ def interpretable_warpgroups() -> int:
 
 
 def max_stages(config: KernelConfig, pairs: int) -> int:
-    """Return the number of ring slots that fit into shared memory beside the staging buffers."""
+    """Return the largest number of ring slots that fit into shared memory together with the staging buffers."""
     c = config
     wide, itemsize = c.block_keys, jnp.dtype(c.dtype).itemsize
     rows = 2 + c.pre.channels("q") + c.post.channels("q")
@@ -225,7 +225,7 @@ def max_stages(config: KernelConfig, pairs: int) -> int:
 
 
 def head_axes(x: Inputs) -> Inputs:
-    """Return the axis of each array that has the heads, in the form of `x`."""
+    """Return a tree like `x` with the index of the head axis of each array."""
     weights = (jax.tree.map(lambda a: a.ndim - 1, w) for w in (x.pre, x.post))
     others = (jax.tree.map(lambda _: NO_HEADS, a) for a in (x.mask, x.segments))
     return Inputs(2, 2, 2, *weights, *others)  # type: ignore[arg-type]  # numbers instead of arrays
@@ -234,13 +234,13 @@ def head_axes(x: Inputs) -> Inputs:
 def in_parts(
     compute: Callable[..., Result], size: Partition, args: tuple[Inputs, *tuple[Array, ...]], axes: Axes
 ) -> Result:
-    """Return compute(*args), computed for one part of the examples and heads after the other.
+    """Return compute(*args), computed part by part: one part of the examples and heads at a time.
 
     Args:
       compute: function of inputs and more arrays, whose results also have the examples as their first axis.
       size: the sizes of the parts.
       args: inputs, or inputs, gradients of the output (B T H D), and log-sum-exp (B H T).
-      axes: the axis of the results that has the heads.
+      axes: the index of the head axis of each result.
     """
     inputs, *more = args
     batch, mask = inputs.q.shape[0], inputs.mask

@@ -26,7 +26,7 @@ from dcvit.dcmha.shapes import Array, Ref
 def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name.
 
-    dq, dk and dv are arrays of tokens, as their inputs. dwq, dwk and dstatic_… are float32 gradients of the packed
+    dq, dk and dv have the layouts of the packed q, k and v. dwq, dwk and dstatic_… are float32 gradients of the packed
     weights.
     """
     inputs = with_matrices(config, inputs, MATRICES, interpret) | {k: inputs[k] for k in ("wk",) if k in inputs}
@@ -52,7 +52,7 @@ def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interp
 
 
 def part_of(x: Blocked, index: tuple[Any, ...]) -> Blocked:
-    """Return some queries of an array."""
+    """Return the declaration of a part of an array, `array[index]`, with the same blocks."""
     return x._replace(array=jnp.asarray(x.array)[index])
 
 
@@ -82,7 +82,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
 
 
 def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
-    """Return all gradients by name for the queries of one pass."""
+    """Call the gradient kernel for the queries of one pass; the results are those of `backward`."""
 
     def query_block(b: Index, j: Index, i: Index, *needed: Ref) -> Index:
         return tile.nearest_needed(needed, b * config.blocks_k + j, config.query_block(j, i))
@@ -111,14 +111,14 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
 
 
 def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Blocked]) -> dict[str, str]:
-    """Return the metadata of the gradient kernel; a condition for gradients of static weights is empty without them."""
+    """Return the metadata of the gradient kernel for scripts/tpu/step.py, see `conditions`."""
     once = [1] if any(name.startswith("dstatic") for name in outputs) else []
     blocks = config.blocks_k, config.blocks_q  # in which the first, or the last, block of the other side is visited
     return conditions(config.blocks_q * config.blocks_k, *blocks, *once, config.attended_tiles, *blocks, *once)
 
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, Blocked]:
-    """Return the outputs of the gradient kernel by name; C is the letter of complete gradients of queries."""
+    """Return the outputs of the gradient kernel by name; axes C have the query block whose gradients are complete."""
     batch = len(inputs["q"].array)
     found = {"dq": inputs["q"].like(config.dtype)._replace(axes="B.C")}
     found |= {f"d{name}": inputs[name].like(config.dtype) for name in ("k", "v")}

@@ -1,7 +1,7 @@
 """The gradient TPU kernel for blocks of eight examples whose scores are one tile each.
 
-An example has three stages (`dcvit.dcmha.backends.tpu.backward_stages`). Beside the vector operations of a stage run
-other matrix products and the vector operations of its neighbors:
+An example has three stages (`dcvit.dcmha.backends.tpu.backward_stages`). Matrix products, and vector operations of
+neighboring examples, overlap with the vector operations of each stage:
 
 | stage | overlapping work |
 |---|---|
@@ -65,9 +65,9 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
 
 
 def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
-    """Process the stages of example `e`, the end of the previous example and the beginning of the next one.
+    """Run the three stages of example `e`, with the last tasks of the previous example and the first of the next one.
 
-    The first example has no previous one; what is computed for it is overwritten later.
+    For the first example, the tasks of the previous one compute values that are overwritten later.
     """
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
     advance_weights(config, refs)
@@ -108,7 +108,7 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
 def score_vectors(
     config: KernelConfig, refs: Refs, mask: Ref | None, strip: Strip, buffers: Sequence[Ref | None]
 ) -> None:
-    """Compute the attention weights, and keep the scores, which those of the next example will replace."""
+    """Compute the attention weights, and copy the scores from `x_next`, which the next example overwrites, to `x`."""
     for queries in query_slices(config):
         save(planes(config, refs["x_next"], strip, queries), refs["x"], strip, queries)
     is_visible = functools.partial(visible, config, 0, 0, mask)
@@ -116,7 +116,7 @@ def score_vectors(
 
 
 def post_sums(config: KernelConfig, refs: Refs, keys: slice) -> None:
-    """Add the sums over some keys: gradients of the query-wise weights, and delta."""
+    """Add the share of `keys` to sums over keys: the post-compose's query-wise gradients, and delta in `d`."""
     query_weight_gradients(config, refs, "post", keys)
     for queries in query_slices(config):
         for h in range(config.heads):
@@ -125,13 +125,13 @@ def post_sums(config: KernelConfig, refs: Refs, keys: slice) -> None:
 
 
 def finish_delta(config: KernelConfig, refs: Refs) -> None:
-    """Add the sublanes of delta, Σ_s P·dP."""
+    """Sum delta = Σ_s P·dP over the eight sublanes of `d`, and broadcast the sum to all of them."""
     for h in range(config.heads):
         refs["d"][h] = jnp.broadcast_to(jnp.sum(refs["d"][h], axis=0, keepdims=True), (SUBLANES, config.block_q))
 
 
 def query_weight_gradients(config: KernelConfig, refs: Refs, compose_name: ComposeName, keys: slice) -> None:
-    """Add the gradients of the query-wise weights of a compose, which are sums over keys, from some keys."""
+    """Add the share of `keys` to the gradients `gq` of a compose's query-wise weights, which are sums over keys."""
     tensors = compose_tensors(config, refs, compose_name)
     if tensors is None:
         return
@@ -162,7 +162,7 @@ def advance_weights(config: KernelConfig, refs: Refs) -> None:
 
 
 def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of reading example `e`, and of computing its scores and its matrix of the pre-compose."""
+    """Return tasks that read example `e`, and compute its scores and the matrices of its pre-compose."""
     q, k = refs["q_tile"], refs["k_tile"]
 
     def tokens() -> None:
@@ -184,7 +184,7 @@ def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 def build(
     config: KernelConfig, refs: Refs, compose_name: ComposeName, rows: Ref | None, *, back: bool = False
 ) -> list[Task]:
-    """Return the work of building one mixing matrix of all blocks from key-wise weights, if there is one."""
+    """Return the task that builds the matrices of a compose (of its transpose with `back`) from the weights `rows`."""
     out, static = (
         refs.get(f"mix_{compose_name}_back" if back else f"mix_{compose_name}"),
         refs.get(f"static_{compose_name}"),
@@ -214,31 +214,31 @@ def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 
 
 def query_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing dqᵀ = kᵀ·dAᵀ."""
+    """Return tasks that compute dqᵀ = kᵀ·dAᵀ of example `e`."""
     k = refs["k_tile"]
     read = functools.partial(interleaved.read, refs["k"], e, k)
     return [read, *interleaved.query_products(config, refs["dq"], e, k, refs["da"], score_factor(config))]
 
 
 def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing dkᵀ = qᵀ·dA."""
+    """Return tasks that compute dkᵀ = qᵀ·dA of example `e`."""
     q = refs["q_tile"]
     read = functools.partial(interleaved.read, refs["q"], e, q)
     return [read, *interleaved.key_products(config, refs["dk"], e, q, refs["da"], score_factor(config))]
 
 
 def value_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing dvᵀ = dOᵀ·W."""
+    """Return tasks that compute dvᵀ = dOᵀ·W of example `e`."""
     return interleaved.key_products(config, refs["dv"], e, refs["d_out_tile"], refs["w"])
 
 
 def score_factor(config: KernelConfig) -> float:
-    """Return the factor from gradients of scores in units of log 2 to those of products of queries and keys."""
+    """Return the factor that converts gradients of scores in units of log 2 to gradients of q·k."""
     return 1 / LOG2_E if config.pre is not None else config.scale
 
 
 def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of writing the gradients of the weights of example `e`."""
+    """Return tasks that write the gradients of the compose weights of example `e`."""
 
     def query_wise() -> None:
         for c in range(refs["gq"].shape[0]):
@@ -286,7 +286,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
 
 
 def vmem_bytes(config: KernelConfig) -> int:
-    """Return the bytes of VMEM of two blocks of every array and of the buffers."""
+    """Return the bytes of VMEM of the buffers, and of two blocks (double buffering) of every input and output."""
     columns = round_up(max(packed_columns(config, "q"), packed_columns(config, "k")), LANES)
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
     words = config.queries * 3 * wide + config.keys * 4 * narrow + max(config.queries, config.keys) * 2 * columns
@@ -303,7 +303,7 @@ def vmem_bytes(config: KernelConfig) -> int:
 
 
 def scratch(config: KernelConfig, columns: int) -> dict[str, pl.MemoryRef]:
-    """Return the VMEM buffers by name. `columns` are those of the weights in HBM."""
+    """Return the VMEM buffers by name. `columns` is the number of columns of the packed weights in HBM."""
     heads, keys, queries, operand = config.heads, config.block_k, config.block_q, config.operand_dtype
     wide, narrow = heads * config.head_dim, config.key_heads * config.head_dim
     plane, row = (pltpu.VMEM((heads, rows, queries), jnp.float32) for rows in (keys, SUBLANES))
@@ -336,7 +336,7 @@ def scratch(config: KernelConfig, columns: int) -> dict[str, pl.MemoryRef]:
 
 
 def compose_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
-    """Return the buffers of hidden planes, and of the matrices of key-wise branches with their gradients."""
+    """Return the buffers of hidden planes, of the matrices of `mixing`, and of the gradients of these matrices."""
     found: dict[str, pl.MemoryRef] = {}
     planes = [0]
     for name, layout in (("pre", config.pre), ("post", config.post)):

@@ -1,15 +1,15 @@
-"""Stages of the backward kernels, on a strip of keys: the operations that the schedules of all families share.
+"""Stages of the backward kernels on one strip of keys; all families of kernels share them.
 
 | stage | products of a strip | its vector operations |
 |---|---|---|
 | score | key-wise part of the pre-compose of x | p: attention weights P |
-| post | key-wise parts of the post-compose of p and of its transpose of y, the gradient dW | w: W; dp: dP |
-| logit | dl: gradients of the logits, and the key-wise part of those of the scores | da: gradients of the scores |
+| post | key-wise parts of the post-compose of p, and of the transposed post-compose of y = dW | w: W; dp: dP |
+| logit | dl: gradients of the logits; key-wise part of the gradients of the scores | da: gradients of the scores |
 
-Products of the post and logit stages include the gradients of the matrices. The references x, y, p, dp, dl, w and da
-are planes of a tile, (H, Bk, Bq); y and dl may be the same. The stages also write hidden planes, from which the
-gradients of query-wise weights, and in the family "vector" those of key-wise ones, are computed (`ComposeTensors`).
-`dcvit.dcmha.backends.tpu.strips` and `dcvit.dcmha.backends.tpu.stages` run the stages.
+Products of the post and logit stages include the gradients of the matrices (`dcvit.dcmha.backends.tpu.mixing`). The
+references x, y, p, dp, dl, w and da are planes of a tile, (H, Bk, Bq); y and dl may be the same. The stages also write
+the hidden planes that `ComposeTensors` needs: for the gradients of query-wise weights, and in the family "vector" for
+those of key-wise weights. `dcvit.dcmha.backends.tpu.strips` runs the stages.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequen
 
 
 def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
+    """Compute the logits' gradients, the key-wise part of the scores' gradients, and the gradient of the matrix."""
     all_queries = slice(0, config.block_q)
     dl = list(logit_gradients(config, refs, strip, all_queries))
     save(dl, refs["dl"], strip, all_queries)
@@ -119,15 +119,15 @@ def logit_gradients(config: KernelConfig, refs: Refs, strip: Strip, queries: sli
 
 
 def save_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
-    """Write the gradient of the matrix of a strip, for stacked inputs `a` and output gradients `g` of a compose.
+    """Write the gradient of the matrix of a strip, from the stacked inputs `a` and output gradients `g` of a compose.
 
-    Where a block of keys meets several blocks of queries, it is added.
+    With several tiles (family "matrix"), it is added, because the matrix serves several query blocks.
     """
     diagonals(config, dot(g, a, (1, 1)), out.at[strip.number], add=config.family == "matrix")
 
 
 class ComposeTensors(NamedTuple):
-    """References from which the gradients of the weights of one compose are computed, (planes, Bk, Bq)."""
+    """References (planes, Bk, Bq) from which the gradients of one compose's weights are computed."""
 
     layout: ComposeLayout  # of the weights whose gradients are sums of products of planes
     a: Ref  # input
@@ -137,7 +137,7 @@ class ComposeTensors(NamedTuple):
 
 
 def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName) -> ComposeTensors | None:
-    """Return the tensors of a compose after the post stage, or after the logit stage; None without this compose."""
+    """Return the tensors of a compose, or None; "post" has them after the post stage, "pre" after the logit stage."""
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
         return None
@@ -150,11 +150,11 @@ def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName)
 def weight_products(
     config: KernelConfig, tensors: ComposeTensors, h: int, keys: slice, queries: slice
 ) -> Iterator[tuple[int, Array, bool]]:
-    """Yield the products whose sums are the gradients of head `h`'s weights, for some keys and queries.
+    """Yield the products whose sums over keys or queries are the gradients of head `h`'s weights.
 
-    Each item is a packed row or column, the product, and True for a query-wise weight, whose gradient is a sum over
-    keys. The products are a_h times the planes of `g` for a down projection, g_h times the planes of `a` for an up
-    projection, and a_h·g_h for a gate.
+    Each item is (packed column of the weight, product, is_row). `is_row` is True for a query-wise weight: its gradient
+    is the sum over keys; that of a key-wise weight is the sum over queries. The product is a_h times a hidden plane of
+    `g` for a down projection, g_h times a hidden plane of `a` for an up projection, and a_h·g_h for a gate.
     """
     layout = tensors.layout
     x, y = tensors.a[h, keys, queries], tensors.g[h, keys, queries]

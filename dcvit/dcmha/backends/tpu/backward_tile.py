@@ -49,7 +49,7 @@ CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
 
 
 def delta_kernel(config: KernelConfig, refs: Refs) -> None:
-    """Compute delta_h = Σ_s P_h·dP_h of a query block; grid index (b, i, j)."""
+    """Add one key block to delta_h = Σ_s P_h·dP_h of a query block; grid index (b, i, j)."""
     if "diagonal" in refs:
         mixing.write_diagonal(config, refs["diagonal"])
     i, step = pl.program_id(1), pl.program_id(2)
@@ -89,7 +89,7 @@ def delta_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
 
 
 def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Add the products P·dP of a strip to `d`."""
+    """Add the products P·dP of a strip, summed over its keys in each sublane, to `d`."""
     for queries in query_slices(config):
         p = attention_weights(config, refs, visible, strip, buffers[0], queries)
         post = strip_compose(config, refs, "post", buffers[1], queries)
@@ -101,10 +101,10 @@ def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, 
 
 
 def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors, static: Ref | None) -> None:
-    """Compute a tile's share of the gradients of one compose.
+    """Compute a tile's share of the gradients of one compose's weights.
 
-    Sums over keys are written to the rows `gq`, sums over queries are added to the columns `gk`. Heads are processed
-    one after the other, so that a head's sums over all keys stay in registers.
+    Query-wise gradients are written to the rows of `gq`, key-wise gradients are added to the columns of `gk`, and those
+    of static weights to `static`. Heads are processed one by one, so that a head's sums over keys stay in registers.
     """
     per_group, queries = config.heads // config.groups, slice(None)
     for h in range(config.heads):
@@ -130,8 +130,8 @@ def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors, 
 def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None:
     """Compute W and dA of a tile, and add its share to the gradients of all compose weights.
 
-    If delta is an input, `d` already contains it; otherwise the tile contains complete rows and delta is computed
-    from them.
+    If delta is an input of the kernel, `d` already contains it; otherwise the tile has all keys of its queries, and
+    delta is computed here.
     """
 
     def run(compose_name: ComposeName, vectors: Vectors, products: Stage) -> None:
@@ -157,10 +157,10 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
 
 
 def token_gradients(config: KernelConfig, refs: Refs, i: Index, factor: float) -> None:
-    """Compute dqᵀ = kᵀ·dAᵀ, dkᵀ = qᵀ·dA and dvᵀ = dOᵀ·W of a tile, and accumulate them or write them directly.
+    """Compute dqᵀ = kᵀ·dAᵀ, dkᵀ = qᵀ·dA and dvᵀ = dOᵀ·W of a tile; add them to accumulators, or write a single tile's.
 
-    `factor` converts gradients of scores in units of log 2. Tokens are transposed because they are far smaller than
-    tiles.
+    `factor` converts gradients of scores in units of log 2 to those of q·k. Tokens are transposed, not planes, because
+    they are far smaller.
     """
     q, k, d_out = refs["q"][0], refs["k"][0, : config.block_k].T, refs["d_out"][0]
     dq, dk, dv = [], [], []
@@ -182,9 +182,9 @@ def token_gradients(config: KernelConfig, refs: Refs, i: Index, factor: float) -
 
 
 def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
-    """Compute a tile's share of all gradients of an example; grid index (b, j, i).
+    """Compute a tile's share of all gradients of an example; grid index (b, j, i), for key block j and query block i.
 
-    Gradients of a key block accumulate over i. Gradients of the queries stay in VMEM for all i and accumulate over j.
+    Gradients of a key block accumulate over i. Gradients of all query blocks stay in VMEM and accumulate over j.
     """
     if "diagonal" in refs:
         mixing.write_diagonal(config, refs["diagonal"])
@@ -237,7 +237,7 @@ def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
 
 
 def clear(*refs: Ref | None) -> None:
-    """Fill the references that exist with zeros."""
+    """Fill references with zeros; None is ignored."""
     for ref in refs:
         if ref is not None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
@@ -253,7 +253,7 @@ def write_key_gradients(refs: Refs, factor: float) -> None:
 
 
 def write_matrix_gradients(config: KernelConfig, refs: Refs) -> None:
-    """Write the gradients of key-wise weights of a key block, and add those of static weights, from `dmix_…`."""
+    """Compute the gradients of a key block's key-wise weights, and add those of static weights, from `dmix_…`."""
     if "wk" in refs and "wk_cur" in refs:
         transpose_key_weights(refs["wk"], refs["wk_cur"])
     for name, layout in (("pre", config.pre), ("post", config.post)):

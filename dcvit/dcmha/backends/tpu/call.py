@@ -1,7 +1,4 @@
-"""Calls of TPU kernels whose arrays have names.
-
-An array is declared once, with its name and its blocks, and the kernel gets its reference by this name.
-"""
+"""Calls of TPU kernels with named arrays: each is declared once, and the kernel gets its reference by its name."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class KernelCall:
     outputs: Mapping[str, Blocked]
     scratch: Mapping[str, pl.MemoryRef]  # buffers in VMEM
     vmem_bytes: int  # limit
-    parallel_axes: int = 1  # so many first axes of the grid may be split over cores
+    parallel_axes: int = 1  # number of leading axes of the grid that may be split over cores
     metadata: dict[str, str] | None = None  # see `dcvit.dcmha.backends.tpu.config.conditions`
 
     def run(self, kernel: Callable[[Refs], None], interpret: Interpret) -> dict[str, Array]:

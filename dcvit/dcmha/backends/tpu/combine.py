@@ -1,4 +1,4 @@
-"""TPU kernels that combine the vectors of the heads of each group, for composition folded into plain attention.
+"""TPU kernels that combine the query or output vectors of heads, for composition folded into plain attention.
 
 For each token and each group of J heads, y_n = Σ_j W[j, n]·x_j with a J×J matrix W of the token (`dcvit.dcmha.folded`).
 The kernels read and write arrays with a column for each token: vectors as (B, H·D, T), as the attention kernels read
@@ -33,7 +33,7 @@ Inputs: TypeAlias = tuple[Array, Array]  # vectors of heads, and weights
 
 
 class Static(NamedTuple):
-    """Static sizes and options."""
+    """Static sizes and options of the kernels."""
 
     groups: int
     per_group: int  # J
@@ -41,12 +41,12 @@ class Static(NamedTuple):
     interpret: Interpret
 
     def rows(self, group: Array, head: int, chunk: int) -> Rows:
-        """Return the rows of a chunk of a head's vectors."""
+        """Return the rows of chunk number `chunk` of a head's vectors in (H·D, T)."""
         start = (group * self.per_group + head) * self.head_dim + chunk * CHUNK
         return pl.ds(pl.multiple_of(start, CHUNK), CHUNK)
 
     def row(self, j: int, n: int) -> slice:
-        """Return the row of W[j, n] of a group."""
+        """Return the row of W[j, n] in (J·J, T), the weights of a group."""
         return slice(j * self.per_group + n, j * self.per_group + n + 1)
 
 
@@ -101,13 +101,13 @@ _combine = differentiable(_forward, _backward, _forward_mode, name=None)
 
 
 def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:
-    """Return an array with a column for each token, padded to blocks of tokens, and axes of the given sizes before."""
+    """Reshape (B T …) to (B, *axes, T), with the tokens padded to blocks."""
     x = jnp.moveaxis(x, 1, -1).reshape(len(x), *axes, -1, x.shape[1])
     return pad(x, -1, round_up(x.shape[-1], BLOCK))
 
 
 def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """Return the array of the shape of `like` of which `x` has the columns."""
+    """Invert `_columns`: return an array with the shape of `like`."""
     batch, length, *rest = like.shape
     return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
 
@@ -136,7 +136,7 @@ def _call(
 
 
 def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> None:
-    """Call a function for each group and each register of tokens of a block."""
+    """Call `of_group(group, lanes)` for each group and each slice of 128 tokens of a block."""
 
     def step(n: Array, _: None) -> None:
         lanes = pl.ds(pl.multiple_of(jax.lax.rem(n, BLOCK // LANES) * LANES, LANES), LANES)

@@ -1,4 +1,4 @@
-"""One compose, applied to a strip of keys of a tile by the VPU, with what the MXU contributes."""
+"""One compose on a strip of keys of a tile, computed by the VPU; the MXU may have computed some branches before."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HiddenPlanes: TypeAlias = list[list[list[Array]]]  # A·w_q1 and A·w_k1 of Eqn 
 
 
 class Side(NamedTuple):
-    """The query-wise or the key-wise dynamic projections of a compose."""
+    """The query-wise or the key-wise side of a compose."""
 
-    weight: Callable[[int, int], Array]  # from the packed position of a weight's first head, and the head
+    weight: Callable[[int, int], Array]  # `query_weight` or `key_weight` of `StripCompose`
     offsets: BranchOffsets
     rank: int
 
@@ -36,8 +36,8 @@ class StripCompose:
 
     Query-wise weights come from `rows`, (1, Bq/128, columns, 128), where a load broadcasts a row of 128 lanes over
     sublanes at no cost. Key-wise weights come from `broadcast`, (words, strip, 128), where `broadcast_columns` has
-    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. `mixed` has the planes that the
-    MXU contributes, where `layout` has only the query-wise branch.
+    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. If `layout` has the query-wise
+    branch only, `mixed` has the sum of the other branches, computed by the MXU: a plane for each head.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StripCompose:
         return range(index * self.per_group, (index + 1) * self.per_group)
 
     def hidden(self, a: Sequence[Array], projection: Projection) -> HiddenPlanes:
-        """Return Σ_n a_n·w[r, n] over the heads n of each group, for the weights w of a projection."""
+        """Return the hidden planes Σ_n a_n·w[r, n], sums over the heads n of each group; w belongs to `projection`."""
         starts = [side.start(projection) for side in self.sides]
         found: HiddenPlanes = [
             [[] for _ in range(0 if start is None else side.rank)]
@@ -104,7 +104,7 @@ class StripCompose:
     def compose_planes(self, a: Sequence[Array], hidden: HiddenPlanes, projection: Projection) -> Iterator[Array]:
         """Yield a_h·gate_h + Σ_r hidden_r·w[r, h] + Σ_n a_n·static[n, h] for each head h (Eqn 7).
 
-        The weights w are those of a projection; with that to the hidden planes, the compose is transposed.
+        w are the weights of `projection`: "up" for the compose, "down" for the transposed compose.
         """
         heads = self.config.heads
         for h in range(heads):
@@ -125,18 +125,18 @@ class StripCompose:
             yield total(terms)
 
     def compose(self, a: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
-        """Return the composition of the heads `a`, one after the other, and its hidden planes."""
+        """Return an iterator over the composed planes of the heads, from the planes `a`, and the hidden planes."""
         hidden = self.hidden(a, "down")
         return self.compose_planes(a, hidden, "up"), hidden
 
     def transposed(self, g: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
-        """Return the gradient of the compose's input from the gradient `g` of its output, and its hidden planes."""
+        """Return the gradients of the compose's input from those of its output, `g`, and the hidden planes of `g`."""
         hidden = self.hidden(g, "up")
         return self.compose_planes(g, hidden, "down"), hidden
 
 
 def save_hidden(hidden: HiddenPlanes, out: Ref | None, strip: Strip, queries: slice) -> None:
-    """Write hidden planes of a strip to `out`, (planes, Bk, Bq), ordered by side, rank and group, if it exists."""
+    """Write hidden planes of a strip to `out`, (planes, Bk, Bq), by side, rank and group; do nothing if it is None."""
     if out is not None:
         for n, plane in enumerate(plane for side in hidden for by_group in side for plane in by_group):
             out[n, strip.rows, queries] = join(plane)
@@ -145,9 +145,9 @@ def save_hidden(hidden: HiddenPlanes, out: Ref | None, strip: Strip, queries: sl
 def strip_compose(
     config: KernelConfig, refs: Refs, compose_name: ComposeName, buffer: Ref | None, queries: slice
 ) -> StripCompose | None:
-    """Return the compose of this name on one strip for some queries, or None if the attention does not have it.
+    """Return a compose of the call, applied to one strip and a slice of queries; None if the call does not have it.
 
-    `buffer` has the key-wise weights, broadcast over lanes, or what the MXU has mixed.
+    `buffer` has the broadcast key-wise weights in the family "vector", or else the planes that the MXU has mixed.
     """
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
@@ -161,14 +161,14 @@ def strip_compose(
 
 
 def stacked_planes(config: KernelConfig, buffer: Ref, queries: slice) -> StoredPlanes:
-    """Return the planes of all heads from stacked planes: (H·strip, Bq), or (strips, H·strip, Bq) of several strips."""
+    """Return the planes of all heads from a buffer of stacked planes, (H·strip, Bq) or (strips, H·strip, Bq)."""
     if len(buffer.shape) == 2:
         return StoredPlanes(lambda h: split(buffer[strip_rows(config, h), queries]), config.heads)
     return StoredPlanes(lambda h: buffer[:, strip_rows(config, h), queries], config.heads)
 
 
 def key_wise_matrix(config: KernelConfig, refs: Refs, name: str, strip: Strip) -> Array:
-    """Return the matrix `name` of a strip; its product with the `stack` of all heads is the key-wise part."""
+    """Return the matrix `name` of a strip, which multiplies the `stack` of all planes; see `mixing.block`."""
     matrices, number = refs[name], strip.number
     if config.family == "matrix":
         matrices, number = matrices.at[0], jnp.minimum(number, matrices.shape[1] - 1)

@@ -56,12 +56,12 @@ class BranchOffsets(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """Neighboring packed columns of key-wise weights, and their partners that share 32-bit words with them."""
+    """A run of neighboring packed columns of key-wise weights; each shares a 32-bit word with a partner column."""
 
     start: int
     size: int
-    distance: int  # of a column and its partner
-    partners: int  # at most `size`
+    distance: int  # from a column to its partner
+    partners: int  # number of columns that have a partner, the first ones; at most `size`
 
 
 class ComposeLayout(NamedTuple):
@@ -73,16 +73,16 @@ class ComposeLayout(NamedTuple):
     key_rank: int
     has_static: bool
     skip_factor: float  # multiplies the skip connection where the compose has no gate
-    key_runs: tuple[KeyRun, ...]  # the key-wise columns
+    key_runs: tuple[KeyRun, ...]  # all key-wise columns
 
     def key_columns(self, *, rounded: bool) -> list[int]:
-        """Return the packed columns of the key-wise weights that are broadcast: `rounded`, words of two columns."""
+        """Return the packed columns to broadcast for key-wise weights; `rounded`, one column for each word of two."""
         lower = [run.start + n for run in self.key_runs for n in range(run.size)]
         upper = [run.start + run.distance + n for run in self.key_runs for n in range(run.partners)]
         return lower if rounded else lower + upper
 
     def key_word(self, column: int) -> tuple[int, bool]:
-        """Return the number of the word of a packed column, and True if the column has its upper bits."""
+        """Return the index in `key_columns` of a packed column's word, and True if the column is its upper half."""
         before = 0
         for run in self.key_runs:
             for first, size, is_upper in ((run.start, run.size, False), (run.start + run.distance, run.partners, True)):
@@ -92,7 +92,7 @@ class ComposeLayout(NamedTuple):
         raise ValueError(f"column {column} is not one of {self.key_runs}")
 
     def with_keys_after(self, columns: int) -> ComposeLayout:
-        """Return the layout with the key-wise columns after the first `columns` of the same array."""
+        """Return the layout in an array where `columns` query-wise columns precede the key-wise columns."""
         key = BranchOffsets(*(None if start is None else start + columns for start in self.key))
         runs = tuple(run._replace(start=run.start + columns) for run in self.key_runs)
         return self._replace(key=key, key_runs=runs)
@@ -120,13 +120,13 @@ class KernelConfig(NamedTuple):
     key_heads: int
     head_dim: int
     groups: int
-    first_query: int  # position of the first of these queries where they are a part of all queries
+    first_query: int  # position of query 0 among the keys, as in `dcvit.dcmha.inputs.Options`
     queries: int
     keys: int
     block_q: int
     block_k: int
-    queries_per_pass: int  # the backward pass processes so many queries at once
-    strip: int  # keys that vector operations process at once, and whose heads one matrix product mixes
+    queries_per_pass: int  # queries that the backward pass processes at once
+    strip: int  # keys that vector operations process at once, and that share a matrix product that mixes heads
     strips_per_step: int  # strips that one step of a loop processes
     causal: bool
     window: int | None
@@ -135,7 +135,7 @@ class KernelConfig(NamedTuple):
     post: ComposeLayout | None
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
-    rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
+    rounded: bool  # operands of products and key-wise weights are bfloat16; the weights in pairs in 32-bit words
 
     @property
     def operand_dtype(self) -> np.dtype[Any]:
@@ -145,7 +145,7 @@ class KernelConfig(NamedTuple):
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
-        """Dtype of arrays of tokens in HBM; a row of interleaved tokens can be read in 32 bits only."""
+        """Dtype of tokens in HBM: float32 if interleaved, because loads with a stride have 32-bit elements."""
         return np.dtype(np.float32) if self.family == "interleaved" else self.dtype
 
     @property
@@ -155,7 +155,7 @@ class KernelConfig(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The choice of kernels, for the log."""
+        """Description of family and tile, for the log."""
         return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
 
     @property
@@ -185,7 +185,7 @@ class KernelConfig(NamedTuple):
 
     @property
     def attended_tiles(self) -> int:
-        """The number of tiles of an example with keys that a query attends to."""
+        """The number of tiles of an example that are computed: those in which some query attends to some key."""
         return sum(int(self.last_key_block(i) - self.first_key_block(i)) + 1 for i in range(self.blocks_q))
 
     def key_lanes(self, head: int) -> slice:
@@ -194,7 +194,7 @@ class KernelConfig(NamedTuple):
         return slice(start, start + self.head_dim)
 
     def query_lanes(self, head: int) -> slice:
-        """Return the lanes of query head `head`."""
+        """Return the lanes (or rows, where queries are columns) of query head `head`."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def first_key_block(self, i: Index) -> Index:
@@ -249,10 +249,10 @@ def _quotient(a: Index, b: int) -> Index:
 
 
 def conditions(steps: int, *times: int) -> dict[str, str]:
-    """Return metadata of a kernel, with which scripts/tpu/step.py weights the conditional parts of its schedule.
+    """Return metadata of a kernel: how often its conditional parts run, for the estimates of scripts/tpu/step.py.
 
     Args:
-      steps: the steps of the grid for one example.
-      times: in how many of them the condition of each `pl.when` holds, in the kernel's order.
+      steps: the number of steps of the grid for one example.
+      times: the number of these steps in which the condition holds, for each `pl.when` in the order of the kernel.
     """
     return {"steps": str(steps), "conditions": " ".join(map(str, times))}

@@ -67,7 +67,7 @@ class DecodeConfig(NamedTuple):
         return self.heads // self.key_heads
 
     def position(self, head: int) -> tuple[int, slice]:
-        """Return the row and the lanes of a query head in queries and outputs of shape (H/K)×(K·D)."""
+        """Return the row and the lanes of a query head in arrays of queries and outputs, (H/K, K·D)."""
         key_head, row = divmod(head, self.heads_per_key_head)
         return row, slice(key_head * self.head_dim, (key_head + 1) * self.head_dim)
 
@@ -113,7 +113,7 @@ def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T 
     host without a TPU, and `dcvit.dcmha.backends.xla.decode` on all other platforms.
 
     Raises:
-      UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
+      UnsupportedError: T > 1, or the kernel does not support the device, the dtypes or the sizes.
     """
     config, inputs = checked_config(call), call.inputs
     attended = visible(1, inputs.k.shape[1], call.options, inputs.mask, inputs.segments)
@@ -137,7 +137,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], d_out
 
 
 def call_xla(config: DecodeConfig, inputs: Inputs) -> Array:
-    """Compute the same attention with `dcvit.dcmha.backends.xla.decode`."""
+    """Compute the kernel's result with `dcvit.dcmha.backends.xla.decode`."""
     return decode.attend(Options(groups=config.groups, scale=config.scale), inputs)
 
 
@@ -145,7 +145,7 @@ _attention = differentiable(_forward, _backward, forward_mode=lambda static, x: 
 
 
 def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Array:
-    """Return the composition of `a`, H×keys."""
+    """Apply the compose `name` ("pre" or "post") to scores or weights `a`, (H, keys)."""
     if f"{name}_map" not in refs:
         return a
     out = dot(refs[f"{name}_map"][0], a, (1, 0))
@@ -160,7 +160,7 @@ def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Ar
 
 
 def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
-    """Sum H×keys over the heads of each group and repeat the sum for each of these heads."""
+    """Replace each row of `a`, (H, keys), by the sum of the rows of its group; one group gives one row, (1, keys)."""
     if config.groups == 1:
         return jnp.sum(a, axis=0, keepdims=True)
     size = config.heads // config.groups
@@ -169,7 +169,7 @@ def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
 
 
 def zero_padding(config: DecodeConfig, j: Index, x: Array, axis: int) -> Array:
-    """Set the values after the last key to zero; there, the last block contains arbitrary values."""
+    """Set elements of block `j` after the last key to zero: the padding of the last block has arbitrary values."""
     if config.keys % config.block == 0:
         return x
     key = j * config.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -239,14 +239,14 @@ def softmax(x: Ref) -> None:
 
 
 def whole(x: Array) -> Blocked:
-    """Declare an input of which each step reads everything that belongs to its example."""
+    """Declare an input whose block is all data of one example."""
     return Blocked(x, (1, *x.shape[1:]), "B..")
 
 
 def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
     """Arrange the arguments of attention as inputs of the kernel.
 
-    The letters of axes of keys are K for inputs that phase 0 reads, and V for those that phase 1 reads.
+    In `Blocked.axes`, key blocks have the letter K in inputs that phase 0 reads, and V in those that phase 1 reads.
     """
     q, k, v, pre, post, mask, _ = inputs
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
@@ -270,7 +270,7 @@ def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
 
 
 def call_kernel(config: DecodeConfig, inputs: Inputs, *, interpret: Interpret) -> Array:
-    """Run the kernel; shapes are those of `attention`."""
+    """Run the kernel; arguments and result have the shapes of `dcvit.dcmha.attention`."""
     q = inputs.q
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
     last = config.blocks - 1

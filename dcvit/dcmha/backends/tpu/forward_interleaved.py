@@ -51,7 +51,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
 
 
 def attend(config: KernelConfig, refs: Refs, e: Index) -> None:
-    """Compute the attention weights of example `e`, the output of the previous one and the scores of the next one."""
+    """Run both stages of example `e`, with the output of the previous example and the scores of the next one."""
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
     pre_refs, post_refs = ({**refs, "wq": refs[rows]} if rows in refs else refs for rows in ("wq_rows", "wq_late"))
     is_visible = functools.partial(visible, config, 0, 0, mask_of(refs, e))
@@ -74,7 +74,7 @@ def attend(config: KernelConfig, refs: Refs, e: Index) -> None:
 
 
 def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work that precedes the first stage of an example: its scores, and the weights of the pre-compose."""
+    """Return tasks before the first stage of example `e`: its scores, and the weights of its pre-compose."""
 
     def tokens() -> None:
         interleaved.read(refs["q"], e, refs["q_tile"])
@@ -97,7 +97,7 @@ def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 
 
 def prepare_post(config: KernelConfig, refs: Refs) -> None:
-    """Prepare the weights of the post-compose, before those of the next example replace their source."""
+    """Prepare the weights of the post-compose; later tasks overwrite `wq_rows` and `wk_cur` for the next example."""
     if "wq_late" in refs:
         refs["wq_late"][...] = refs["wq_rows"][...]
     if "mix_post" in refs:
@@ -105,14 +105,14 @@ def prepare_post(config: KernelConfig, refs: Refs) -> None:
 
 
 def output_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing the output of an example."""
+    """Return tasks that compute the output of example `e`."""
     v = refs["v_tile"]
     read = functools.partial(interleaved.read, refs["v"], e, v)
     return [read, *interleaved.query_products(config, refs["o"], e, v, refs["w"])]
 
 
 def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> tuple[Array, Array]:
-    """Return the output of all heads as interleaved tokens, and each row's log-sum-exp, (B H T) in units of log 2."""
+    """Return the output of all heads as interleaved tokens, and each query's log-sum-exp (B H T) in units of log 2."""
     blocks = inputs["q"].array.shape[1]
     lse = jax.ShapeDtypeStruct((blocks * config.examples, config.heads, config.block_q), jnp.float32)
     call = KernelCall(

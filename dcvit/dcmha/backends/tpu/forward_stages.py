@@ -1,4 +1,4 @@
-"""Stages of the forward kernels, on a strip of keys: the operations that the schedules of all families share.
+"""Stages of the forward kernels on one strip of keys; all families of kernels share them.
 
 | stage | products of a strip | its vector operations |
 |---|---|---|
@@ -6,7 +6,7 @@
 | weight | attention weights P of y, and the key-wise part of their post-compose | w: composed weights |
 
 Between the stages are the statistics of the softmax. The references x, y and w are planes of a tile, (H, Bk, Bq); x and
-y may be the same. `dcvit.dcmha.backends.tpu.strips` and `dcvit.dcmha.backends.tpu.stages` run the stages.
+y may be the same. `dcvit.dcmha.backends.tpu.strips` runs the stages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def weight_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequ
 
 
 def attention_weights(config: KernelConfig, refs: Refs, strip: Strip, queries: slice) -> list[Array]:
-    """Return the weights of the softmax of all heads, once `m` has the log-sum-exp."""
+    """Return the attention weights P of all heads, (keys/8, 8, queries) each; `m` must contain the log-sum-exp."""
     y = planes(config, refs["y"], strip, queries)
     return [jnp.exp2(x - refs["m"][h, :, queries][None]) for h, x in enumerate(y)]
 
@@ -87,9 +87,10 @@ def attention_weights(config: KernelConfig, refs: Refs, strip: Strip, queries: s
 def update_statistics(
     config: KernelConfig, refs: Refs, rows: Rows, *, is_first: bool = False, valid: Array | None = None
 ) -> None:
-    """Add scores to the running maximum and sum of each sublane, unless they are not `valid`.
+    """Update the running maximum and sum of each sublane with the scores of the keys `rows`.
 
-    `is_first` replaces what the buffers contain.
+    `is_first` replaces the statistics instead of updating them. If the traced bool `valid` is False, they stay as they
+    are.
     """
     for h in range(config.heads):
         y = split(refs["y"][h, rows, :])
@@ -105,7 +106,7 @@ def update_statistics(
 
 
 def finish_statistics(config: KernelConfig, refs: Refs, e: Index = 0) -> None:
-    """Reduce the eight sublanes and store the log-sum-exp of example `e` in `m` and `lse`; 0 for a masked query."""
+    """Reduce over the eight sublanes, and store the log-sum-exp in `m` and in `lse[e]`; 0 for fully masked queries."""
     for h in range(config.heads):
         m = jnp.max(refs["m"][h], axis=0, keepdims=True)
         sums = jnp.sum(refs["sums"][h] * jnp.exp2(refs["m"][h] - m), axis=0, keepdims=True)

@@ -1,10 +1,10 @@
 """Blocks of eight interleaved examples for the TPU kernels whose tile holds all scores of an example.
 
 XLA keeps the activations of a Vision Transformer with the batch along sublanes, because the number of patches is
-rarely a multiple of eight. These kernels read and write arrays in this layout, (T, B, C), without padding: other
-layouts would cost a copy of every array, in which XLA moves rows of one token. The kernels get a view of such an array
-in the order of its bytes, (T, B/8, C/128, 8, 128), so that a load with a stride fills a register with eight tokens of
-one example.
+rarely a multiple of eight. These kernels read and write arrays in this layout, (T, B, C), without padding: any other
+layout would cost a copy of every array, one row of a token at a time. The kernels get a view of such an array in the
+order of its bytes, (T, B/8, C/128, 8, 128), so that a load with a stride fills a register with eight tokens of one
+example.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ INDEX_MAPS: dict[str, IndexMap] = {"B": lambda b: b, "T": lambda b: 0, "S": lamb
 
 
 def view(x: Array) -> Array:
-    """Return (T, B, C) as (T, B/8, C/128, 8, 128); XLA moves no byte."""
+    """Return (T, B, C) as (T, B/8, C/128, 8, 128), which is the order of its bytes on a TPU, so that nothing moves."""
     tokens, batch, columns = x.shape
     return x.reshape(tokens, batch // SUBLANES, SUBLANES, columns // LANES, LANES).swapaxes(2, 3)
 
 
 def unview(x: Array) -> Array:
-    """Return the array of which `x` is the `view`."""
+    """Invert `view`."""
     tokens, blocks, registers = x.shape[:3]
     return x.swapaxes(2, 3).reshape(tokens, blocks * SUBLANES, registers * LANES)
 
 
 def tile(rows: int, columns: int, dtype: DTypeLike) -> pl.MemoryRef:
-    """Return a buffer for the tokens of one example, (C/128, rows, 128), in complete registers."""
+    """Return a VMEM buffer for the tokens of one example, (C/128, rows, 128)."""
     found: pl.MemoryRef = pltpu.VMEM((columns // LANES, rows, LANES), jnp.dtype(dtype))
     return found
 
@@ -54,7 +54,7 @@ def clear_rest(tile: Ref, tokens: int) -> None:
 
 
 def columns(tile: Ref, lanes: slice) -> Array:
-    """Return some columns of a tile, (rows, columns)."""
+    """Return the columns `lanes` of a `tile`, (rows, columns)."""
     parts = []
     for start in range(lanes.start - lanes.start % LANES, lanes.stop, LANES):
         some = slice(max(lanes.start - start, 0), min(lanes.stop - start, LANES))
@@ -70,7 +70,7 @@ def read(ref: Ref, e: Index, tile: Ref) -> None:
 
 
 def write(ref: Ref, e: Index, lanes: slice, x: Array) -> None:
-    """Copy the first rows of `x` to the columns `lanes`, complete registers, of example `e` of a block."""
+    """Copy the rows of `x`, without padding, to the columns `lanes` (multiples of 128) of example `e` of a block."""
     for start in range(lanes.start, lanes.stop, LANES):
         part = x[: ref.shape[0], start - lanes.start : start - lanes.start + LANES].astype(ref.dtype)
         _rows(ref)[_row(ref, start // LANES, e), :] = part
@@ -79,7 +79,9 @@ def write(ref: Ref, e: Index, lanes: slice, x: Array) -> None:
 def query_products(
     config: KernelConfig, out: Ref, e: Index, tokens: Ref, planes: Ref, factor: float = 1.0
 ) -> list[Callable[[], None]]:
-    """Return tasks that write Σ_s planes[s, t]·tokens[s] of each query t of example `e`, in complete registers.
+    """Return tasks that write Σ_s planes[s, t]·tokens[s] for each head and query t of example `e` to `out`.
+
+    Each task computes the heads whose columns fill complete registers.
 
     Args:
       config: the sizes.
@@ -107,9 +109,10 @@ def query_products(
 def key_products(
     config: KernelConfig, out: Ref, e: Index, tokens: Ref, planes: Ref, factor: float = 1.0
 ) -> list[Callable[[], None]]:
-    """Return tasks that write Σ_t planes[s, t]·tokens[t] of each key s of example `e`, summed over its query heads.
+    """Return tasks that write Σ_t planes[s, t]·tokens[t] for each key head and key s of example `e` to `out`.
 
-    The arguments are those of `query_products`, with a tile of queries or of their gradients.
+    The sum includes all query heads of a key head. The arguments are those of `query_products`, with a tile of queries
+    or of output gradients as `tokens`.
     """
     shared = config.heads // config.key_heads
 
@@ -131,12 +134,12 @@ def key_products(
 
 
 def operand(planes: Ref, h: int) -> Array:
-    """Return one plane, (Bk, Bq), so that a product fills MXUs of 256×256."""
+    """Return the plane of head `h`, (Bk, Bq), with all queries, so that a product fills an MXU of 256×256."""
     return jnp.concatenate([planes[h, n] for n in range(planes.shape[1])], axis=1)
 
 
 def _heads_of_registers(config: KernelConfig, heads: int) -> list[range]:
-    """Return runs of heads that fill complete registers of columns."""
+    """Split the heads into the shortest runs whose columns fill complete registers of 128 lanes."""
     heads_per_tile = math.lcm(config.head_dim, LANES) // config.head_dim
     return [range(first, min(first + heads_per_tile, heads)) for first in range(0, heads, heads_per_tile)]
 
@@ -146,13 +149,13 @@ def _scaled(x: Array, factor: float) -> Array:
 
 
 def _rows(ref: Ref) -> Ref:
-    """Return a block as rows of 128 lanes."""
+    """Return a block in the layout of `view` as rows of 128 lanes."""
     tokens, _, registers = ref.shape[:3]
     rows: Ref = ref.at[:, 0].reshape(tokens * registers * SUBLANES, LANES)
     return rows
 
 
 def _row(ref: Ref, register: int, e: Index) -> slice | pl.Slice:
-    """Return the rows of all tokens of an example."""
+    """Return the rows in `_rows` of all tokens of example `e`, for one register of their columns."""
     tokens, _, registers = ref.shape[:3]
     return pl.ds(register * SUBLANES + e, tokens, stride=SUBLANES * registers)

@@ -1,17 +1,18 @@
 """Key-wise branch of a compose as a matrix product.
 
-For one key, the key-wise branch and the static projection map the H heads of a score to H others with the matrix
+For one key, the key-wise branch and the static projection multiply the scores of the H heads by the matrix
 N[n, h] = Σ_r w_k2[r, n]·w_k1[r, h] + δ_nh·w_kg[h] + W_b[h, n], zero between groups (Eqn 7 without the query-wise branch
-and the skip connection). A strip of keys makes them one product for the MXU: a matrix of diagonals,
-with N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). A
-block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns; one of 8 keys of 32 heads has 256. The vector
-units add the skip connection, in float32, so that a product of bfloat16 rounds only the corrections to a score.
+and the skip connection). For a strip of keys, the MXU computes these products as one: a matrix of diagonals, with
+N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). The matrix
+of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns; that of 8 keys of 32 heads has 256. The VPU adds the
+skip connection, in float32, so that a product of bfloat16 rounds only the corrections to a score.
 
-The matrices are kept as rows n of columns (h, s); `block` repeats each row for all its keys, and keeps the diagonals.
+In memory, a matrix has one row for each head n, with columns (h, s); `block` repeats each row for all keys of the
+strip, and sets the elements outside the diagonals to zero.
 
-A block of keys of a kernel with several tiles meets several blocks of queries, so that a small kernel computes its
-matrices (`with_matrices`) once in the forward pass, and once in the backward pass, with their transposes. They are in
-HBM in between: 4·H² bytes for each key and matrix, if H·keys is a complete register.
+With several tiles, several query blocks use the matrices of one key block. A small kernel therefore computes them
+beforehand (`with_matrices`), once in the forward pass, and once in the backward pass, with their transposes. They are
+stored in HBM: 4·H² bytes for each key and matrix, if H·keys is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, transpose_key_wei
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
-MATRICES = ("mix_pre", "mix_post", "mix_pre_back", "mix_post_back")  # of each compose, and of its transpose
+MATRICES = ("mix_pre", "mix_post", "mix_pre_back", "mix_post_back")  # of both composes, and of their transposes
 
 
 def rows_shape(config: KernelConfig) -> jax.ShapeDtypeStruct:
-    """Return the type of the matrices of one compose for a block of keys of a tile, see `build`."""
+    """Return shape and dtype of the matrices of one compose for one key block, see the argument `out` of `build`."""
     shape = (config.block_k // config.strip, round_up(config.heads, SUBLANES), width(config))
     return jax.ShapeDtypeStruct(shape, jnp.int32 if config.rounded else jnp.float32)
 
 
 def width(config: KernelConfig) -> int:
-    """Return the columns of a matrix, in complete registers."""
+    """Return the number of columns of a matrix, rounded up to a multiple of 128."""
     return round_up(config.heads * config.strip, LANES)
 
 
 def scratch(config: KernelConfig) -> pl.MemoryRef:
-    """Return the buffer of all matrices of one compose."""
+    """Return a VMEM buffer for the matrices of one compose for one key block."""
     found: pl.MemoryRef = pltpu.VMEM(rows_shape(config).shape, rows_shape(config).dtype)
     return found
 
 
 def diagonal_scratch() -> pl.MemoryRef:
-    """Return the buffer of `write_diagonal`."""
+    """Return a VMEM buffer for the result of `write_diagonal`."""
     found: pl.MemoryRef = pltpu.VMEM((SUBLANES, LANES), jnp.int32)
     return found
 
 
 def write_diagonal(config: KernelConfig, out: Ref) -> None:
-    """Write the bits of the diagonals of matrices of bfloat16, in which a word has two rows."""
+    """Write the bit mask that keeps the diagonals of a bfloat16 matrix, of which a 32-bit word holds two rows."""
     row, lane = _iota(0), _iota(1) % config.strip
     lower, upper = (jnp.where(lane == (2 * row + n) % config.strip, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
     out[...] = lower | upper
@@ -73,15 +74,16 @@ def build(
     *,
     transposed: bool = False,
 ) -> None:
-    """Write the matrices of one compose.
+    """Write the matrices of one compose, one for each strip of keys.
 
     Args:
       config: the layout of the weights.
       compose_name: the compose.
-      wk: key-wise weights without the factor of the pre-compose, (columns + 8, keys), keys in complete registers.
+      wk: key-wise weights without the factor scale·log2(e) of the pre-compose, (columns + 8, keys), with the keys
+        padded to a multiple of 128.
       static: W_b with that factor, (H, H/G), in SMEM.
-      out: the result, (blocks, heads, heads·keys), both of the last in complete registers; rounded weights are written
-        twice, to both halves of a 32-bit word.
+      out: the result, (strips, heads, heads·keys), with heads and columns padded to complete registers; weights that
+        are rounded to bfloat16 are written twice, to both halves of a 32-bit word.
       transposed: build the matrices of the transposed compose.
     """
     layout = not_none(config.pre if compose_name == "pre" else config.post)
@@ -100,7 +102,7 @@ def build(
 
 
 class MatrixWeights(NamedTuple):
-    """Weights of which the matrices of one compose, or of its transpose, are made."""
+    """Weights from which `build` makes the matrices of one compose, or of its transpose; see its arguments."""
 
     layout: ComposeLayout
     wk: Ref | None
@@ -108,23 +110,24 @@ class MatrixWeights(NamedTuple):
     transposed: bool
 
 
-def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
-    """Return registers whose block c of `strip` lanes, in register r, is block r of register c of `some`.
+def transpose_blocks(config: KernelConfig, registers: Sequence[Array]) -> list[Array]:
+    """Swap registers and blocks of lanes: block c of register r of the result is block r of `registers[c]`.
 
-    Missing registers are zeros. Registers of 16 blocks are swapped in pairs whose numbers differ in one bit, which
-    takes a quarter of the operations; those of 8 blocks one by one, which the compiler schedules in fewer bundles.
+    A block has `config.strip` lanes, and there are as many registers as blocks in one; missing registers are zeros.
+    With 16 blocks, registers are exchanged in pairs whose indices differ in one bit, which takes a quarter of the
+    operations; with 8 blocks each is moved alone, which the compiler schedules in fewer bundles.
     """
     keys, count = config.strip, LANES // config.strip
     block, zeros = jax.lax.div(_iota(1), keys), jnp.zeros((SUBLANES, LANES), jnp.float32)
     if keys > SUBLANES:
         found = []
         for r in range(count):
-            out = zeros if len(some) < count else some[0]
-            for c, x in enumerate(some):
+            out = zeros if len(registers) < count else registers[0]
+            for c, x in enumerate(registers):
                 out = jnp.where(block == c, pltpu.roll(x, (c - r) * keys % LANES, axis=1), out)
             found.append(out)
         return found
-    found = [*some, *[zeros] * (count - len(some))]
+    found = [*registers, *[zeros] * (count - len(registers))]
     for bit in (1 << n for n in range(count.bit_length() - 1)):
         upper, shift = block & bit != 0, bit * keys
         for r in (r for r in range(count) if not r & bit):
@@ -135,7 +138,7 @@ def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]
 
 
 def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: slice) -> list[Array]:
-    """Return N[n, h] of the eight heads n from `first` for 128 keys, (8, 128), for each head h."""
+    """Return, for each head h, N[n, h] of the eight heads n from `first` (sublanes) and 128 keys (lanes)."""
     layout, wk, static, transposed = weights
     heads, per_group = config.heads, config.heads // config.groups
     head = _iota(0) + first
@@ -163,15 +166,15 @@ def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: s
 
 
 def pack_bf16_twice(x: Array) -> Array:
-    """Round to bfloat16 and return words with the result in both halves."""
+    """Round to bfloat16, and return 32-bit words with the result in both halves."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | jax.lax.shift_right_logical(bits, 16)
 
 
 def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
-    """Return the matrix of block `b` of keys, (heads·keys, heads·keys), in the dtype of operands.
+    """Return the matrix of strip `b`, (heads·keys, heads·keys), in the dtype of operands.
 
-    `diagonal` is the result of `write_diagonal`.
+    `rows` is the result of `build`, `diagonal` that of `write_diagonal`.
     """
     keys, heads = config.strip, config.heads
     registers = [slice(start, start + LANES) for start in range(0, rows.shape[2], LANES)]
@@ -189,7 +192,7 @@ def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
 
 
 def _words(rows: Ref, b: Index, h: int, heads_per_tile: int, lanes: slice) -> Array:
-    """Return words of 16 rows of a matrix of bfloat16: those of a head, or of two."""
+    """Return 32-bit words with 16 rows of a bfloat16 matrix: 16 rows of head `h`, or 8 each of `h` and the next."""
     words = _repeated(rows, b, h, lanes)
     return (
         words if heads_per_tile == 1 else jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1, lanes))
@@ -197,7 +200,7 @@ def _words(rows: Ref, b: Index, h: int, heads_per_tile: int, lanes: slice) -> Ar
 
 
 def _repeated(rows: Ref, b: Index, h: int, lanes: slice) -> Array:
-    """Return a row, repeated over the sublanes of a register."""
+    """Return the stored row of head `h` of strip `b`, repeated over the sublanes of a register."""
     return jnp.broadcast_to(rows[b, h : h + 1, lanes], (SUBLANES, LANES))
 
 
@@ -221,12 +224,12 @@ def matrices_kernel(config: KernelConfig, refs: Refs) -> None:
 def with_matrices(
     config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
 ) -> dict[str, Blocked]:
-    """Return the inputs of a kernel with some matrices, (B, S/keys, H, H·keys), instead of key-wise and static weights.
+    """Replace the key-wise and static weights of a kernel's inputs by matrices, (B, strips, H, H·keys).
 
     Args:
       config: the sizes; nothing changes where the VPU mixes heads.
       inputs: arrays from `dcvit.dcmha.backends.tpu.packing.pack`, by name.
-      names: some of `MATRICES`.
+      names: the matrices that the kernel reads, of `MATRICES`.
       interpret: the argument of `pallas_call`.
     """
     if config.family != "matrix":
@@ -238,7 +241,7 @@ def with_matrices(
 def matrices(
     config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
 ) -> dict[str, Blocked]:
-    """Return the matrices of all composes that mix heads, by name."""
+    """Compute the matrices `names` of the composes that mix heads; see `with_matrices`."""
     layouts, batch = {"pre": config.pre, "post": config.post}, len(inputs["q"].array)
     names = [name for name in names if (layout := layouts[name.split("_")[1]]) is not None and layout.mixes]
     inputs = {name: inputs[name] for name in ("wk", "static_pre", "static_post") if name in inputs}

@@ -1,9 +1,10 @@
 """Gradients of key-wise and static weights from products of heads on the MXU.
 
-The gradient of the mixing matrix of a key s is dN_s[n, h] = Σ_t g_n[s, t]·a_h[s, t], for output gradients g and inputs
-a. The product of all heads of a block of keys contains it on the diagonals of its squares (n, h). `diagonals` packs
-them into registers: sublane (n + s) mod 8, lane h·Bs + s for key s of a block of Bs keys. `matrix_gradients` moves
-them to planes with keys along lanes and applies the rules of N = Σ_r k1[r, h]·k2[r, n] + δ_nh·kg[h] + static[h, n].
+The gradient of the matrix N of key s (`dcvit.dcmha.backends.tpu.mixing`) is dN_s[n, h] = Σ_t g_n[s, t]·a_h[s, t], for
+output gradients g and inputs a. For a strip of Bs keys, the MXU computes g·aᵀ of the planes of all heads, stacked to
+(heads·Bs, Bq); dN is on the diagonals of its Bs×Bs squares (n, h). `diagonals` packs them into registers: sublane
+(n + s) mod 8, lane h·Bs + s. `matrix_gradients` moves them to planes with keys along lanes, rotated in this way, and
+differentiates N = Σ_r k1[r, h]·k2[r, n] + δ_nh·kg[h] + static[h, n].
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def positions() -> tuple[Array, Array]:
 
 
 def scratch(config: KernelConfig, blocks: int) -> pl.MemoryRef:
-    """Return the buffer of the gradients of the matrices of one compose: registers of `diagonals` for each block."""
+    """Return the buffer of the gradients of the matrices of one compose: the result of `diagonals` for each strip."""
     shape = (blocks, cdiv(config.heads, SUBLANES), SUBLANES, width(config))
     found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
     return found
 
 
 def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = False) -> None:
-    """Write the diagonals of the squares of a product, (heads·Bs, heads·Bs), to the registers `out`, or add them."""
+    """Write the diagonals of the squares of `product`, (heads·Bs, heads·Bs), to `out`, (H/8, 8, H·Bs); or add them."""
     keys, missing = config.strip, -product.shape[1] % LANES
     sublane, lane = positions()
     if missing:
@@ -54,16 +55,17 @@ def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = Fal
 
 
 def rotate_sublanes(x: Array, lane: Array, *, inverse: bool = False) -> Array:
-    """Move sublane n of each lane s to sublane (n + s) mod 8, or with `inverse` back."""
+    """Move sublane n of each lane s to sublane (n + s) mod 8; `inverse` moves it back."""
     for bit in (1, 2, 4):
         x = jnp.where(lane & bit != 0, pltpu.roll(x, SUBLANES - bit if inverse else bit, axis=0), x)
     return x
 
 
 def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list[Array]:
-    """Return dN of each input head for 128 keys along lanes, turned, from the registers of `diagonals`.
+    """Return, for each input head h, a register with dN[n, h] of eight output heads n (sublanes) and 128 keys (lanes).
 
-    Elements whose heads are in different groups are zero.
+    `half` is the index of these output heads, `tile` that of these keys; `packed` has the results of `diagonals`. The
+    sublanes are rotated as by `rotate_sublanes`. Elements whose heads are in different groups are zero.
     """
     keys, per_group, (sublane, lane) = config.strip, config.heads // config.groups, positions()
     per_tile = LANES // keys
@@ -79,13 +81,10 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
 
 
 class MatrixTensors(NamedTuple):
-    """References from which the gradients of the key-wise and static weights of one compose are computed, and outputs.
-
-    Those of absent weights are None.
-    """
+    """Inputs and outputs of `matrix_gradients` for one compose; None for absent weights."""
 
     layout: ComposeLayout  # columns of the weights
-    packed: Ref  # registers of `diagonals`, (blocks, H/8, 8, H·Bs)
+    packed: Ref  # results of `diagonals`, (strips, H/8, 8, H·Bs)
     weights: Ref | None  # unscaled key-wise weights, (columns, keys)
     out: Ref | None  # gradients of the scaled packed key-wise weights, (columns, keys)
     static: Ref | None  # (H·H/8, 8, 128); sums over lanes are dN[n, h] of input h, eight outputs n in a register
@@ -97,7 +96,7 @@ def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *,
     Args:
       config: the numbers of heads and keys.
       tensors: the gradients of the matrices, and the outputs.
-      tile: number of the 128 keys.
+      tile: index of the 128 keys.
       add_static: add to the static gradients instead of replacing them.
     """
     static, halves = tensors.static, tensors.packed.shape[1]
@@ -113,7 +112,10 @@ def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *,
 
 
 def _key_wise(config: KernelConfig, tensors: MatrixTensors, planes: list[Array], half: int, tile: int) -> None:
-    """Write the gradients of the key-wise weights of 128 keys; those of down projections are added over `half`."""
+    """Write the gradients of the key-wise weights of 128 keys from `planes`, the result of `head_planes`.
+
+    Each call writes up projections and gates of the eight heads `half`, and adds their share to down projections.
+    """
     layout, weights, out = tensors.layout, not_none(tensors.weights), not_none(tensors.out)
     heads, (sublane, lane) = config.heads, positions()
     columns = slice(tile * LANES, (tile + 1) * LANES)
@@ -142,7 +144,7 @@ def _key_wise(config: KernelConfig, tensors: MatrixTensors, planes: list[Array],
 
 
 def static_gradients(config: KernelConfig, x: Array) -> Array:
-    """Return the gradients of static weights, (1, H·H/G, 1, 1), from the registers of `matrix_gradients`."""
+    """Return the gradients of static weights, (1, H·H/G, 1, 1), from `MatrixTensors.static` of all examples."""
     heads, groups = config.heads, config.groups
     by_input = jnp.sum(x, axis=(0, 3)).reshape(heads, -1)[:, :heads]
     grouped = by_input.reshape(groups, heads // groups, groups, heads // groups)

@@ -26,7 +26,7 @@ Part = Literal["down", "up", "gate"]
 def packed_order(
     pre: ComposeWeights | None, post: ComposeWeights | None, side: Side
 ) -> Iterator[tuple[int, Part, str, Array]]:
-    """Yield compose (0 or 1), part, field name and array of each weight of one side, in packed order."""
+    """Yield (compose, part, field name, array) of each weight of one side, in packed order; compose 0 is `pre`."""
     parts: tuple[Part, ...] = ("down", "up", "gate")
     for part, suffix in zip(parts, "12g", strict=True):
         for c, w in enumerate((pre, post)):
@@ -72,7 +72,7 @@ def compose_layouts(
 
 
 def key_array(config: KernelConfig, x: Array) -> Blocked:
-    """Return keys or values (B S K D) as the kernels read them: (B, S, K·D) padded to blocks, or interleaved."""
+    """Convert keys or values (B S K D) to the kernels' layout: (B, S, K·D) padded to blocks, or `interleave`."""
     x = x.reshape(*x.shape[:2], -1)
     if config.family == "interleaved":
         return interleave(x.astype(config.token_dtype))
@@ -92,10 +92,10 @@ def with_columns(config: KernelConfig, x: Array | jax.ShapeDtypeStruct) -> Block
 
 
 def query_array(config: KernelConfig, x: Array) -> Blocked:
-    """Return queries, or what has their shape (B T H D), as the kernels read them.
+    """Convert queries, or an array of their shape (B T H D), to the kernels' layout.
 
-    A kernel of one example reads and writes them with a column for each query, (B, H·D, T) padded to blocks, because
-    queries lie along the lanes of its tiles.
+    Kernels of one example per block have a column for each query, (B, H·D, T) padded to blocks, because queries lie
+    along the lanes of their tiles; the others use `interleave`.
     """
     if config.family == "interleaved":
         return interleave(x.reshape(*x.shape[:2], -1).astype(config.token_dtype))
@@ -104,7 +104,7 @@ def query_array(config: KernelConfig, x: Array) -> Blocked:
 
 
 def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
-    """Return what a kernel has written for queries in the shape and dtype of `like`, (B T H D)."""
+    """Convert a kernel's output in the layout of `query_array` to shape and dtype of `like`, (B T H D)."""
     if config.family == "interleaved":
         return from_token_array(config, x, like)
     batch, length, *rest = like.shape
@@ -112,10 +112,10 @@ def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
 
 
 def interleave(x: Array) -> Blocked:
-    """Return (B, N, columns) as blocks of interleaved examples, see `dcvit.dcmha.backends.tpu.interleaved`.
+    """View (B, N, columns) as blocks of interleaved examples, see `dcvit.dcmha.backends.tpu.interleaved`.
 
-    Swapping the axes of examples and tokens changes no layout. The barrier, also after a kernel, keeps XLA from moving
-    the swap into a product, for which it would copy.
+    Swapping the axes of examples and tokens moves no bytes on a TPU. The barrier, here and in `deinterleave`, keeps XLA
+    from moving the swap into a matrix product, which would need a copy.
     """
     held: Array = jax.lax.optimization_barrier(x)
     view = interleaved.view(held.swapaxes(0, 1))
@@ -123,13 +123,13 @@ def interleave(x: Array) -> Blocked:
 
 
 def deinterleave(x: Array) -> Array:
-    """Return interleaved examples that a kernel has written as (B, N, columns)."""
+    """Convert a kernel's output of interleaved examples to (B, N, columns)."""
     held: Array = jax.lax.optimization_barrier(interleaved.unview(x).swapaxes(0, 1))
     return held
 
 
 def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
-    """Return tokens that a kernel has written in the shape and dtype of `like`, (B N H D)."""
+    """Convert a kernel's output for keys, or interleaved tokens, to shape and dtype of `like`, (B N H D)."""
     if config.family == "interleaved":
         x = deinterleave(x)
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
@@ -138,8 +138,8 @@ def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
 def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
     """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights, mask and ids.
 
-    The letters of their axes are B for examples, or blocks of interleaved ones, T for queries and S for keys. The mask
-    of `inputs` is (#B S T), in the dtype in which the kernels read it.
+    The letters in `Blocked.axes` are B for examples, or blocks of interleaved ones, T for queries and S for keys. The
+    mask of `inputs` is (#B S T), in the dtype in which the kernels read it.
     """
     q, k, v, pre, post, mask, segments = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
@@ -160,7 +160,7 @@ def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
         mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
         examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
         packed["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
-    if segments is not None:  # see `dcvit.dcmha.backends.tpu.segments`
+    if segments is not None:  # see `dcvit.dcmha.backends.tpu.tile`
         ids_k = pad_ids(segments.keys, padded_k)[:, :, None]
         packed["ids_q"] = with_columns(config, pad_ids(segments.queries, padded_q)[:, None])
         packed["ids_k"] = with_rows(config, jnp.broadcast_to(ids_k, (*ids_k.shape[:2], LANES)))
@@ -170,9 +170,10 @@ def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
 def _pack_side(
     config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None, side: Side, length: int
 ) -> Blocked | None:
-    """Return the weights of one side of both composes, or None if there are none.
+    """Pack the weights of one side of both composes for `length` tokens; None if there are none.
 
-    Kernels convert key-wise weights that become matrices, see `dcvit.dcmha.backends.tpu.weights`.
+    The family "matrix" gets key-wise weights as they are; its kernel converts them to matrices. All others are
+    `scaled`.
     """
     columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
@@ -189,10 +190,10 @@ def _pack_side(
 
 
 def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None) -> Blocked | None:
-    """Return the weights of both sides of interleaved examples in one array, or None if there are none.
+    """Pack the weights of both sides of interleaved examples in one array; None if there are none.
 
-    Arrays of tokens have complete registers of 128 columns: two sides of 6 heads take as much memory as one. The kernel
-    converts the weights.
+    An array's columns are padded to a multiple of 128, so that with 6 heads both sides take as much memory as one. The
+    kernel converts the weights.
     """
     sides: tuple[Side, ...] = ("q", "k")
     columns = [x.reshape(*x.shape[:2], -1) for side in sides for *_, x in packed_order(pre, post, side)]
@@ -205,16 +206,17 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
 
 
 def _joined(columns: Sequence[Array]) -> Array:
-    """Return weights as columns of one float32 array.
+    """Concatenate weights along their columns, in float32.
 
-    Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
+    XLA makes no copy of columns that are slices of one array (`dcvit.dcmha.packed_weights`), unless they are converted
+    to another dtype before.
     """
     dtype = common_dtype(columns)
     return jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
 
 
 def common_dtype(some: Sequence[Array]) -> DTypeLike:
-    """Return the dtype of arrays, float32 if they have several."""
+    """Return the dtype that all arrays have, or else float32."""
     dtypes = {x.dtype for x in some}
     return dtypes.pop() if len(dtypes) == 1 else jnp.float32
 
@@ -247,7 +249,7 @@ def unpack(
 
 
 def _packed_gradients(config: KernelConfig, grads: dict[str, Array]) -> Iterator[tuple[Array, tuple[Side, ...]]]:
-    """Yield the gradients of packed weights, (B, tokens, columns), and the sides whose columns they have in turn."""
+    """Yield the gradients of packed weights, (B, tokens, columns), and the sides to which their columns belong."""
     if "dweights" in grads:
         yield deinterleave(grads["dweights"]), ("q", "k")
     if "dwq" in grads:

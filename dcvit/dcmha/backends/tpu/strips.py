@@ -4,7 +4,7 @@ The stages are in `forward_stages` and `backward_stages`. Kernels for one exampl
 
 Kernels for blocks of interleaved examples unroll the strips of an example (`run_stage`): all addresses are static, and
 the compiler sees that the buffers of two strips are different. The products of a strip are issued some strips ahead of
-the vector operations that need them, so that both units work at the same time. Other work, of this or a neighboring
+the vector operations that need them, so that MXU and VPU work at the same time. Other work, of this or a neighboring
 example, is spread over the strips of a stage.
 """
 
@@ -33,7 +33,7 @@ GROUP = 4  # strips whose sums are computed together
 def broadcast_columns(
     config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
 ) -> None:
-    """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
+    """Broadcast the key-wise weights of one compose, for the keys `rows`, over the 128 lanes of `out`."""
     if layout is None or not layout.key_runs:
         return
     x = not_none(wk)[0, rows, :]
@@ -49,15 +49,17 @@ def over_strips(
     products: Products,
     overlapped: Callable[[Array], None] | None = None,
 ) -> None:
-    """Call vectors(strip, buffers) for each strip of a tile.
+    """Run one stage, in a loop over the strips of a tile: call vectors(strip, buffers) for each.
 
-    `buffers` hold the broadcast weights of `composes`, or the planes that `products` has written, if the MXU
-    mixes heads; see `over_mixed_strips`.
+    In the family "vector", `buffers` are the broadcast key-wise weights of `composes`. A strip of few heads has little
+    work, and the latency of the broadcasts would dominate it. Each step of the loop therefore processes several strips
+    and first broadcasts the weights of all of them, each into its own buffer: the compiler assumes that a buffer
+    selected by a traced index aliases the one that is being read.
 
-    A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
-    processes several strips and first broadcasts the weights of all of them, each into its own buffer. (The compiler
-    assumes that a buffer selected by a traced index aliases the one that is being read.) `overlapped`, which gets the
-    number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
+    In the family "matrix", `buffers` are the results of `products`, see `over_mixed_strips`.
+
+    `overlapped` is called with the index of each step while its broadcasts or products are in flight; it must not read
+    what the step writes.
     """
     if config.family == "matrix":
         over_mixed_strips(config, refs["mixed"], vectors, products, overlapped)
@@ -83,12 +85,12 @@ def over_strips(
 
 
 def steps(config: KernelConfig) -> int:
-    """Return the number of steps of `strips_per_step` strips in a tile."""
+    """Return the number of steps, of `config.strips_per_step` strips each, in which a loop processes a tile."""
     return config.block_k // config.strip // config.strips_per_step
 
 
 def strips_of(config: KernelConfig, i: Index) -> list[Strip]:
-    """Return the strips of step `i`; those of a step after the last one are repetitions of the last one's."""
+    """Return the strips of step `i`; a step after the last one has the strips of the last one."""
     last_block_keys = config.keys - (config.blocks_k - 1) * config.block_k
     unroll, last, found = config.strips_per_step, steps(config) - 1, []
     for n in range(unroll):
@@ -103,12 +105,12 @@ def over_mixed_strips(
     config: KernelConfig, buffers: Ref, vectors: Vectors, products: Products,
     overlapped: Callable[[Array], None] | None,
 ) -> None:  # fmt: skip
-    """Call products(strip, buffer) for each strip of a tile, one step ahead of vectors(strip, buffers).
+    """Call products(strip, buffer) for the strips of a tile, one step ahead of vectors(strips of a step, buffers).
 
-    So the MXU mixes the heads of the next strips while the VPU works on the current ones. Two steps are unrolled, each
-    of which has its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After
-    the last step, `products` is called for a repetition of it, whose results are not used: of 16 strips in steps of
-    two, 18 have products.
+    The MXU thus mixes the heads of the next strips while the VPU works on the current ones. Two steps are unrolled,
+    each with its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After the
+    last step, `products` runs once more for the strips of that step, and the result is not used: a tile of 16 strips in
+    steps of two has 18 products.
     """
 
     def compute(i: Index, half: int) -> None:
@@ -152,7 +154,7 @@ def mixed_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
 
 
 def run_all(tasks: Sequence[Task]) -> None:
-    """Run tasks one after the other."""
+    """Call each task, in order."""
     for task in tasks:
         task()
 
@@ -161,15 +163,15 @@ def run_stage(
     config: KernelConfig, mixed: Ref, products: Products, vectors: Vectors, tasks: Sequence[Task] = (),
     sums: Callable[[slice], None] | None = None,
 ) -> None:  # fmt: skip
-    """Visit all strips of keys.
+    """Run one stage of an interleaved example, with its strips of keys unrolled.
 
     Args:
       config: the sizes of strips.
       mixed: buffer of the results of `products`, see `ring`.
       products: matrix products of a strip, issued `AHEAD` strips ahead of its vector operations.
       vectors: vector operations of a strip.
-      tasks: operations that are independent of the vector operations, and spread over the strips.
-      sums: called with the keys of each group of strips.
+      tasks: operations that are independent of the vector operations, spread evenly over the strips.
+      sums: called after every `GROUP` strips, with the slice of their keys.
     """
     count = config.block_k // config.strip
     done, spread = 0, max(count - AHEAD, 1)
@@ -187,23 +189,23 @@ def run_stage(
 
 
 def unrolled_strip(config: KernelConfig, n: int) -> Strip:
-    """Return strip number `n`."""
+    """Return strip number `n` of a tile that holds all keys, with a static start."""
     return Strip(n * config.strip, config.strip, (n + 1) * config.strip > config.keys, n)
 
 
 def ring(config: KernelConfig) -> pl.MemoryRef:
-    """Return a buffer for what products write for the strips in work, (slots, 2, heads·keys, Bq)."""
+    """Return a ring buffer for the results of `run_stage`'s products, (AHEAD + 1, 2, heads·keys, Bq)."""
     shape = (AHEAD + 1, 2, config.heads * config.strip, config.block_q)
     found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
     return found
 
 
 def slot(n: int) -> int:
-    """Return the slot of a strip in a ring."""
+    """Return the index of strip `n` in the buffer of `ring`."""
     return n % (AHEAD + 1)
 
 
 def mask_of(refs: Refs, e: Index) -> Ref | None:
-    """Return the mask of example `e` of a block; one of several examples may be that of all."""
+    """Return the mask of example `e` of a block, or the only mask if all examples share it; None without masks."""
     mask = refs.get("mask")
     return mask if mask is None or mask.shape[0] == 1 else mask.at[pl.ds(e, 1)]

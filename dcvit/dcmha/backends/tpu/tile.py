@@ -33,28 +33,28 @@ NEEDED = "needed"  # the name of the numbers of `needed_blocks`
 
 
 class Strip(NamedTuple):
-    """A run of neighboring keys of a tile, on which vector operations and one product for each compose work."""
+    """A run of neighboring keys of a tile: the unit of work of vector operations, and of one product per compose."""
 
     start: Index
     size: int
     may_pad: bool  # True if some rows of the strip may lie after the last key
-    number: Index = 0  # of the strip in the tile; the number of strips for a repetition of the last one
+    number: Index = 0  # index of the strip in the tile; the number of strips for a repetition of the last one
 
     @property
     def rows(self) -> Rows:
         return pl.ds(self.start, self.size)
 
 
-# Operations of a stage on a strip. Matrix products run some strips ahead of the vector operations and write what these
-# need to a buffer of two times the stacked planes of all heads, (2, H·strip, Bq). Vector operations get both parts of
-# it; those of the family "vector" get the broadcast key-wise weights of each compose instead.
+# Operations of a stage on a strip. Matrix products run a few strips ahead of the vector operations and write their
+# results to a buffer of two stacks of planes, (2, H·strip, Bq). The vector operations of that strip get both stacks;
+# those of the family "vector" get the broadcast key-wise weights of each compose instead.
 Products: TypeAlias = Callable[[Strip, Ref], None]
 Vectors: TypeAlias = Callable[[Strip, Sequence["Ref | None"]], None]
-Visible: TypeAlias = Callable[[Strip, slice], "Array | None"]  # the keys of a strip that some queries attend to
+Visible: TypeAlias = Callable[[Strip, slice], "Array | None"]  # see `visible`; from a strip and a slice of queries
 
 
 class StoredPlanes(Sequence[Array]):
-    """Planes of all heads that are loaded where they are used, which takes fewer registers than keeping them."""
+    """Planes of all heads, each loaded from VMEM when it is indexed, which takes fewer registers than keeping them."""
 
     def __init__(self, load: Callable[[int], Array], heads: int):
         self.load, self.heads = load, heads
@@ -69,54 +69,54 @@ class StoredPlanes(Sequence[Array]):
 
 
 def strip_rows(config: KernelConfig, h: int) -> slice:
-    """Return the rows of head `h` in stacked planes of a strip."""
+    """Return the rows of head `h` in the planes of a strip, stacked to (H·strip, Bq)."""
     return slice(h * config.strip, (h + 1) * config.strip)
 
 
 def query_slices(config: KernelConfig) -> list[slice]:
-    """Return the queries of a tile that one pass of vector operations processes: those of one register, if possible.
+    """Return slices of the queries of a tile, in which vector operations process them: 128 queries, or all.
 
-    Words of broadcast key-wise weights are unpacked for all queries at once.
+    The family "vector" takes all, so that words of broadcast key-wise weights are unpacked once.
     """
     size = config.block_q if config.family == "vector" else LANES
     return [slice(start, start + size) for start in range(0, config.block_q, size)]
 
 
 def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> StoredPlanes:
-    """Return the planes of all heads in a strip for some queries."""
+    """Return the planes of all heads, for a strip and a slice of queries, from a tile (H, Bk, Bq)."""
     return StoredPlanes(lambda h: split(ref[h, strip.rows, queries]), config.heads)
 
 
 def planes_of_all_queries(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
-    """Return the planes of all heads in a strip for all queries of the tile."""
+    """Return the planes of all heads, for a strip and all queries of the tile."""
     return planes(config, ref, strip, slice(0, config.block_q))
 
 
-def save(some: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
-    """Write the planes of a strip to (H, Bk, Bq)."""
-    for h, x in enumerate(some):
+def save(heads: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
+    """Write the planes of all heads, for a strip and a slice of queries, to the tile `out`, (H, Bk, Bq)."""
+    for h, x in enumerate(heads):
         out[h, strip.rows, queries] = join(x).astype(out.dtype)
 
 
-def save_operand(config: KernelConfig, some: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
-    """Write planes of a strip as operands of products: to (H, Bk, Bq), or to `operand_scratch` if interleaved."""
+def save_operand(config: KernelConfig, heads: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
+    """Write the planes of all heads for a later product: as `save`, or if interleaved to a buffer `operand_scratch`."""
     if config.family != "interleaved":
-        save(some, out, strip, queries)
+        save(heads, out, strip, queries)
         return
-    rows = stack(config, list(some))
+    rows = stack(config, list(heads))
     for h in range(config.heads):
         out[h, queries.start // LANES, strip.rows, :] = rows[strip_rows(config, h)]
 
 
 def operand_scratch(config: KernelConfig) -> pl.MemoryRef:
-    """Return a buffer for planes of interleaved examples as operands of products, (H, Bq/128, Bk, 128)."""
+    """Return a buffer for the planes of an example, (H, Bq/128, Bk, 128), that matrix products read."""
     shape = (config.heads, config.block_q // LANES, config.block_k, LANES)
     found: pl.MemoryRef = pltpu.VMEM(shape, config.operand_dtype)
     return found
 
 
 def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:
-    """Return planes, rounded together, as rows of one operand of a product."""
+    """Concatenate planes along rows to one operand of a matrix product, in the dtype of operands."""
     return jnp.concatenate([join(x) for x in planes], axis=0).astype(config.operand_dtype)
 
 
@@ -144,13 +144,13 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
-    """Write k_h·q_hᵀ of each head h to out[h]; with v and dO it is the gradient of the composed weights."""
+    """Write the scores k_h·q_hᵀ of each head h to out[h]; with v and dO, the gradient of the composed weights."""
     for h in range(config.heads):
         out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, config.query_lanes(h)], (1, 0))
 
 
 def visible(config: KernelConfig, i: Index, j: Index, mask: Ref | None, strip: Strip, queries: slice) -> Array | None:
-    """Return which keys of a strip of key block `j` some queries of block `i` attend to; None if they attend to all."""
+    """Return the mask of a strip of key block `j` and queries of block `i`, (keys/8, 8, queries); None if all True."""
     shape = (strip.size // 8, 8, queries.stop - queries.start)
     conditions: list[Array] = []
     if config.is_ordered or strip.may_pad:
@@ -170,9 +170,10 @@ def visible(config: KernelConfig, i: Index, j: Index, mask: Ref | None, strip: S
 
 
 def needed_blocks(config: KernelConfig, inputs: Mapping[str, Blocked], *, of_keys: bool = False) -> dict[str, Array]:
-    """Return the first and the last key block that each block of queries needs, for all examples one after the other.
+    """Return, by the name `NEEDED`, the first and the last key block that each query block needs.
 
-    `of_keys` returns those of queries that each block of keys needs. Without segments, the result is empty.
+    The array is flat: two numbers for each query block of each example. With `of_keys`, it has the first and the last
+    query block that each key block needs. Without segments, the result is empty.
     """
     if "ids_q" not in inputs:
         return {}
@@ -183,18 +184,18 @@ def needed_blocks(config: KernelConfig, inputs: Mapping[str, Blocked], *, of_key
 
 
 def nearest_needed(needed: Sequence[Ref], place: Index, block: Index) -> Index:
-    """Return a block, or the nearest one that is needed, so that no other one is fetched.
+    """Return `block`, or the nearest needed block, so that blocks that are not needed are never fetched.
 
     Args:
-      needed: the reference to `needed_blocks`, or nothing without segments.
-      place: number of the block of the other side, counted through all examples.
-      block: number of the block.
+      needed: the reference to the array of `needed_blocks`; empty without segments.
+      place: index of the block of the other side (queries for key blocks) among those of all examples.
+      block: index of the block in its example.
     """
     return jnp.clip(block, needed[0][2 * place], needed[0][2 * place + 1]) if needed else block
 
 
 def is_needed(refs: Refs, place: Index, block: Index) -> Array | bool:
-    """Return whether a block is needed, with the arguments of `nearest_needed`; True without segments."""
+    """Return True if a block is needed, see `nearest_needed` for `place` and `block`; True without segments."""
     if NEEDED not in refs:
         return True
     needed = refs[NEEDED]
@@ -202,7 +203,7 @@ def is_needed(refs: Refs, place: Index, block: Index) -> Array | bool:
 
 
 def visible_with_segments(config: KernelConfig, refs: Refs, i: Index, j: Index) -> Visible:
-    """Return the function of a strip and of queries that says which keys they attend to, as `visible`."""
+    """Return the function from a strip and a slice of queries to their mask: that of `visible`, and equal ids."""
 
     def of_strip(strip: Strip, queries: slice) -> Array | None:
         found = visible(config, i, j, refs.get("mask"), strip, queries)
@@ -215,7 +216,7 @@ def visible_with_segments(config: KernelConfig, refs: Refs, i: Index, j: Index) 
 
 
 def have_same_ids(refs: Refs, strip: Strip, queries: slice) -> Array:
-    """Return which keys of a strip have the ids of some queries, (keys/8, 8, queries)."""
+    """Return the mask (keys/8, 8, queries) that is True where a key of a strip and a query have the same id."""
     width = queries.stop - queries.start
     row = jnp.broadcast_to(refs["ids_q"][0, 0:1, queries], (8, width))[None]
     keys = refs["ids_k"][0, strip.rows, :]

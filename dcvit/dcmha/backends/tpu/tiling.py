@@ -54,7 +54,7 @@ def check_dtypes(q: Array, k: Array, v: Array) -> None:
 
 
 def rounds(dtype: DTypeLike) -> bool:
-    """Return whether a TPU rounds the operands of products to bfloat16: all, or float32 at JAX's default precision."""
+    """Return True if a TPU rounds operands of `dtype` to bfloat16: float32 only at JAX's default matmul precision."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return dtype == jnp.bfloat16 or precision in (None, "default", "fastest", "bfloat16")
 
@@ -68,8 +68,9 @@ def vmem_limit() -> int:
 def strips_per_step(sizes: KernelConfig) -> int:
     """Return the number of strips that one step of a loop processes.
 
-    A strip of few heads has too little work to hide its latency, so that one step takes several strips with about 30
-    registers in all. Of the largest such numbers, the one that pads the keys least is chosen.
+    A strip of few heads has too little work to hide the latency of its operations, so that one step takes several
+    strips, of at most 32 registers (8 keys × 128 queries) in all. Of the three largest such numbers, the one with the
+    fewest padded keys is chosen, and of equal ones the largest.
     """
     counts = [n for n in (5, 4, 3, 2, 1) if n * sizes.heads * sizes.strip <= 32 * STRIP] or [1]
     return min(counts[:3], key=lambda n: (round_up(sizes.keys, sizes.strip * n), -n))
@@ -141,11 +142,11 @@ def fits(config: KernelConfig) -> bool:
 
 
 def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]:
-    """Yield configurations of a call with these sizes, the fastest first; without `batch`, of one example.
+    """Yield configurations of a call with these sizes, the fastest first.
 
-    Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
-    first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
-    passes. The VPU mixes heads if no configuration with matrices fits.
+    First comes that of interleaved examples, unless `batch` is None. The others have one example in a block, with all
+    scores in one tile, or in tiles of at most 256 queries by 128 keys, the largest first; their backward pass processes
+    all queries, or fewer in each of several passes. Those in which the VPU mixes heads come last.
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
@@ -158,10 +159,10 @@ def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]
 
 
 def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
-    """Return the configuration with blocks of eight interleaved examples, or None if that is not possible.
+    """Return the configuration of the family "interleaved", or None if the sizes exclude it.
 
-    One tile holds all scores of an example, and the batch and the heads fill registers. A matrix that mixes heads has
-    heads·keys rows, at most 128, of complete registers.
+    One tile must hold all scores of an example, the batch must be a multiple of 8, and the widths of queries and keys
+    multiples of 128. A matrix that mixes heads has heads·strip rows, at most 128.
     """
     heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
     fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
@@ -195,7 +196,7 @@ def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
 
 
 def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
-    """Return the configurations with these blocks, in which the backward pass has ever fewer queries at once."""
+    """Return configurations with these blocks whose backward pass processes fewer and fewer queries at once."""
     unroll = strips_per_step(sizes)
     per_step = unroll if block_k % (sizes.strip * unroll) == 0 else min(unroll, 2)
     config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)
@@ -204,9 +205,10 @@ def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig
 
 
 def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
-    """Return the configuration in which the MXU mixes heads, or None if that is not possible.
+    """Return the configuration of the family "matrix", or None if the sizes exclude it.
 
-    One iteration of the loops over a tile computes two steps. The matrix of a strip has at most 256 columns.
+    The loops over a tile unroll two steps, so that the number of steps must be even. The matrix of a strip has at most
+    256 columns.
     """
     per_step = config.strips_per_step * (config.strip // STRIP)
     found = config._replace(family="matrix", strip=STRIP, strips_per_step=max(per_step, 2))

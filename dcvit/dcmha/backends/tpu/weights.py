@@ -1,9 +1,13 @@
-"""Dynamic weights in the form in which the TPU kernels read them: query-wise rows, and key-wise words.
+"""Conversion of packed dynamic weights to the layouts that the TPU kernels read.
 
-The packed weights of a side are (tokens, columns); `dcvit.dcmha.backends.tpu.packing.compose_layouts` says which column
-is which weight. A kernel that reads interleaved examples reads them like tokens, those of both sides from one array
-with the query-wise columns first, and converts them in VMEM, where a transposition costs little. For other kernels XLA
-converts them, except for key-wise weights of which the kernel of `dcvit.dcmha.backends.tpu.matrices` makes matrices.
+The packed weights of a side, query-wise or key-wise, are (tokens, columns);
+`dcvit.dcmha.backends.tpu.packing.compose_layouts` says which column is which weight. The kernels use query-wise weights
+as rows along lanes (`rows_of`), and key-wise weights as columns, in pairs of bfloat16 (`words`), or as matrices
+(`dcvit.dcmha.backends.tpu.mixing`).
+
+Kernels of the family "interleaved" convert the weights in VMEM, where a transposition costs little; they read both
+sides from one array, with the query-wise columns first. In the family "matrix", the kernel that makes the matrices
+converts key-wise weights. XLA converts all others.
 """
 
 from __future__ import annotations
@@ -40,16 +44,16 @@ def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, st
 
 
 def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
-    """Return packed weights with the factor scale·log2(e) of the pre-compose, and with the skip connection.
+    """Multiply the pre-compose's weights by scale·log2(e), and add the skip connection to a gate.
 
-    A compose C is linear, C(c·a) = c·C(a), and the kernels compute softmax in base 2. The skip connection is added to
-    the query-wise gate, or else to the key-wise one.
+    A compose C is linear, C(c·a) = c·C(a), so that its weights can include the scale; the kernels compute softmax in
+    base 2. The skip connection is added to the query-wise gate, or to the key-wise gate without a query-wise one.
 
     Args:
       config: the layout of the columns.
       x: weights, with the columns as the last axis.
       side: "q" or "k".
-      start: number of the first of these columns.
+      start: number of the first column of `x` among those of the side.
     """
     column = _column(x) + start
     factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
@@ -63,7 +67,7 @@ def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
 
 
 def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
-    """Return the gradients of weights from those of packed weights.
+    """Return the gradients of the weights from those of the weights that `scaled` returned.
 
     The kernels use scores without the factor `scale`, and pre-compose weights with the factor scale·log2(e).
     """
@@ -77,9 +81,9 @@ def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
 
 
 def words(config: KernelConfig, x: Array) -> Array:
-    """Return key-wise weights as pairs of bfloat16 in 32-bit words, see `KeyRun`.
+    """Round key-wise weights to bfloat16, and return pairs of columns as 32-bit words; `KeyRun` says which.
 
-    The word of the first column of a pair has the second one in its upper bits; the other words are not used.
+    The word at the first column of a pair has the second column in its upper bits; words at other columns are unused.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)  # round to the nearest, and to even
@@ -95,18 +99,18 @@ def words(config: KernelConfig, x: Array) -> Array:
 
 
 def _column(x: Array) -> Array:
-    """Return the number of each column."""
+    """Return the numbers of the columns, (1, …, 1, columns)."""
     return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
 
 
 def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Ref | None) -> None:
-    """Transpose the weights of an example: query-wise ones for loads of rows, key-wise ones for `mixing.build`.
+    """Transpose the weights of an example, so that each weight is a row with the tokens along lanes.
 
     Args:
       config: the layout of the columns.
       weights: all weights of the example, (columns/128, tokens, 128).
-      wq_rows: the result for query-wise weights, scaled, (1, Bq/128, rows, 128).
-      wk_rows: the result for key-wise weights, (columns + 8, keys); only the rows `used_key_rows` are written.
+      wq_rows: output for query-wise weights, as `scaled` returns them, (1, Bq/128, columns, 128).
+      wk_rows: output for key-wise weights, for `mixing.build`, (columns + 8, keys); only `used_key_rows` are written.
     """
     for n in range(weights.shape[0]):
         start = n * LANES
@@ -123,7 +127,7 @@ def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Re
 
 
 def used_key_rows(config: KernelConfig) -> slice:
-    """Return the rows of a transposed array of both sides from the register with the first key-wise weight on."""
+    """Return the rows of `wk_rows` (see `rows_of`) from the register that contains the first key-wise weight."""
     first = min((start for _, _, start, _ in _parts(config, "k")), default=0)
     return slice(first // SUBLANES * SUBLANES, None)
 
@@ -138,7 +142,7 @@ def rows_scratch(config: KernelConfig) -> tuple[pl.MemoryRef | None, pl.MemoryRe
 
 
 def transpose_key_weights(wk: Ref, out: Ref) -> None:
-    """Write key-wise weights (1, Bk, columns) for `mixing.build`, as `key_rows_scratch`."""
+    """Transpose key-wise weights (1, Bk, columns) for `mixing.build` to `out`, a buffer from `key_rows_scratch`."""
     for start in range(0, wk.shape[2], LANES):
         out[start : start + LANES, : wk.shape[1]] = wk[0, :, start : start + LANES].T
 

@@ -4,16 +4,17 @@ A block is a run of neighboring queries and all keys that they may attend to. A 
 softmax, so that one pass is enough although the post-compose mixes heads after the normalization. The keys of a block
 end at the diagonal in a causal layer and are those of the window in a local layer, so that time and memory of a local
 layer are linear in T. The forward pass saves its inputs only; the backward pass computes the softmax of a block again.
-From a saved log-sum-exp, which rounds large scores, rows of weights would not sum to one.
+With a saved log-sum-exp instead, which rounds large scores, rows of weights would not sum to one.
 
 With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
-queries. Their number depends on the data, so that there is a loop for each of a few numbers (`document_sizes`).
+queries. Their number depends on the data; it is rounded up to one of `document_sizes`, and a loop computes the blocks
+of each size.
 
 The operations on a block write out the sums over heads (`tile`). The code runs on all platforms.
 
-Inside, `Inputs` are arranged by head: q is (B H T D), k and v are (B K S D), weights are those of `tile.arrange`, the
-mask is (B #T #S), and segments are as given. The functions on one example or on a block of it have the same axes
-without B.
+In the functions of this module below `run`, the arrays of `Inputs` have the axes q (B H T D), k and v (B K S D), mask
+(B #T #S), and compose weights as returned by `tile.arrange`; segments are unchanged. Functions on one example or block
+have the same axes without B.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block: its inputs, the mask of its scores (None: no key is masked), and its first query and key."""
+    """One block: its inputs, the mask of its scores (None: no key is masked), and the positions of its first tokens."""
 
     inputs: Inputs
     mask: Array | None
@@ -101,7 +102,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def forward_mode(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
-    """Compute attention in operations that JAX differentiates: the forward mode of other implementations."""
+    """Compute attention in differentiable JAX operations; other implementations use it as their forward mode."""
     out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
     return out
 
@@ -135,9 +136,9 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
 
 
 def runs(queries: int, keys: int, options: Options, group: int | None = None) -> list[Run]:
-    """Return the blocks of one example in the order of their queries; the last block may extend past `queries`.
+    """Split one example into runs of blocks, in the order of their queries; the last block may extend past `queries`.
 
-    With segments, the number of queries of a block divides `group`.
+    With segments, the number of queries of a block divides `group`; None without segments.
     """
     if options.window is not None and options.window < keys:
         rows = _rows(queries, options.window, group)
@@ -157,9 +158,9 @@ def runs(queries: int, keys: int, options: Options, group: int | None = None) ->
 
 
 def _rows(queries: int, keys: int, group: int | None) -> int:
-    """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`.
+    """Return the number of queries of a block with about `keys` keys, a multiple of `tile.FOLDS`.
 
-    It is the same for all queries of these blocks, including padding.
+    `queries` is the number of queries of all these blocks, which have equal sizes, the last one with padding.
     """
     if group is not None:
         return _rows_of_group(group, keys)
@@ -169,7 +170,7 @@ def _rows(queries: int, keys: int, group: int | None) -> int:
 
 
 def _rows_of_group(group: int, keys: int) -> int:
-    """Return the number of queries of each block of `keys` keys that halves a group until it is small enough."""
+    """Return the number of queries of a block with `keys` keys: `group`, halved until a block is small enough."""
     rows = group
     while rows > max(MIN_ROWS, BLOCK // keys) and rows % (2 * tile.FOLDS) == 0:
         rows //= 2
@@ -177,19 +178,19 @@ def _rows_of_group(group: int, keys: int) -> int:
 
 
 def _at_once(x: Inputs) -> int:
-    """Return the number of examples that are computed at once, so that small ones share the start of each loop."""
+    """Return the number of examples to compute at once: more if they are small, to share the overhead of each loop."""
     scores = x.q.shape[1] * x.q.shape[2] * x.k.shape[2]
     small = scores <= MAX_SMALL_EXAMPLE and x.segments is None  # loops over documents differ between examples
     return SCORES_AT_ONCE // scores if small else 1
 
 
 def _end(parts: list[Run]) -> int:
-    """Return the number of queries in all blocks, including padding."""
+    """Return the number of queries in all runs of blocks, including padding."""
     return sum(part.blocks * part.rows for part in parts)
 
 
 def _forward(options: Options, x: Inputs, *, plain: bool = False) -> Float[Array, "H T D"]:
-    """Return the output of one example; `plain` is that of `_fold_blocks`."""
+    """Return the output of one example; see `_fold_blocks` for `plain`."""
 
     def write_block(block: Block, total: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(total, _forward_block(block, options), block.start["q"], 1)
@@ -235,7 +236,7 @@ _attend = differentiable(
 
 
 def _forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
-    """Compute Eqn 4 on one block."""
+    """Return the output of attention (Eqn 4) for the queries of one block."""
     x, groups = block.inputs, options.groups
     scores = _matmul("htd,hsd->hts", x.q, x.k)
     scores = tile.compose_planes(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
@@ -272,7 +273,7 @@ def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
 
 @tile.no_inline
 def _sum(x: Array, y: Array) -> Array:
-    """Add, without fusion into the update that stores the sum: XLA would write the complete updated array."""
+    """Return x + y, not inlined: fused into an update of a larger array, XLA would write all of that array."""
     return x + y
 
 
@@ -286,10 +287,11 @@ def _matmul(equation: str, a: Array, b: Array) -> Array:
 def _fold_blocks(
     options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total], *, plain: bool = False
 ) -> Total:
-    """Return total = body(block, total), repeated for all blocks of an example.
+    """Apply total = body(block, total) to all blocks of an example, and return the last total.
 
-    With segments, blocks of keys without a common id are skipped, unless the loops are to be `plain`: JAX does not
-    differentiate loops of data-dependent length in reverse mode, and batches them as if all were of the longest one.
+    With segments, keys without an id in common with a block are skipped, unless `plain` is True. Then all loops have
+    static lengths: JAX does not differentiate loops of data-dependent length in reverse mode, and under `jax.vmap` each
+    example takes as many steps as the longest one.
     """
     if x.segments is not None and not plain and not device.splits_arrays():
         return _fold_documents(options, x, total, body)
@@ -303,10 +305,11 @@ def _fold_blocks(
 
 
 def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
-    """Return the result of `_fold_blocks` from blocks with the keys of the documents of their queries only.
+    """Compute `_fold_blocks` with segments: each block has only keys of the documents of its queries.
 
-    Groups of queries are ordered by the smallest of `document_sizes` that holds their keys, and a loop over the groups
-    of each size divides them into blocks. Groups without keys are left out, whose outputs and gradients are zero.
+    Groups of neighboring queries (`_group`) are sorted by the smallest of `document_sizes` that holds their keys. For
+    each size, a loop visits its groups and divides them into blocks. Groups that attend to no key are skipped, so that
+    their share of the total stays zero.
     """
     group, keys = not_none(_group(x.q.shape[1], x.segments)), x.k.shape[1]
     first, end = (found.astype(int) for found in _needed_keys(options, x, group))
@@ -328,7 +331,7 @@ def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[B
 
 
 def document_sizes(most: int) -> list[int]:
-    """Return the numbers of keys of blocks with segments, up to `most`: eighths of it, and halves of an eighth."""
+    """Return the possible numbers of keys of a block with segments: multiples of most/8, and halvings of most/8."""
     step = min(most, max(MIN_KEYS, round_up(cdiv(most, RUNS), GRAIN)))
     sizes = {*range(step, most, step), most}
     while step > MIN_KEYS:
@@ -338,14 +341,14 @@ def document_sizes(most: int) -> list[int]:
 
 
 def _group(queries: int, segments: Segments | None) -> int | None:
-    """Return the number of queries that share their first key and number of keys; None without segments."""
+    """Return the size of a group, neighboring queries whose blocks start at the same key; None without segments."""
     return None if segments is None else min(GROUP, round_up(queries, tile.FOLDS))
 
 
 def _needed_keys(options: Options, x: Inputs, group: int) -> tuple[Array, Array]:
-    """Return the first key that each group of queries of an example may attend to, and the one after the last.
+    """Return, for each group of queries, the first key that it may attend to and the end, one after the last.
 
-    The end is at most the first key for a group that attends to none.
+    For a group that attends to no key, the end is at most the first key.
     """
     queries, keys = x.q.shape[1], x.k.shape[1]
     first, last = first_and_last(blocks_in_common(not_none(x.segments), group, GRAIN))
@@ -388,7 +391,7 @@ def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
 
 
 def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
-    """Return f(axis, array, …) of the arrays of each field except mask and segments; `axis` is that of `AXES`."""
+    """Map f(axis, array, …) over all arrays of `x` and `others` except mask and segments, with the axis from `AXES`."""
 
     def call(path: tuple[Any, ...], *arrays: Array) -> Array:
         return f(AXES[path[-1].name], *arrays)

@@ -1,9 +1,9 @@
-"""Attention of one query in XLA, as in decoding: Eqn 4 with the matrix products that suit a single query.
+"""Attention of a single query, as in decoding, in plain JAX operations: Eqn 4 with matrix products for all heads.
 
-One product per example reads the keys, and one the values, once and in their own layout. The query of each head is a
-column of a (K·D)×H matrix that is zero outside the rows of the head's own key head, so that no copy of the cache is
-needed to move the heads to the front. The product computes K times the required values; with one query, memory
-bandwidth is the limit. Scores have the layout S×H, as the key-wise weights. The query-wise part of a compose is one
+One matrix product per example reads the keys, and one the values, once and in their own layout. The query of each head
+is a column of a (K·D)×H matrix that is zero outside the rows of the head's own key head, so that no copy of the cache
+is needed to move the heads to the front. The product computes K times the required values; with one query, memory
+bandwidth is the limit. Scores have the layout S×H, as key-wise weights have. The query-wise part of a compose is one
 H×H matrix for each example (`map_of_heads`). Sums over the heads, which are the innermost axis, are products with a
 matrix of ones: on CPUs they take half the time of XLA's reduction.
 
@@ -41,7 +41,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     Scores and weights are float32, or float64 for float64 inputs.
 
     Raises:
-      UnsupportedError: there are several queries.
+      UnsupportedError: T > 1.
     """
     if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
@@ -87,7 +87,7 @@ def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[A
 
 
 def map_of_heads(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: DTypeLike) -> Float[Array, "B H H"]:
-    """Return the matrices of `query_map` for one query as one matrix, zero between groups."""
+    """Return `query_map` for one query as an H×H matrix for each example, zero between groups."""
     matrix = query_map(w, batch=batch, length=1, heads=heads, groups=groups, dtype=dtype)[:, 0]
     block_diagonal = matrix[:, :, :, None] * jnp.eye(groups, dtype=dtype)[None, :, None, :, None]
     return jnp.broadcast_to(block_diagonal.reshape(-1, heads, heads), (batch, heads, heads))

@@ -1,8 +1,9 @@
 """Attention for GPUs without fused kernels: Eqn 4 as in `reference`, composed by sums over heads that XLA fuses.
 
-As batched matrix products, the einsums of `dcvit.dcmha.compose.compose` copy all scores into another layout. Products
-and sums of planes become loops that read the scores where they are: compiled for a GPU, the program reads and writes
-half as many bytes (docs/gpu_traffic.json). A CPU would compute each hidden score again for each head.
+XLA compiles the einsums of `dcvit.dcmha.compose.compose` to batched matrix products, which copy all scores into another
+layout. It compiles elementwise products and sums to loops that read the scores where they are: on a GPU, the program
+reads and writes half as many bytes (docs/gpu_traffic.json). On a CPU, the loops would compute each hidden plane again
+for each head.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:
-    """Compute `dcvit.dcmha.compose.compose` in products and sums of planes; the weights fit `a`."""
+    """Compute `dcvit.dcmha.compose.compose` from elementwise products and sums; shapes are not checked."""
     batch, heads, queries, keys = a.shape
     grouped = a.reshape(batch, groups, heads // groups, queries, keys)
 

@@ -38,7 +38,7 @@ def visible(
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     segments: Segments | None = None,
 ) -> Bool[Array, "#B 1 T S"] | None:
-    """Return which keys each query attends to, or None if every query attends to every key."""
+    """Return the mask that is True where a query attends to a key, or None if every query attends to every key."""
     query, key = options.first_query + jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
     conditions = []
     if options.causal or options.window is not None:
@@ -71,11 +71,11 @@ def masked_softmax(
 
 
 def supports(call: Call) -> str | None:
-    """Return the reason why a call is not supported: None, as all are."""
+    """Return None: all calls are supported."""
 
 
 class AttentionMatrices(NamedTuple):
-    """The matrices of one attention layer."""
+    """The attention scores and weights of one layer, before and after their composes, each (B H T S)."""
 
     scores: Float[Array, "B H T S"]  # scaled products of queries and keys
     composed_scores: Float[Array, "B H T S"]  # after pre-compose: the inputs of the softmax
@@ -86,7 +86,7 @@ class AttentionMatrices(NamedTuple):
 def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., Array] = compose) -> AttentionMatrices:
     """Compute all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
 
-    `compose` computes Eqn 7. The values are unused.
+    `compose` computes Eqn 7. `inputs.v` is not used.
     """
     q, k, _, pre, post, mask, segments = inputs
     attended = visible(q.shape[1], k.shape[1], options, mask, segments)

@@ -126,9 +126,10 @@ def _exponentials(scores: Float[Array, "H t s"], top: Float[Array, "H t"]) -> Fl
 def softmax_gradient(
     weights: Float[Array, "H t s"], g: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int
 ) -> Float[Array, "H t s"]:
-    """Return the gradient of the softmax's input, dL = P∘(dP - Σ_s P∘dP), where dP is `compose_planes` of `g`.
+    """Return the gradient of the softmax's input, dL = P∘(dP - Σ_s P∘dP), for P = `weights`.
 
-    `g` is the gradient of the output of the post-compose, and `w` are the weights of the transposed post-compose.
+    dP = compose_planes(g, planes, w), where `g` is the gradient of the post-compose's output, `w` are the weights of
+    the transposed post-compose and `planes` its hidden planes.
     """
     return _center(weights, _products(weights, g, planes, w, groups=groups))
 
@@ -189,7 +190,7 @@ def weight_gradients(
 
 
 def _sums_over_keys(pairs: Sequence[Pair]) -> list[Float[Array, "G J t"]]:
-    """Sum the product of each pair over keys. XLA's loop is scalar; several sums in one loop hide its latency."""
+    """Return Σ_s x·y for each pair (x, y). XLA's loop is scalar; several sums in one loop hide its latency."""
     products = tuple(x * y for x, y in pairs)
     zeros = (jnp.zeros((), products[0].dtype),) * len(products)
     axis = (products[0].ndim - 1,)
@@ -197,7 +198,7 @@ def _sums_over_keys(pairs: Sequence[Pair]) -> list[Float[Array, "G J t"]]:
 
 
 def _sums_over_queries(pairs: Sequence[Pair]) -> list[Float[Array, "G J s"]]:
-    """Sum the product of each pair over queries: a loop adds `FOLDS` runs of rows, a product with ones the rest."""
+    """Return Σ_t x·y for each pair (x, y): a loop adds `FOLDS` runs of rows, a product with ones sums the result."""
 
     def fold(x: Array, y: Array) -> Array:
         rows = x.shape[-2]
@@ -233,6 +234,6 @@ def _split(x: Array, groups: int) -> Array:
 
 
 def _expand(x: Array, groups: int, axis: int) -> Array:
-    """Reshape (… H n) to (… G J n 1) for queries (axis 0) or to (… G J 1 n) for keys (axis 1)."""
+    """Reshape weights (… H n) to (… G J n 1) for n queries (axis 0), or to (… G J 1 n) for n keys (axis 1)."""
     x = x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
     return x[..., :, None] if axis == 0 else x[..., None, :]
