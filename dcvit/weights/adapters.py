@@ -1,4 +1,4 @@
-"""Checkpoints of adapters (`dcvit.models.lora`) as parameters of whole models, merged where a tensor is read."""
+"""Checkpoints of LoRA adapters (`dcvit.models.lora`), merged into the base model's parameters as they are read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FACTORS = (f"/{A}", f"/{B}")  # ends of the names of adapters
 
 
 def described(about: Json, what: str) -> tuple[Adaptation, str]:
-    """Return the adaptation of a checkpoint of adapters, and the `model_init` that it adapts, from its description.
+    """Return the adaptation and the `model_init` (the base model) in the description of a checkpoint of adapters.
 
     Raises:
-      CheckpointError: the description has no valid ones.
+      CheckpointError: one of them is missing or invalid.
     """
     config = about.get("config", {})
     options, init = config.get("lora"), config.get("model_init")
@@ -43,7 +43,7 @@ def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
       what: the name of the checkpoint in messages.
 
     Raises:
-      CheckpointError: `base` lacks an adapted matrix; or, when a tensor is read, it is not the one of the training.
+      CheckpointError: `base` lacks an adapted matrix; or, when a tensor is read, its checksum differs from training.
     """
     found, init = described(about, what)
     whole, changed = single_layers(base), single_layers(adapters)
@@ -61,10 +61,10 @@ def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
 
 
 def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dict[str, int]:
-    """Return the CRC-32 of each parameter that a run adapts or keeps, of unrolled layers.
+    """Return the CRC-32 of each base parameter that a run does not train as a whole, by names of unrolled layers.
 
     Raises:
-      CheckpointError: the parameters of the base are not those of the model, as they are not if they are resized.
+      CheckpointError: names or shapes of the base differ from those of the model, for instance if it was resized.
     """
     layers = single_layers(base)
     wanted = single_layers({name: Tensor(shape, lambda: np.zeros(0)) for name, shape in model.items()})
@@ -76,7 +76,7 @@ def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dic
 
 
 def single_layers(tensors: Tensors) -> dict[str, Tensor]:
-    """Return tensors of unrolled layers."""
+    """Return the tensors of unrolled layers, from those of scanned or unrolled layers."""
     parts = unrolled({name: tensor.shape for name, tensor in tensors.items()})
     return {name: _part(tensors[path], layer) for name, (path, layer) in parts.items()}
 

@@ -1,8 +1,8 @@
-"""Vision Transformers of big_vision, and those of this project without a description, which have the same names.
+"""Vision Transformers of big_vision, and files of this project without a description, which have the same names.
 
-Files are read by `dcvit.weights.big_vision_files`, which also renames the parameters of earlier releases. The tensors
-tell sizes and modules. The activation of MLPs, the epsilon of norms and a pooling without parameters they do not tell;
-these are big_vision's defaults.
+Files are read by `dcvit.weights.big_vision_files`, which also renames the parameters of earlier releases. Sizes and
+modules are inferred from the tensors. The activation of MLPs, the epsilon of norms and a pooling without parameters
+cannot be; they are big_vision's defaults.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def first_block(tensors: Tensors) -> str | None:
-    """Return the path of the first layer, or of all if they are scanned; None if there is no layer."""
+    """Return the path of the first layer, or of the stack of scanned layers; None if there is no layer."""
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)
 
 
 def infer(tensors: Tensors) -> Json:
-    """Return the fields of a model that its tensors tell, except those of a composition in another layout."""
+    """Infer the fields of a model from its tensors, but not those of a composition in another layout."""
     at = first_block(tensors)
     attention = f"{at}/{ATTENTION}"
     scan = at == BLOCK
@@ -92,7 +92,7 @@ def infer(tensors: Tensors) -> Json:
 
 
 def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
-    """Return the fields of a composition with these parameters."""
+    """Infer the fields of a composition from the shapes of its parameters by name."""
     sides = "".join(side for side in "qk" if f"w_{side}1" in shapes or f"w_{side}g" in shapes)
     down = next((shapes[f"w_{side}1"] for side in sides if f"w_{side}1" in shapes), None)
     static = shapes.get("w_b")
@@ -109,6 +109,6 @@ def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
 
 
 def _scanned(name: str, shape: Shape, depth: int) -> Link:
-    """Link the parameter of a scanned layer to those of all layers."""
+    """Link a stacked parameter of `depth` scanned layers to the parameters of the single layers."""
     theirs, ours = name.replace("_{}", ""), tuple(name.format(i) for i in range(depth))
     return Link((theirs,), ours, list, lambda *parts: (np.stack(parts),), ((depth, *shape),))

@@ -4,8 +4,8 @@ https://github.com/google-research/big_vision. Arrays are named by their path in
 `opt/target`, or from the root. A `.bv` checkpoint has a folder of the zarr format for each array, with "~" for "/", and
 a pointer `NAME-LAST` to the folder of the last step. `FILE:img` names a subtree, such as the image tower of SigLIP.
 
-Names of earlier releases become those of today's: `Transformer/posembed_input`, the numbers of modules before flax
-linen, the inlined pooling head, and position embeddings with a row for the class token, which is added to the token.
+Names of earlier releases are converted to today's names: `Transformer/posembed_input`, the numbers of modules before
+flax linen, and the inlined pooling head. The row of position embeddings for the class token is added to that token.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
 
 
 def _last_step(pointer: Path) -> Path:
-    """Return the folder that a pointer names."""
+    """Return the folder of the last step, which the file `pointer` names."""
     try:
         step = read_regular(pointer, MAX_JSON).decode().strip()
     except (OSError, ValueError) as e:
@@ -112,7 +112,7 @@ def _last_step(pointer: Path) -> Path:
 
 
 def _array_folders(path: Path) -> Iterator[Path]:
-    """Return the folders of the arrays below `params` in a .bv folder; the others are of the optimizer, and large."""
+    """Return the folders of the arrays below `params` in a .bv folder; the optimizer's arrays are large and skipped."""
     children = sorted(path.glob(f"{ROOTS[0].replace('/', '~')}*"))
     return (child for child in children if (child / METADATA).is_file())
 
@@ -148,7 +148,7 @@ def check_memory(place: Path | str, *shapes: tuple[int, ...]) -> None:
 
 
 def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
-    """Read an array, whose missing chunks have the fill value with `fill`, or else are an error."""
+    """Read a zarr array; missing chunks have the fill value if `fill` is True, and are an error otherwise."""
     import tensorstore
 
     check_memory(folder, shape, chunks)
@@ -162,7 +162,7 @@ def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fi
 
 
 def _with_new_names(arrays: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Rename the arrays of earlier releases, and add the position embedding of a class token to the token.
+    """Rename the arrays of earlier releases, and add the position embedding of the class token to that token.
 
     Raises:
       CheckpointError: two arrays of the file `path` get the same name.

@@ -1,7 +1,6 @@
-"""Two-way tables of config.json: which key holds which field of a model.
+"""Two-way tables between the keys of another library's config.json and the fields of a model of this project.
 
-A table is a list of `Key`, in the order in which they are written. It reads the config.json of another library and
-writes it; a family of models states it once.
+A table is a list of `Key`, in the order in which they are written; `read` and `write` use the same table.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Key(NamedTuple):
 
     Fields:
       name: the key.
-      read: function from the content of config.json, and the fields that the keys before this one hold, to the fields
-        that it holds; {} for a key that is checked only. Raises CheckpointError for a value that is not supported.
+      read: function (content of config.json, fields read from earlier keys) -> fields read from this key; {} for a key
+        that is only checked. Raises CheckpointError for a value that is not supported.
       write: function from the fields of a model to the value of the key, or `ABSENT`.
     """
 
@@ -37,13 +36,13 @@ def field(
     default: object = None,
     write: Callable[..., object] = lambda value: value,
 ) -> Key:
-    """Return the key of one field.
+    """Return a key that holds the value of one field.
 
     Args:
       name: the key.
       ours: the field.
-      kind: the function of `dcvit.weights.hf_config` that reads such a value.
-      default: the value of an absent key, or a function to it from the fields of the keys before; None: it is required.
+      kind: the function of `dcvit.weights.hf_config` that reads the value.
+      default: the value of an absent key, or a function of the fields from earlier keys; None: the key is required.
       write: function from the value of the field to that of the key, if they differ.
     """
 
@@ -55,7 +54,7 @@ def field(
 
 
 def only(name: str, value: object, *, written: bool = True) -> Key:
-    """Return a key that has one supported value, which an absent key has too."""
+    """Return a key with one supported value, which is also its default."""
 
     def read(config: Json, _: Json) -> Json:
         hf_config.check_only(config, **{name: value})
@@ -65,12 +64,12 @@ def only(name: str, value: object, *, written: bool = True) -> Key:
 
 
 def written(name: str, value: object) -> Key:
-    """Return a key that other libraries read and that has no effect here: its value, or a function of the fields."""
+    """Return a key that is only written, for other libraries: `value`, or a function of the fields."""
     return Key(name, lambda *_: {}, lambda fields: value(fields) if callable(value) else value)
 
 
 def read(keys: Sequence[Key], config: Json) -> Json:
-    """Return the fields that the content of a config.json holds. Raises CheckpointError if one is not supported."""
+    """Return the fields of a model from the content of a config.json; CheckpointError for an unsupported value."""
     found: Json = {}
     for key in keys:
         found |= key.read(config, found)

@@ -1,9 +1,9 @@
 """DCFormer and DCPythia of the paper's authors, in PyTorch (github.com/Caiyun-AI/DCFormer).
 
-One tensor holds the weights of the same kind for all compositions of a layer, in the order pre-compose of queries and
-of keys, post-compose of queries and of keys. The rank is 2, and all heads are one group. The tables of their rotary
-embedding are float16, those of this project float32; a prompt's attention in their local layers sees one token more
-than that of the tokens after it.
+One tensor holds the weights of the same kind for all compositions of a layer, in the order pre-compose query-wise and
+key-wise, post-compose query-wise and key-wise. The rank is 2, and all heads are one group. Their rotary embedding has
+float16 tables, that of this project float32. In their local layers, the window of a prompt's tokens is larger by one
+token than that of generated tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UNUSED = re.compile(
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of a type; some of them only one of the types has."""
+    """Return the keys of config.json of a `model_type`, "dcformer" or "dcpythia"."""
     pythia = kind == "dcpythia"
     keys = [
         field("dim", "width"),
@@ -94,7 +94,7 @@ def _check_key_heads(config: Json, found: Json) -> Json:
 
 
 def _windows(config: Json, _: Json) -> Json:
-    """Return the fields of the windows, of `window_type` and `window_size`."""
+    """Return the fields `window_pattern`, `window` and `prefill_window`, from `window_type` and `window_size`."""
     kind, size = config.get("window_type"), config.get("window_size", WINDOW)
     if kind not in (*PATTERNS,):
         raise CheckpointError(f"config.json: window_type={kind!r} is not supported; supported: LG, LGLL, LGL6, null")
@@ -151,7 +151,7 @@ def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) 
     """Link the weights of the C = 4 compositions of a layer, in G = 1 group.
 
     Args:
-      theirs: names of the dynamic projections, M G C I then G C I 2R H, and of the gates, M G C·H.
+      theirs: names of both layers of the dynamic projections (M G C I and G C I 2R H), and of the gates (M G C·H).
       ours: path of the attention.
       shapes: the parameters of the model.
     """

@@ -81,14 +81,14 @@ def _module(tensors: Tensors) -> str | None:
 
 
 def _dyn(tensors: Tensors | None, name: str) -> str:
-    """Return the path of a parameter of the dynamic weights, which may be the kernel of a module."""
+    """Return the path of the parameter `name` of the dynamic weights: NAME, or NAME/kernel in some files."""
     path = f"dyn_w_proj/{name}"
     nested = tensors is not None and any(found.endswith(f"{path}/kernel") for found in tensors)
     return f"{path}/kernel" if nested else path
 
 
 def _renamed(tensors: Tensors, width: int, heads: int) -> Tensors:
-    """Return the tensors from which big_vision's family infers the sizes."""
+    """Return the tensors under big_vision's names, so that `big_vision.infer` infers the sizes."""
     at = f"{big_vision.BLOCK}_0/{OURS}/query/kernel"
     kernel = next(x for name, x in tensors.items() if name.endswith("/query_dense/kernel"))
     return {**tensors, at: kernel._replace(shape=(width, heads, width // heads))}

@@ -27,7 +27,7 @@ UNUSED = re.compile(r".*mask_token")  # of masked patches, which pretraining use
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of a `model_type`. `mlp_ratio` and `hidden_act` mean something else with SwiGLU."""
+    """Return the keys of config.json of a `model_type`. SwiGLU changes the meaning of `mlp_ratio` and `hidden_act`."""
 
     def gated(config: Json) -> bool:
         return hf_config.flag(config, "use_swiglu_ffn", False)
@@ -59,7 +59,7 @@ def _mlp_dim(width: int, ratio: int, gated: bool) -> int:
 
 
 def _ratio(fields: Json) -> int | None:
-    """Return the `mlp_ratio` of a model, or None if it has another width of its MLPs."""
+    """Return the `mlp_ratio` of a model, or None if no ratio gives the width of its MLPs."""
     width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
     return next((ratio for ratio in range(1, 64) if mlp_dim == _mlp_dim(width, ratio, gated)), None)
 
@@ -134,7 +134,7 @@ def config(description: Description) -> Json:
 
 
 def _describe_original(tensors: Tensors) -> Description:
-    """Describe a file of facebookresearch, whose heads are all 64 wide, without a head."""
+    """Describe a file of facebookresearch: a model without a classifier, with D = 64 in all sizes."""
     width, _, *patch = vit_links.shape_of(tensors, "patch_embed.proj.weight", "DINOv2", axes=4)
     gated = "blocks.0.mlp.w12.weight" in tensors
     last = vit_links.shape_of(tensors, f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight", "DINOv2")

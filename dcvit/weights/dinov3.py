@@ -67,7 +67,7 @@ KEYS = [
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize the names of the Vision Transformers; and DINOv3's ConvNeXt, which `describe` refuses by its type."""
+    """Recognize DINOv3's Vision Transformers, and its ConvNeXt models, for which `describe` raises an error."""
     is_convnext = config.get("model_type") == "dinov3_convnext"
     return is_convnext or any(f"{layer.format(0)}.{SCALES[0]}" in tensors for layer in LAYERS)
 

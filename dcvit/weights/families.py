@@ -69,14 +69,14 @@ FAMILIES: dict[str, Family] = {
 
 
 class Weights(NamedTuple):
-    """The parameters of a model in files, which are read when they are asked for, and what the model is.
+    """The parameters of a model in files, read on demand, and the description of the model.
 
     Fields:
       path: the file or folder.
       family: the name of the family in `FAMILIES`, or "dcvit" for a run of this project.
       description: the model.
       params: the parameters by path in the tree of unrolled layers.
-      record: the content of the run's config.json; empty for others than runs.
+      record: the content of the run's config.json; empty if the weights are not a run.
       workdir: the folder of the run.
       adapts: the weights of another library that the run adapts.
     """
@@ -103,11 +103,11 @@ class Weights(NamedTuple):
         return nested(dict(self.read()))
 
     def config(self) -> Json:
-        """Return the keys of a config that the weights, and the tokenizer beside them, determine."""
+        """Return the keys of a config of this project that follow from the weights and their tokenizer."""
         return names.config(self.description, tokenizer_of(self.path))
 
     def in_float32(self) -> Weights:
-        """Return the weights with parameters that are converted to float32 when they are read."""
+        """Return the weights, whose parameters are then converted to float32 when they are read."""
 
         def wide(tensor: Tensor) -> Tensor:
             return Tensor(tensor.shape, lambda: tensor.read().astype(np.float32))
@@ -142,10 +142,10 @@ def is_weights(path: Path) -> bool:
 
 @checked
 def open_weights(path: str | Path) -> Weights:
-    """Open a file or a folder of another library. The weights of a folder of PEFT are those of its base, adapted.
+    """Open a file or a folder of another library; adapters of PEFT are merged into the weights of their base model.
 
     Raises:
-      CheckpointError: see `dcvit.weights.tensors.open_file`; the tensors are those of no known family, or do not fit
+      CheckpointError: see `dcvit.weights.tensors.open_file`; or the tensors belong to no known family, or do not fit
         the model that they describe.
     """
     path = Path(path)
@@ -170,7 +170,7 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def _check_case(links: list[Link], path: Path) -> None:
-    """Raise CheckpointError if two parameters would have the same file where case does not distinguish names."""
+    """Raise CheckpointError if two parameters would have the same file on a file system that ignores case."""
     seen = dict[str, str]()
     for name in (name for link in links for name in link.ours):
         if seen.setdefault(name.casefold(), name) != name:

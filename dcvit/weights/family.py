@@ -43,14 +43,14 @@ class Description(NamedTuple):
 
 
 def defaults(model_name: str, names: Sequence[str]) -> Json:
-    """Return the defaults of fields of a model, in the order of the names, as a JSON file has them."""
+    """Return the default values of the fields `names` of a model, as JSON values."""
     fields = dataclasses.fields(typing.get_type_hints(_constructor(model_name))["return"])
     values = {field.name: field.default for field in fields}
     return {name: list(x) if isinstance(x := values[name], tuple) else x for name in names}
 
 
 def _constructor(model_name: str) -> Any:
-    """Return the function `Model` of a module, imported by its name: its `load` imports this package."""
+    """Import and return the function `Model` of a module of `dcvit.models` (late, because it imports this package)."""
     return importlib.import_module(f"dcvit.models.{model_name}").Model
 
 
@@ -74,9 +74,9 @@ def build(description: Description) -> Any:
 
 
 def shapes_of(description: Description) -> Mapping[str, Shape]:
-    """Return the shape of each parameter of a model by its path, in which "{}" is the number of any unrolled layer.
+    """Return the shape of each parameter by its path; "{}" in a path stands for the number of any unrolled layer.
 
-    None is a size that the description does not give: the channels and the number of patches of images.
+    A size is None if the description does not determine it: the channels and the number of patches of images.
 
     Raises:
       CheckpointError: fields are invalid or do not fit each other.
@@ -109,21 +109,21 @@ def _shapes(net: Any) -> Mapping[str, Shape]:
 class Family(Protocol):
     """Functions of the module of a family of models.
 
-    It may also have `UNUSED`, a pattern of the names of tensors that are not parameters, such as buffers.
+    The module may also have `UNUSED`, a pattern of the names of tensors that are not parameters, such as buffers.
     """
 
     def matches(self, tensors: Tensors, config: Json) -> bool:
-        """Return True if tensors and the content of config.json are a model of the family; read no tensor."""
+        """Return True if names of tensors and the content of config.json belong to the family; reads no tensor."""
 
     def describe(self, tensors: Tensors, config: Json) -> Description:
-        """Return the model. Raises CheckpointError if it has a property that this project's models lack."""
+        """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
 
     def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
-        """Return the links of a model; `tensors`, if it is read, decides between names of several releases."""
+        """Return the links of a model; `tensors` (None for writing) tell which release's names a file has."""
 
 
 class WrittenFamily(Family, Protocol):
-    """Functions of the module of a family that models are also exported to."""
+    """Functions of the module of a family to which models can also be exported."""
 
     def config(self, description: Description) -> Json:
         """Return the content of config.json for a model.

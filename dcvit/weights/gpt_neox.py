@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia of Hugging Face transformers (GPTNeoXForCausalLM).
 
-One linear layer holds the query, key and value of each head in turn.
+The outputs of one linear layer are the query, the key and the value of the first head, then those of the next head, ….
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNUSED = re.compile(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
 
 
 def _rope(config: Json, found: Json) -> Json:
-    """Return the fields of the rotary embedding, whose width is rounded down to whole numbers of a head."""
+    """Return the fields of the rotary embedding; its width, a fraction of D, is rounded down to an integer."""
     head_dim = found["width"] // found["num_heads"]
     rotary = int(head_dim * hf.rotary_fraction(config, "rotary_pct", 0.25))
     if rotary < 2 or rotary % 2:

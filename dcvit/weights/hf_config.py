@@ -1,7 +1,7 @@
-"""Values in the config.json of a model of Hugging Face transformers, read with checks.
+"""Checked values of the config.json of a model of Hugging Face transformers.
 
-A property that the models of this project lack is an error that names it. Defaults are those of transformers, which
-applies them to a key that the file does not have.
+A property that the models of this project lack raises an error that names it. A key that the file does not have has the
+default of transformers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def size(config: Json, name: str, default: int | None = None) -> int:
 
 
 def depth(config: Json, name: str, default: int | None = None) -> int:
-    """Return a number of layers, up to `LARGEST_DEPTH`; each has links, which take time and memory."""
+    """Return a number of layers, at most `LARGEST_DEPTH`, because the links of each layer take time and memory."""
     value = size(config, name, default)
     if value > LARGEST_DEPTH:
         raise CheckpointError(f"config.json: {name}={value}; expected a number of layers up to {LARGEST_DEPTH}")
@@ -84,10 +84,10 @@ def flag(config: Json, name: str, default: bool) -> bool:
 
 
 def check_only(config: Json, **supported: Any) -> None:
-    """Check that properties have the only value that is supported, which an absent key has too.
+    """Check that each key is absent or has its only supported value.
 
     Raises:
-      CheckpointError: one has another value.
+      CheckpointError: a key has another value.
     """
     for name, value in supported.items():
         if config.get(name, value) != value:
@@ -95,7 +95,7 @@ def check_only(config: Json, **supported: Any) -> None:
 
 
 def activation(config: Json, name: str, default: str) -> str:
-    """Return the activation of MLPs in the words of `dcvit.models.layers.ACTIVATIONS`."""
+    """Return the activation of MLPs by its name in `dcvit.models.layers.ACTIVATIONS`."""
     found = text(config, name, default)
     if found not in ACTIVATIONS:
         raise CheckpointError(f"config.json: {name}={found!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -103,12 +103,12 @@ def activation(config: Json, name: str, default: str) -> str:
 
 
 def activation_name(ours: str) -> str:
-    """Return the name in transformers of an activation; that of another kind is "gelu_new"."""
+    """Return the name in transformers of an activation of this project; all except "gelu" are "gelu_new"."""
     return "gelu" if ours == "gelu" else "gelu_new"
 
 
 def check_head_dim(config: Json, found: Json) -> Json:
-    """Raise CheckpointError if the heads have another width than that of the model, divided by their number."""
+    """Raise CheckpointError if `head_dim` is not the width of the model divided by the number of heads."""
     width, heads = found["width"], found["num_heads"]
     if size(config, "head_dim", width // heads) * heads != width:
         raise CheckpointError(
@@ -119,15 +119,15 @@ def check_head_dim(config: Json, found: Json) -> Json:
 
 
 def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
-    """Return the fields of the frequencies of the rotary embedding.
+    """Return the model's fields `rotary_base` and `rotary_scaling`.
 
     Args:
-      config: the content of config.json, in the form of transformers 5 or that of earlier releases.
-      context: the context of earlier training, unless the file has another.
+      config: the content of config.json, in the form of transformers 5 or of earlier releases.
+      context: the context before scaling (of pretraining), unless the file says it.
       name: the key of the base in earlier releases.
 
     Raises:
-      CheckpointError: the frequencies are scaled in another way than by a factor or as in LLaMA 3.
+      CheckpointError: the scaling is neither by a factor ("linear") nor that of LLaMA 3.
     """
     key, values = _rope(config)
     found = {"rotary_base": number(values, "rope_theta", number(config, name, 10_000.0))}
@@ -146,12 +146,12 @@ def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
 
 
 def rotary_fraction(config: Json, name: str, default: float) -> float:
-    """Return the part of a head's width that is rotated."""
+    """Return the fraction of a head's numbers to which the rotary embedding applies."""
     return fraction(_rope(config)[1], "partial_rotary_factor", fraction(config, name, default))
 
 
 def _rope(config: Json) -> tuple[str, Json]:
-    """Return the key of the properties of a rotary embedding, of which an earlier one has priority, and its value."""
+    """Return the key and the value of the rotary embedding's properties: `rope_scaling`, or else `rope_parameters`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values: Json = config.get(key) or {}
     if not isinstance(values, dict):
@@ -163,7 +163,7 @@ def _rope(config: Json) -> tuple[str, Json]:
 
 
 def rope_parameters(fields: Json, **others: float) -> Json:
-    """Return the properties of a rotary embedding, in the form of transformers 5."""
+    """Return the value of `rope_parameters` of transformers 5 for the fields of a model."""
     numbers = fields["rotary_scaling"] or []
     kind = {0: "default", 1: "linear"}.get(len(numbers), "llama3")
     names = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)

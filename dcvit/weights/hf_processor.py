@@ -1,7 +1,7 @@
 """preprocessor_config.json of Hugging Face transformers as preprocessing strings, and the reverse.
 
-https://huggingface.co/docs/transformers/main_classes/image_processor. A property that a file lacks, or that is null,
-has the default of its class.
+https://huggingface.co/docs/transformers/main_classes/image_processor. A property that is absent from a file, or null,
+has the default of the processor's class.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ log = logging.getLogger(__name__)
 def read(config: Json, kind: str, image_size: tuple[int, int], channels: int) -> str:
     """Return the preprocessing of a model, for images of the size of its position embeddings.
 
-    Transformers would interpolate the embeddings for another size; DINOv2's have 518 pixels, its processor 224.
+    A processor may have another size (DINOv2's has 224 pixels, its embeddings 518), for which transformers would
+    interpolate the embeddings.
 
     Args:
-      config: the content of config.json, which holds that of preprocessor_config.json, if it exists, by that name.
-      kind: the class, of `DEFAULTS`, that transformers has for the model.
+      config: the content of config.json, with that of preprocessor_config.json, if it exists, under the file's name.
+      kind: the processor's class in transformers for the model, of `DEFAULTS`.
       image_size: height and width.
       channels: 3, or 1 for gray images; for others the result is empty.
 
@@ -76,7 +77,7 @@ def write(pp: str) -> Json:
     """Return the content of preprocessor_config.json for a preprocessing string.
 
     Raises:
-      CheckpointError: the string has other steps than a processor, or no size or range of values.
+      CheckpointError: the string has steps that a processor lacks, or no size or range of values.
     """
     found = preprocessing.from_pp(pp)
     crop = dict(zip(("height", "width"), found.size, strict=True))
@@ -95,7 +96,7 @@ def write(pp: str) -> Json:
 
 
 def _preprocessing(found: Json, image_size: tuple[int, int], channels: int) -> Preprocessing:
-    """Return the preprocessing of a file with all properties."""
+    """Return the preprocessing from the properties `found` of a processor, which are complete."""
     if not _flag(found, "do_resize") or found.get("rescale_offset"):
         raise CheckpointError(f"{PROCESSOR}: do_resize=false and rescale_offset are not supported")
     number = found["resample"]
@@ -127,7 +128,7 @@ def _flag(found: Json, key: str, default: bool = True) -> bool:
 
 
 def _normalization(found: Json) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel for pixels in [0, 1], of a processor with any factor."""
+    """Return each channel's mean and standard deviation for pixels in [0, 1], whatever the `rescale_factor`."""
     scale = 255 * (float(found.get("rescale_factor", 1 / 255)) if _flag(found, "do_rescale") else 1.0)
     if math.isclose(scale, 1, rel_tol=1e-6):
         scale = 1.0
@@ -138,7 +139,7 @@ def _normalization(found: Json) -> tuple[list[float], list[float]]:
 
 
 def _size(found: object) -> tuple[int, int] | None:
-    """Return a height and width in any of the forms of transformers; None if there is none."""
+    """Return height and width from `size` in any form that transformers has; None if there are none."""
     if found is None:
         return None
     if not isinstance(found, int | dict):

@@ -19,11 +19,10 @@ QKV_BIAS = field("qkv_bias", "qkv_bias", _biases, True, lambda found: found == "
 
 
 def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, heads: int = 12) -> list[Key]:
-    """Return the keys that all families have; `image_size` and `channels` stand beside the fields of the model.
+    """Return the keys that all families share; they read `image_size` and `channels` in addition to model fields.
 
     Args:
-      patch_size: the default of the family, as transformers applies it.
-      norm_epsilon, width, heads: the same.
+      patch_size, norm_epsilon, width, heads: defaults of the family in transformers.
     """
 
     def read_pair(name: str, default: int) -> Key:
@@ -41,7 +40,7 @@ def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, he
 
 
 def read(keys: Sequence[Key], config: Json) -> Json:
-    """Return the fields that a config.json holds, and as `image_size` height and width of the images.
+    """Return the fields of a model from a config.json, and in addition `image_size`, height and width of the images.
 
     Raises:
       CheckpointError: a value is not supported, or the heads do not divide the width.
@@ -60,12 +59,12 @@ def described(
       fields: its fields, and `image_size`.
       classes: number of outputs, or None.
       config: the content of config.json.
-      tensors: those of the file.
-      patches: the module of the patches in the file.
+      tensors: the tensors of the file.
+      patches: the name of the module that embeds patches in the file.
       processor: see `kind` of `dcvit.weights.hf_processor.read`.
 
     Raises:
-      CheckpointError: the tensor of the patches has another number of channels, or see `hf_processor.read`.
+      CheckpointError: the embedding of patches has another number of channels; or see `hf_processor.read`.
     """
     channels = hf_config.size(config, "num_channels", 3)
     found = vit_links.shape_of(tensors, f"{patches}.weight", "the file", 4)[1]
@@ -84,7 +83,7 @@ def write(keys: Sequence[Key], description: Description) -> Json:
 
 
 def pair(config: Json, key: str, default: int) -> tuple[int, int]:
-    """Return a height and width of a config.json, where one number stands for both."""
+    """Return a height and width from a config.json, in which one number may stand for both."""
     value = config.get(key, default)
     if isinstance(value, list) and len(value) == 2:
         return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
@@ -92,12 +91,12 @@ def pair(config: Json, key: str, default: int) -> tuple[int, int]:
 
 
 def square(size: Sequence[int]) -> int | list[int]:
-    """Return a height and width as other libraries' configs have them: one number if they are equal."""
+    """Return a height and width in the form of other libraries' configs: one number if they are equal."""
     return size[0] if len(set(size)) == 1 else list(size)
 
 
 def check_square(description: Description, what: str) -> None:
-    """Raise CheckpointError if images or patches are not square, as a library needs that interpolates embeddings."""
+    """Raise CheckpointError if images or patches are not square; the library `what` supports only square ones."""
     sizes = {
         "image_size": preprocessing.size_of(description.pp),
         "patch_size": vit_links.settings(description)["patch_size"],

@@ -1,7 +1,7 @@
-"""ViT and DeiT of Hugging Face transformers, with the names of releases 4 (also written by 5) and 5.
+"""ViT and DeiT of Hugging Face transformers, with the tensor names of version 4 (which version 5 also writes) and of 5.
 
-https://huggingface.co/docs/transformers/model_doc/vit. DeiT's distillation token is a register here: it takes part in
-attention, and is classified if it has a classifier of its own.
+https://huggingface.co/docs/transformers/model_doc/vit. DeiT's distillation token is a register here. If the file has a
+classifier for it, its output counts as `pool_type="tok+reg"` says.
 """
 
 from __future__ import annotations

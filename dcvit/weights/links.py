@@ -22,15 +22,15 @@ MAX_NAMED = 6  # tensors in a message
 
 
 class Link(NamedTuple):
-    """Tensors of another library and the parameters that hold the same numbers.
+    """Tensors of another library, and the parameters of this project that hold the same values.
 
     Fields:
       theirs: names of the tensors.
       ours: paths of the parameters, such as "head/kernel", in the tree of unrolled layers.
-      to_ours: function from the tensors to the parameters, in these orders.
+      to_ours: function from the arrays of `theirs` to those of `ours`, both in order.
       to_theirs: its inverse.
-      shapes: the shapes of the tensors, in their order; empty if they are not checked before reading.
-      check: raises CheckpointError if the numbers of the tensors contradict each other.
+      shapes: the shapes of the tensors, in order; empty if they are not checked before reading.
+      check: function of the tensors' arrays that raises CheckpointError if their values contradict each other.
     """
 
     theirs: tuple[str, ...]
@@ -42,12 +42,12 @@ class Link(NamedTuple):
 
 
 def tensor(theirs: str, ours: str, shape: Shape | None = None, our_shape: Shape | None = None) -> Link:
-    """Link a tensor to a parameter with the same numbers in the same order.
+    """Link a tensor to a parameter with the same values in the same order.
 
     Args:
-      theirs, ours: their names.
-      shape: that of the tensor, which is checked; None is not.
-      our_shape: that of the parameter; None means that of the tensor.
+      theirs, ours: the names of tensor and parameter.
+      shape: expected shape of the tensor; sizes of None are not checked.
+      our_shape: shape of the parameter; None means that of the tensor.
     """
     if shape is None or our_shape in (None, shape):
         return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), () if shape is None else (shape,))
@@ -55,10 +55,10 @@ def tensor(theirs: str, ours: str, shape: Shape | None = None, our_shape: Shape 
 
 
 def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
-    """Return the parameters by path, each read when it is asked for.
+    """Return the parameters by path; each is read on demand.
 
-    A link is read for the first of its parameters, and kept until its others or those of another link are read. The
-    shapes follow from those of the tensors, of which none is read.
+    Reading one parameter of a link reads all of them; they are kept until a parameter of another link is read, or all
+    are returned. The parameters' shapes are computed from the tensors' shapes, without reading.
 
     Raises:
       CheckpointError: a tensor has a shape that its link cannot convert.

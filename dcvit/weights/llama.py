@@ -36,7 +36,7 @@ TYPES = {"G": "full_attention", "L": "sliding_attention"}  # by the letters of `
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of a type. Only llama has biases everywhere, qwen2 those of query, key and value."""
+    """Return the keys of config.json of a `model_type`. Only llama may have all biases; qwen2 has those of q, k, v."""
 
     def bias(config: Json, _: Json) -> Json:
         use_bias = kind == "llama" and hf.flag(config, "attention_bias", False)
@@ -70,7 +70,7 @@ def _keys(kind: str) -> list[Key]:
 
 
 def _windows(kind: str, config: Json, found: Json) -> Json:
-    """Return the fields of the windows of a type: of all layers, or with Qwen of those that the file names."""
+    """Return the fields of the windows: mistral's window is in all layers, Qwen's in the layers that the file lists."""
     window = config.get("sliding_window", None if kind == "llama" else 4096)
     if kind == "llama":
         hf.check_only(config, sliding_window=None)
@@ -106,7 +106,7 @@ def _rope(config: Json, found: Json) -> Json:
 
 
 def _kind(fields: Json) -> str:
-    """Return the type that can express the fields, if one can."""
+    """Return the `model_type` that can express the fields, if any can."""
     if fields["qk_norm"] or fields["qkv_bias"]:
         return "qwen3" if fields["qk_norm"] else "qwen2"
     return "mistral" if fields["window_pattern"] == "1:0" else "llama"

@@ -1,4 +1,4 @@
-"""Fields and configs of the language models of other libraries: complete, comparable, and two-way tables of keys."""
+"""Fields of language models in a form that can be compared, and two-way tables of other libraries' config.json."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ DEFAULTS = defaults("lm", NAMES)
 
 
 def canonical(fields: Mapping[str, Any]) -> Json:
-    """Return all fields of a language model of the same function: sizes are explicit, those without effect defaults.
+    """Return all fields of a language model so that equal models have equal fields.
+
+    Sizes are explicit, and fields without effect have their defaults.
 
     Raises:
-      CheckpointError: a field is not one of files, the heads do not divide the width, or the key heads the heads.
+      CheckpointError: a field is unknown in files, the heads do not divide the width, or the key heads the heads.
     """
     if unknown := fields.keys() - DEFAULTS.keys():
         raise CheckpointError(f"a language model has no field {min(unknown)!r} in files")
@@ -66,10 +68,10 @@ class ConfigTable:
     """Two-way table of the config.json of a family of language models.
 
     Fields:
-      title: the name of the family in messages; "" means that of the class.
+      title: the name of the family in messages; "" means the name of the class.
       architectures: the class of transformers by `model_type`.
-      keys: function from the `model_type` to its keys, besides `vocab_size`, in the order in which they are written.
-      constants: function from the `model_type` to the fields that all its models share.
+      keys: function from the `model_type` to its keys, without `vocab_size`, in the order in which they are written.
+      constants: function from the `model_type` to the fields that are the same for all its models.
       vocab_sizes: the default of `vocab_size` by `model_type`; without one, the key is required.
       type_of: function from the fields of a model to the `model_type` that is written; by default the first.
     """
@@ -88,7 +90,7 @@ class ConfigTable:
         return Description("lm", vocab_size, {name: x for name, x in fields.items() if x != DEFAULTS[name]})
 
     def config(self, description: Description) -> Json:
-        """Return the content of config.json. Raises CheckpointError if it cannot express a field."""
+        """Return the content of config.json. Raises CheckpointError if no key can express a field's value."""
         if description.model_name != "lm":
             raise CheckpointError(f"a model {description.model_name!r} is not a language model")
         fields = canonical({name: x for name, x in description.fields.items() if name not in NOT_IN_FILES})

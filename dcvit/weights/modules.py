@@ -1,4 +1,4 @@
-"""Flax module, inputs and parameter shapes of a model that a `Description` names."""
+"""Flax module, example inputs and parameter shapes of a model with a `Description`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def errors_name_file(path: PurePath) -> Iterator[None]:
-    """Inside the context, raise a CheckpointError that names the file for each error of its description."""
+    """Context manager that turns errors of a description into a CheckpointError that names the file."""
     try:
         yield
     except (CheckpointError, ConfigError) as e:
@@ -39,10 +39,10 @@ def build(description: Description) -> vit.ViT | lm.LM:
 
 
 def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
-    """Return the shape of an input for one example: two tokens, or an image.
+    """Return shape and dtype of an input for one example: two tokens, or an image.
 
-    The size of the images is that of the preprocessing. Without one, it follows from the number of position embeddings,
-    whose grid is taken to be as square as possible, or else is 14×14 patches.
+    The size of the image is that of the preprocessing, or else of the position embeddings in a grid that is as square
+    as possible, or else 14×14 patches.
 
     Raises:
       CheckpointError: the size of the preprocessing does not fit the position embeddings, or there is no embedding.
@@ -87,7 +87,7 @@ def at_image_size(description: Description, params: Tensors, size: tuple[int, in
 
 
 def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a model by its path; `params` tell the size of its images.
+    """Return the shape of each parameter of a model by its path; the size of images is inferred from `params`.
 
     Raises:
       CheckpointError, ConfigError: see `build`, `example` and `dcvit.models.trees.param_shapes`.
@@ -102,10 +102,10 @@ def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[
 
 
 def checked(weights: Weights) -> Weights:
-    """Return weights for conversion, with a preprocessing of images.
+    """Return weights for conversion, with a preprocessing if they are of an image model.
 
     Raises:
-      CheckpointError: the parameters are not those of their description.
+      CheckpointError: names or shapes of the parameters do not fit the description.
     """
     with errors_name_file(weights.path):
         shapes = param_shapes(weights.description, weights.params)
@@ -114,10 +114,10 @@ def checked(weights: Weights) -> Weights:
 
 
 def _with_preprocessing(weights: Weights) -> Description:
-    """Return the description, with big_vision's usual preprocessing if the weights name none.
+    """Return the description, with big_vision's usual preprocessing if the weights have none.
 
-    Without it, the description of an image model has no size, which other libraries need. The size is that of the
-    position embeddings; without them, or for other than square grids or 1 or 3 channels, nothing is assumed.
+    Other libraries need an image size, which is part of the preprocessing. It is that of the position embeddings, if
+    they are a square grid and images have 1 or 3 channels; otherwise the description stays without preprocessing.
     """
     found, params = weights.description, weights.params
     if found.model_name != "vit" or found.pp or "pos_embedding" not in params:

@@ -1,4 +1,4 @@
-"""Names of classes, and tokens that end a text, in config files of transformers and timm, and the keys of ours."""
+"""Names of classes and end-of-text tokens: in config files of transformers and timm, and as config keys here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dcvit.weights.tensors import GENERATION, Json, read_json
 
 
 def named(description: Description, config: Json) -> Description:
-    """Return a description with the class names and end tokens that the config files give, unless it has its own.
+    """Return a description with class names and end tokens from the config files, unless it already has them.
 
     Raises:
-      CheckpointError: they do not fit the model.
+      CheckpointError: class names or tokens do not fit the model.
     """
     outputs = description.num_outputs
     if description.model_name == "lm":
@@ -24,9 +24,9 @@ def named(description: Description, config: Json) -> Description:
 
 
 def class_names(config: Json, count: int) -> tuple[str, ...]:
-    """Return the names of `count` classes: of `id2label` of transformers, or of timm's labels; () without names.
+    """Return the names of `count` classes from `id2label` (transformers) or `label_names` (timm); () without names.
 
-    Names such as "LABEL_0", which transformers gives to classes without names, are none.
+    "LABEL_0" and so on, which transformers writes for classes without names, count as no names.
     """
     nested = config.get("pretrained_cfg")
     timm = [part for part in (config, nested) if isinstance(part, dict)]
@@ -51,13 +51,13 @@ def class_names(config: Json, count: int) -> tuple[str, ...]:
 
 
 def id2label(names: Sequence[str]) -> Json:
-    """Return the entries of a config.json of transformers for class names."""
+    """Return the entries for class names in a config.json of transformers."""
     numbers = {name: i for i, name in enumerate(names)}
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": numbers}
 
 
 def special_token(tokenizer: Json, number: int) -> str | None:
-    """Return the text of a special token in the content of a tokenizer.json; None if it is none."""
+    """Return the text of special token `number` in the content of a tokenizer.json; None if it is not a special one."""
     added = tokenizer.get("added_tokens")
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     found = next((token.get("content") for token in tokens if token.get("id") == number and token.get("special")), None)
@@ -67,7 +67,7 @@ def special_token(tokenizer: Json, number: int) -> str | None:
 def config(description: Description, tokenizer: Path | None) -> Json:
     """Return the keys of a config of this project that describe a model and its tokens.
 
-    A run has one token that ends a text, the first of several.
+    A config has one token that ends a text; it is the first if the model has several.
     """
     outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
     found: Json = {
@@ -85,7 +85,7 @@ def config(description: Description, tokenizer: Path | None) -> Json:
 
 
 def end_tokens(config: Json, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a text, of generation_config.json or else of config.json; () if none is given."""
+    """Return the tokens that end a text, from generation_config.json or else config.json; () if neither has them."""
     for file, values in ((GENERATION, config.get(GENERATION) or {}), ("config.json", config)):
         found = values.get("eos_token_id")
         if found is None or found == []:

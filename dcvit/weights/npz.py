@@ -1,8 +1,8 @@
 """Reader of `.npz` archives from untrusted sources.
 
 An archive is a zip of `.npy` files (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). Nothing is
-unpickled, executed or written to disk. Memory is allocated for an array only after the directory of the zip, the header
-of the array and the available memory were found to agree with its size.
+unpickled, executed or written to disk. Memory is allocated for an array only after its size in the zip's directory was
+compared with the header of the array and with the available memory.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ def open_arrays(path: str | Path) -> dict[str, Tensor]:
     numpy does not know bfloat16 and stores its bytes with the void dtype `V2`, which is read as bfloat16.
 
     Raises:
-      CheckpointError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of
-        another size than announced; names are no paths in a tree. What only the data shows is raised when the array is
-        read, and so is a need for more memory than is available then; all arrays together may need more.
+      CheckpointError: the file is not an archive; a member is not an array, has Python objects, is encrypted, damaged
+        or of another size than announced; or names are not paths in a tree. Damaged data, and an array that needs more
+        than the available memory, raise this error when the array is read.
     """
     with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
         members = _members(archive)
@@ -57,7 +57,7 @@ def _read(path: str | Path, name: str, info: zipfile.ZipInfo) -> np.ndarray:
 
 @contextlib.contextmanager
 def _errors_of(path: str | Path) -> Iterator[None]:
-    """Raise CheckpointError with the path for every error of a file."""
+    """Context manager that turns errors of a file into a CheckpointError with its path."""
     try:
         yield
     except CheckpointError as e:
@@ -70,7 +70,7 @@ def _errors_of(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_in(name: str) -> Iterator[None]:
-    """Raise CheckpointError with the name of a member for every error in its content; errors of the file pass."""
+    """Context manager that turns errors in the content of a member into a CheckpointError with its name."""
     try:
         yield
     except OSError:
@@ -104,7 +104,7 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 
 def _check_memory(name: str, announced: int) -> None:
-    """Raise CheckpointError if the array of a member, of so many bytes, needs more than the available memory."""
+    """Raise CheckpointError if the array of a member, of `announced` bytes, needs more than the available memory."""
     left = memory.available()
     if left is not None and announced > left:
         raise CheckpointError(
@@ -134,14 +134,14 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
 
 
 def _check_header(start: bytes, announced: int) -> tuple[int, ...]:
-    """Return the shape of an array, after a check of the header of its `.npy` file.
+    """Check the header of a `.npy` file, and return the shape of its array.
 
     Args:
       start: the beginning of the file.
       announced: the size of the file in the directory of the archive.
 
     Raises:
-      CheckpointError: not a header of an array of numbers or strings whose size is the announced one.
+      CheckpointError: it is not the header of an array of numbers or strings of the announced size.
     """
     file = io.BytesIO(start)
     try:

@@ -1,4 +1,4 @@
-"""Family of this project's own files: our names, and the model's description in the header or in config.json."""
+"""Family of this project's own files: tensors have the parameters' names; the header or config.json describes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Return the description that the file holds."""
+    """Return the description in the file's header or config.json."""
     found = config[OWN_KEY]
     expected = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str}
     lists: dict[str, type] = {"class_names": str, "end_tokens": int}  # which older files do not have

@@ -1,9 +1,9 @@
-"""LoRA adapters of the library PEFT: merged with the model that they adapt, and written from those of a run.
+"""LoRA adapters of the library PEFT: reading, merged into their base model, and writing of a run's adapters.
 
 PEFT adds (lora_alpha/r)·B·A to the weight "out in" of a module, with A: r×in and B: out×r. Here (alpha/rank)·A·B is
-added to a kernel "in out" (`dcvit.models.lora`), so that both factors are transposed. In a module that holds several
-kernels, such as `query_key_value` of GPT-NeoX, the A of the adapted ones are below each other, and B has a block for
-each: the same function, with r and lora_alpha multiplied by the number of adapted kernels.
+added to a kernel "in out" (`dcvit.models.lora`), so that both factors are transposed. If several kernels here are one
+module there, such as `query_key_value` of GPT-NeoX, A stacks their factors, and B is block-diagonal: the same function,
+with r and lora_alpha multiplied by the number of adapted kernels.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ KNOWN = frozenset((
 
 
 def merged(base: Tensors, folder: Path) -> Tensors:
-    """Return the tensors of a model with an adapter of PEFT, merged in float32 where a tensor is read.
+    """Return the tensors of a model with an adapter of PEFT, merged in float32 when a tensor is read.
 
     Args:
       base: the tensors of the adapted model.
       folder: the files of the adapter.
 
     Raises:
-      CheckpointError: the adapter is damaged, is more than LoRA of weights, or adapts a module that `base` lacks.
+      CheckpointError: the adapter is damaged, is not plain LoRA of weights, or adapts a module that `base` lacks.
     """
     config = read_json(folder / ADAPTER)
     factors = of_floats(open_file(folder / FILE).tensors, folder / FILE)
@@ -72,7 +72,7 @@ def merged(base: Tensors, folder: Path) -> Tensors:
 
 
 def _adapted(base: Tensor, low: Tensor, high: Tensor, config: Json, module: str) -> Tensor:
-    """Return a weight to which the scaled product of two factors is added."""
+    """Return the weight `base` plus the scaled product of the factors `low` (A) and `high` (B), computed on demand."""
     in_out = re.search(r"[.]h[.]\d+[.]\w+[.]c_\w+$", module) is not None  # GPT-2, as PEFT corrects fan_in_fan_out
     outputs, *inputs = base.shape[::-1] if in_out else base.shape
     rank = low.shape[0] if low.shape else 0
@@ -88,7 +88,7 @@ def _adapted(base: Tensor, low: Tensor, high: Tensor, config: Json, module: str)
 
 
 def _alpha(config: Json, module: str) -> float:
-    """Return `lora_alpha` of a module. A pattern of names is the end of one; other regular expressions are refused."""
+    """Return `lora_alpha` of a module; CheckpointError if `alpha_pattern` has patterns other than ends of names."""
     found = config.get("lora_alpha")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -108,10 +108,10 @@ def tensors(links: Sequence[Link], factors: Tensors, model: Shapes, in_out: bool
     """Return the tensors of PEFT for adapters of this project.
 
     Args:
-      links: the weights of the model of transformers.
-      factors: A and B of each adapted kernel, of unrolled layers.
+      links: links between the model of transformers and the parameters here.
+      factors: A and B of each adapted kernel, by path in unrolled layers.
       model: the shapes of the model's parameters.
-      in_out: the weights are "in out".
+      in_out: the weights of transformers are "in out", as GPT-2's.
     """
     found = {}
     for link in links:

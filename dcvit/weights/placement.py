@@ -1,7 +1,7 @@
-"""Parameters on devices from tensors that are read one at a time; both may be of scanned or unrolled layers.
+"""Loading of parameters onto devices from tensors that are read one at a time.
 
-A scan stacks the parameters of its layers along a new first axis. Layers are matched by their number, so that any
-layout of a checkpoint fills any layout of a model.
+A scan stacks the parameters of its layers along a new first axis. Tensors and model may be of scanned or unrolled
+layers: layers are matched by their number, so that any layout of a checkpoint fills any layout of a model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_LAYERS = 1 << 12  # of a stack; a damaged file may announce any number
 
 
 class Part(NamedTuple):
-    """An array, or one layer of an array that a scan stacks."""
+    """An array by its path; or, with `layer`, one layer of an array that a scan stacks."""
 
     path: str
     layer: int | None = None
 
 
 def unrolled(shapes: Shapes) -> dict[str, Part]:
-    """Return where each parameter of unrolled layers is, by its path, in arrays of scanned or unrolled layers.
+    """Map the path of each parameter in unrolled layers to its `Part` in arrays of scanned or unrolled layers.
 
     Raises:
       CheckpointError: two arrays hold the same parameter.
@@ -58,13 +58,13 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
 
 
 def period_of(paths: Iterable[str]) -> int:
-    """Return the number of layers that a scan repeats, of which the paths have one of the last; 0 without a scan."""
+    """Return the number of layers in the body of a scan, from the paths of its parameters; 0 without a scan."""
     matches = filter(None, map(STACKED.fullmatch, paths))
     return max((1 + int(match["place"] or 0) for match in matches), default=0)
 
 
 def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes that tensors have in the layout of a model.
+    """Return the names and shapes that a checkpoint's tensors have when arranged in the layout of a model.
 
     Raises:
       CheckpointError: two tensors hold the same parameter.
@@ -77,7 +77,7 @@ def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def _stacked_shape(layers: Sequence[tuple[int | None, tuple[int, ...]]], model: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of layers together; other than the model's if one is missing or has another shape."""
+    """Return the shape of stacked layers; if a layer is missing or has another shape, it differs from `model`."""
     shape = next((shape for _, shape in layers if shape != model[1:]), layers[0][1])
     numbers = [index for index, _ in layers if index is not None]
     if not numbers:
@@ -87,14 +87,14 @@ def _stacked_shape(layers: Sequence[tuple[int | None, tuple[int, ...]]], model: 
 
 
 def _pairs(tensors: Tensors, model: Shapes) -> Iterator[tuple[Part, Part]]:
-    """Yield each tensor, or layer of a stacked one, with its place in the layout of a model."""
+    """Yield pairs of a tensor, or one layer of a stacked tensor, and its place in the layout of a model."""
     wanted, period = unrolled(model), period_of(model)
     for name, source in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
         yield source, wanted.get(name) or _place(name, period)
 
 
 def _place(name: str, period: int) -> Part:
-    """Return the place of a parameter in a scan over groups of `period` layers; 0 is no scan."""
+    """Return the place of a parameter of an unrolled layer in a scan over groups of `period` layers (0: no scan)."""
     match = SINGLE.fullmatch(name)
     if not match or not period:
         return Part(name)
@@ -109,14 +109,14 @@ def _place(name: str, period: int) -> Part:
 def place_params(
     tensors: Tensors, like: Mapping[str, PyTree], file: str, dont_load: Sequence[str] = ()
 ) -> dict[str, PyTree]:
-    """Return parameters with the values of tensors, of which one at a time is in the host's memory.
+    """Load tensors into a model's parameters; one tensor at a time is in the host's memory.
 
     Args:
       tensors: the parameters by path, of scanned or unrolled layers.
       like: the model's parameters as arrays or `jax.ShapeDtypeStruct`. The result has their dtypes and shardings; of a
         sharded array, each process holds its own part.
       file: the name of the tensors' file in messages.
-      dont_load: regexes; a parameter whose whole name matches one is that of `like`.
+      dont_load: regexes; parameters whose whole name matches one keep their value from `like`.
 
     Raises:
       CheckpointError: a name or shape occurs on one side only (both sides are listed, and nothing is read), or a tensor
@@ -147,7 +147,7 @@ def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
     """Return a tensor in a dtype.
 
     Raises:
-      CheckpointError: it has other values than numbers, some are not finite, or its shape is not the announced one.
+      CheckpointError: its values are not finite numbers, or its shape is not the announced one.
     """
     array = tensor.read()
     if array.shape != tensor.shape or not (jnp.issubdtype(array.dtype, np.floating) or array.dtype.kind in "iu"):
@@ -175,7 +175,7 @@ def _check_finite(value: np.ndarray, what: str) -> None:
 
 
 def _put(value: np.ndarray, index: int | None, leaf: Leaf, stack: jax.Array | None) -> jax.Array:
-    """Return a parameter like `leaf` on its devices; with an index, the stack of layers with one layer replaced."""
+    """Place a value on devices as `leaf`; with an index, return `stack` with this layer replaced by the value."""
     sharding = _sharding(leaf)
     if index is None:
         return _transfer(value, sharding)
@@ -189,7 +189,7 @@ def _put(value: np.ndarray, index: int | None, leaf: Leaf, stack: jax.Array | No
 
 
 def _sharding(leaf: Leaf) -> Sharding | None:
-    """Return the sharding of an array that is committed to its devices, or of a shape that has one."""
+    """Return the sharding of a committed array, or of a `jax.ShapeDtypeStruct` with a sharding; else None."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     return None if isinstance(leaf, np.ndarray) else leaf.sharding
@@ -203,7 +203,7 @@ def _transfer(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
 
 @functools.lru_cache
 def _setter(sharding: Sharding | None) -> Callable[..., jax.Array]:
-    """Return the compiled function that replaces a layer of a stack, in its memory."""
+    """Return the compiled function that replaces one layer of a stack in place (its buffer is donated)."""
     return jax.jit(
         lambda stack, layer, index: jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0),
         donate_argnums=0, out_shardings=sharding,

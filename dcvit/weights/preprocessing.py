@@ -1,4 +1,4 @@
-"""Preprocessing of other libraries as preprocessing strings: size, crop, and mean and standard deviation."""
+"""Conversion between preprocessing strings and other libraries' settings: size, crop, mean, standard deviation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Preprocessing(NamedTuple):
       size: height and width of the images that the model takes.
       resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
       squash: height and width to which an image of any shape is resized instead, before the center is cropped.
-        `resize` is then what a library without it may do.
+        `resize` is then the substitute for libraries without this step.
       method: interpolation, of `METHODS`.
       mean, std: of each channel, for pixels in [0, 1].
       channels: 3, or 1 for gray images.
@@ -83,9 +83,9 @@ def _value_range(mean: Sequence[float], std: Sequence[float]) -> str:
 
 
 def from_pp(pp: str) -> Preprocessing:
-    """Return what a preprocessing string says about an image, for the config of another library.
+    """Parse a preprocessing string to a `Preprocessing`, for the config of another library.
 
-    Other libraries resize with antialiasing, and know fewer methods of interpolation: "bilinear" stands for the others.
+    Other libraries resize with antialiasing; methods of interpolation that they lack become "bilinear".
 
     Raises:
       CheckpointError: it has no size, steps that other libraries lack, or no `value_range`; see `mean_and_std`.
@@ -106,7 +106,7 @@ def from_pp(pp: str) -> Preprocessing:
 
 
 def check(pp: str) -> None:
-    """Raise CheckpointError if a preprocessing string of a file is invalid, or has a size or range that cannot work."""
+    """Raise CheckpointError if a preprocessing string of a file is invalid or has an impossible size or range."""
     for op, given in _steps(pp):
         sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
         if not all(isinstance(n, int) and 1 <= n <= LARGEST for n in sizes):
@@ -121,7 +121,7 @@ def check(pp: str) -> None:
 
 
 def training(pp: str) -> dict[str, str]:
-    """Return the `pp` of training, without labels, for a preprocessing string; {} if its images have no fixed size."""
+    """Return the config's `pp` for training, without labels, from that of prediction; {} without a fixed size."""
     try:
         (height, width), value_range = size_of(pp), RANGE.search(pp)
     except CheckpointError:
@@ -133,7 +133,7 @@ def training(pp: str) -> dict[str, str]:
 def at_size(pp: str, size: tuple[int, int]) -> str:
     """Return a preprocessing string for images of another height and width.
 
-    All lengths in it are scaled, so that crops keep their part of the image. Where it has none, images are resized.
+    All lengths in the string are scaled, so that crops keep their part of the image. Without any, images are resized.
 
     Raises:
       CheckpointError: the string is invalid, or its images have no fixed size.
@@ -157,7 +157,7 @@ def at_size(pp: str, size: tuple[int, int]) -> str:
 
 
 def _scaled(name: str, value: int | Sequence[int], scales: Sequence[float]) -> int | list[int]:
-    """Return a size of an op for larger or smaller images; one length of a window becomes two if its scales differ."""
+    """Return an op's size, scaled by `scales` (height, width); one length becomes two if the scales differ."""
     if isinstance(value, int) and (name not in ("size", "crop_size") or scales[0] == scales[1]):
         return round(value * max(scales))
     return [round(side * scale) for side, scale in zip(np.broadcast_to(value, 2).tolist(), scales, strict=True)]
@@ -167,7 +167,7 @@ def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel that a preprocessing string applies to pixels in [0, 1].
 
     Raises:
-      CheckpointError: the string has not one `value_range` or `vgg_value_range` of one or three channels, or it clips.
+      CheckpointError: it clips, or has not exactly one `value_range` or `vgg_value_range`, of one or three channels.
     """
     found = [step for step in _steps(pp) if step.op in RANGES]
     try:
@@ -194,7 +194,7 @@ def size_of(pp: str) -> tuple[int, int]:
     """Return the height and width of the images that a preprocessing string yields.
 
     Raises:
-      CheckpointError: the size is that of the image file, or depends on it.
+      CheckpointError: the size depends on the image file.
     """
     size: tuple[int, int] | None = None
     for op, given in _steps(pp):
@@ -225,12 +225,12 @@ def _all_steps(pp: str) -> list[Step]:
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return a height and width, where one number stands for both."""
+    """Return a height and width from a size, in which one number stands for both."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def resized(size: int, crop_pct: float) -> int:
-    """Return the length of the smaller side before the center is cropped, for the fraction that the crop keeps."""
+    """Return the length of the smaller side before a center crop to `size` that keeps the fraction `crop_pct`."""
     return math.floor(size / crop_pct)
 
 

@@ -23,14 +23,14 @@ def write_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     metadata: Mapping[str, str] = FORMAT,
 ) -> None:
-    """Write tensors into `model.safetensors`, or into `model-0000i-of-0000N.safetensors` with their index.
+    """Write tensors into `model.safetensors`, or into shards `model-0000i-of-0000N.safetensors` with their index.
 
     The tensors of one shard are in memory at a time. The files have temporary names until all are complete; after an
-    error none is left.
+    error no file is left.
 
     Args:
       folder: an existing folder without such files.
-      tensors: the name and the value of each tensor.
+      tensors: pairs of the name and the value of each tensor.
       max_shard_bytes: bytes of the tensors of a shard. A larger tensor has a shard of its own.
       metadata: texts for the header of each file.
 

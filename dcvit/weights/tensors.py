@@ -1,4 +1,4 @@
-"""Named tensors in files of other libraries, each read only when it is asked for.
+"""Named tensors in files of other libraries, each read on demand.
 
 The format is recognized by content: safetensors, `.npz` and `.bv` of big_vision, or a file of PyTorch. A folder holds
 one file, or the shards that its index lists. Nothing is unpickled: PyTorch's files are read by its own reader of plain
@@ -81,7 +81,7 @@ def open_file(path: Path) -> WeightsFile:
 
 
 def of_floats(tensors: Tensors, path: Path) -> Tensors:
-    """Return tensors whose reading raises CheckpointError, with the path, if their numbers are of none of `DTYPES`."""
+    """Return tensors that raise CheckpointError, with the path, when they are read with a dtype not in `DTYPES`."""
 
     def read(name: str, tensor: Tensor) -> np.ndarray:
         array = tensor.read()
@@ -114,7 +114,7 @@ def has_files(path: Path) -> bool:
 def tokenizer_of(weights: Path) -> Path | None:
     """Return the tokenizer.json in the folder of weights, or beside their file; None if there is none.
 
-    That of an adapter of PEFT may be in the folder of its base.
+    The tokenizer of an adapter of PEFT may be in the folder of its base model.
     """
     folder = weights if weights.is_dir() else weights.parent
     file = folder / TOKENIZER
@@ -123,7 +123,7 @@ def tokenizer_of(weights: Path) -> Path | None:
 
 
 def adapted_base(folder: Path) -> Path | None:
-    """Return the folder of the model that an adapter of PEFT adapts; None for others, as for merged models beside one.
+    """Return the folder of the base model of a PEFT adapter; None if the folder is no adapter or has merged weights.
 
     Raises:
       CheckpointError: the adapter names no folder with a whole model.
@@ -149,7 +149,7 @@ def read_json(path: Path) -> Json:
 
 
 def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
-    """Return the tensors that an index lists, each in its shard, and the first shard."""
+    """Return the tensors that an index lists, from all shards, and the path of the first shard."""
     shards = content.get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{index}: expected weight_map, the file of each tensor")
@@ -203,7 +203,7 @@ def _open_safetensors(path: Path) -> Tensors:
 
 
 def _own_header(path: Path) -> Json:
-    """Return the description in the header of a safetensors file of this project, or nothing."""
+    """Return the description in the header of a safetensors file of this project; {} for other files."""
     import safetensors
 
     with contextlib.suppress(Exception):  # another format, or a damaged file, which `_open_one` reports
@@ -213,7 +213,7 @@ def _own_header(path: Path) -> Json:
 
 
 def is_npz(path: Path) -> bool:
-    """Return True for a zip archive that is no file of PyTorch."""
+    """Return True for a zip archive that is not a file of PyTorch."""
     return zipfile.is_zipfile(path) and not _is_torch(path)
 
 

@@ -171,7 +171,7 @@ def config(description: Description) -> Json:
 
 
 def _crop_pct(pp: Preprocessing) -> float:
-    """Return the fraction of the sides that a crop keeps, by which timm divides the size of the crop and rounds down.
+    """Return timm's `crop_pct`: the fraction of an image's sides that the crop keeps.
 
     Raises:
       CheckpointError: an image is resized to another ratio of height and width than that of the crop.
@@ -213,7 +213,7 @@ def _heads(width: int, architecture: str) -> int:
 
 
 def _pool(tensors: Tensors, named: object) -> str:
-    """Return the pooling, for its name in config.json or, without one, for the tensors that exist."""
+    """Return `pool_type` from its name in config.json or, without one, from the tensors that exist."""
     if named is None:
         named = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
     if not isinstance(named, str) or named not in POOLS:
@@ -222,7 +222,7 @@ def _pool(tensors: Tensors, named: object) -> str:
 
 
 def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
-    """Return the names and numbers of the tokens before the patches."""
+    """Return pairs (tensor, number of tokens) of the tokens before the patches."""
     names = [name for name in ("cls_token", "dist_token", "reg_token") if name in tensors]
     return [(name, vit_links.shape_of(tensors, name, "timm ViT", axes=3)[1]) for name in names]
 
@@ -247,7 +247,7 @@ def _embedded(tensors: Tensors, before: int, description: Description) -> int:
 
 
 def _pp(found: object) -> str:
-    """Return the preprocessing that timm's `pretrained_cfg` describes; "" without one or for 2 or 4 channels."""
+    """Return the preprocessing string for timm's `pretrained_cfg`; "" without one or for 2 or 4 channels."""
     if not found:
         return ""
     mode = found.get("crop_mode", "center") if isinstance(found, dict) else None

@@ -1,9 +1,9 @@
-"""Links of the layers of PyTorch to parameters of this project, by tables of names.
+"""Links (`dcvit.weights.links`) between PyTorch's layers and parameters of this project, from tables of names.
 
 A table maps modules and tensors of another library to modules and parameters here; "{}" in both names stands for the
-number of a layer. Which parameters a module has, such as a bias, and their shapes follow from the described model, so
-that entries of modules that it lacks have no effect. PyTorch's linear layers store "out in", and convolutions "out in
-height width". Towards PyTorch, a kernel may have any number of inputs: `dcvit.weights.peft` writes factors of kernels.
+number of a layer. The described model determines which parameters a module has, such as a bias, and their shapes;
+entries for modules that it lacks have no effect. PyTorch's linear layers store "out in", and convolutions "out in
+height width". Links write kernels with any number of inputs, because `dcvit.weights.peft` writes factors of kernels.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def links(table: Table, description: Description, *, in_out: bool = False, by_he
     """Return the links of a table.
 
     Args:
-      table: their names -> ours.
+      table: names of modules or tensors in the other library -> names here.
       description: the model.
       in_out: linear layers store "in out", as GPT-2's.
-      by_head: a layer for several modules has the outputs of each head in turn, as GPT-NeoX's.
+      by_head: the outputs of a layer for several modules here are ordered by head, then module, as GPT-NeoX's.
     """
     shapes, found = shapes_of(description), []
     for theirs, ours in table.items():
@@ -44,7 +44,7 @@ def links(table: Table, description: Description, *, in_out: bool = False, by_he
 
 
 def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]:
-    """Return links; one with "{}" in its names is repeated for each layer."""
+    """Return links, with those whose names contain "{}" repeated for the number of each layer."""
     result = [link for link in found if "{}" not in link.theirs[0]]
     layered = [link for link in found if "{}" in link.theirs[0]]
     for i in range(build(description).depth):
@@ -55,7 +55,7 @@ def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]
 
 
 def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool = False) -> list[Link]:
-    """Link a parameter, or all those below a module; none if the model does not have it."""
+    """Link a parameter, or all parameters of a module; no links if the model does not have it."""
     if ours in shapes:
         return [tensor(theirs, ours, shapes[ours])]
     found = []
@@ -67,7 +67,7 @@ def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool 
 
 
 def _flat(theirs: str, ours: str, shape: Shape) -> Link:
-    """Link a parameter that is no kernel; PyTorch's biases have one axis."""
+    """Link a parameter other than a kernel; biases and scales have one axis in PyTorch."""
     return tensor(theirs, ours, (_size(shape),) if ours.endswith("/bias") else shape, shape)
 
 
@@ -95,7 +95,7 @@ def fused(
     """Link a linear layer that computes the outputs of several modules of equal shapes.
 
     Args:
-      theirs: the layer, or the beginning of the names of its tensors, with a "_" at its end.
+      theirs: the layer; or the common prefix of its tensors' names, ending in "_".
       ours: the modules.
       shapes: the parameters of the model.
       in_out, by_head: see `links`.
@@ -136,7 +136,7 @@ def _size(shape: Shape) -> int:
 def embedding_and_head(
     embedding: str, head: str, description: Description, tensors: Tensors | None = None
 ) -> list[Link]:
-    """Link the modules of embedding and head; a tied head is absent, or a copy in the file."""
+    """Link the modules of embedding and head; a tied head is absent from the file, or equal to the embedding."""
     shapes = shapes_of(description)
     (first,) = module(embedding, "embedding", shapes)
     weight, copy = first.theirs[0], f"{head}.weight"

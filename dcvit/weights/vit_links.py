@@ -1,4 +1,4 @@
-"""Links of the parameters of a Vision Transformer to tensors of PyTorch, for the families that differ in names only."""
+"""Links between a Vision Transformer's parameters and PyTorch's tensors, for families that differ in names only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenNames(NamedTuple):
     Fields:
       positions: the tensor of position embeddings.
       tokens: pairs (tensor, number of tokens), in their order.
-      embedded: how many of these tokens have a position embedding, which precede those of the patches.
+      embedded: number of these tokens with a position embedding; their rows precede those of the patches.
       batched: the position embeddings have a first axis of length 1.
     """
 
@@ -48,13 +48,13 @@ def block(
     *,
     gated: bool = False,
 ) -> Table:
-    """Return the table of a layer.
+    """Return the table of a layer, see `dcvit.weights.torch_layers`, from names in the other library.
 
     Args:
       layer: the name of a layer, with "{}" for its number.
       norms: the norms of attention and MLP.
       attention: query, key, value and output; or the fused projection of the first three, and the output.
-      mlp: the first layer and the last, between which may be the gate of SwiGLU.
+      mlp: the first and the last layer; or the first, the gate of SwiGLU and the last.
       scales: tensors of LayerScale.
       gated: the MLP is SwiGLU; of two layers, the first is fused (hidden, gate).
     """
@@ -75,14 +75,14 @@ def attention_modules(attention: str) -> tuple[tuple[str, str, str], str]:
 
 
 def settings(description: Description) -> Json:
-    """Return the fields that links and exports read, with the defaults of `dcvit.models.vit.ViT`, and `mlp_dim`."""
+    """Return the fields of a model that links and exports read, with defaults filled in and `mlp_dim` as a number."""
     fields = {**DEFAULTS, **description.fields}
     fields["mlp_dim"] = fields["mlp_dim"] or 4 * fields["width"]
     return fields
 
 
 def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
-    """Link two linear layers, whose outputs are averaged, to one layer of their inputs one after the other."""
+    """Link two linear layers whose outputs are averaged to one linear layer of their concatenated inputs."""
     weights, biases = (tuple(f"{name}.{end}" for name in theirs) for end in ("weight", "bias"))
     return [
         Link(
@@ -100,10 +100,10 @@ def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> lis
 def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
     """Link the tokens before the patches, and the position embeddings, which this project has for patches only.
 
-    An embedding of a token is added to the token: the model is the same. In the other direction it becomes zero.
+    A token's position embedding is added to the token, which gives the same model; when writing, it is zero.
 
     Args:
-      names: the names.
+      names: the names in the other library.
       width: M.
       has_cls: the first token is the class token; the others are registers.
     """
@@ -134,7 +134,7 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
 
 
 def ignored(theirs: str, shape: Sequence[int | None]) -> Link:
-    """Link a tensor that has no effect but must exist: not read, and written as zeros."""
+    """Link a tensor that has no effect but must exist in the file: it is not read, and written as zeros."""
     sizes = [1 if size is None else size for size in shape]
     return Link((theirs,), (), lambda *_: (), lambda: (np.zeros(sizes, np.float32),), (tuple(shape),))
 
@@ -146,7 +146,7 @@ def model_links(description: Description, table: Table, names: TokenNames, heads
       description: the model.
       table: its modules, except the head.
       names: position embeddings and the tokens before the patches.
-      heads: the classifier, and that of the first register, with which `pool_type="tok+reg"` averages.
+      heads: the classifier, and for `pool_type="tok+reg"` that of the first register.
     """
     fields = settings(description)
     found = [tokens(names, fields["width"], fields["pool_type"].startswith("tok")), *links(table, description)]
@@ -158,12 +158,12 @@ def model_links(description: Description, table: Table, names: TokenNames, heads
 
 
 def prefix_of(tensors: Tensors, prefixes: Sequence[str], name: str) -> str | None:
-    """Return the prefix with which the file has a tensor, or None for another family."""
+    """Return the prefix of `prefixes` with which the file has the tensor prefix + `name`, or None."""
     return next((prefix for prefix in prefixes if f"{prefix}{name}" in tensors), None)
 
 
 def classes_of(tensors: Tensors, head: str, what: str) -> int | None:
-    """Return the number of classes of a head, or None for a file without it."""
+    """Return the number of classes of a classifier, or None for a file without it."""
     return shape_of(tensors, head, what)[0] if head in tensors else None
 
 
@@ -198,7 +198,7 @@ def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple
 
     Args:
       tensors: the tensors.
-      name: that of the position embeddings.
+      name: name of the position embeddings.
       fields: fields of the model.
       image_size: height and width.
       before: number of rows for tokens before the patches.
@@ -214,7 +214,7 @@ def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple
 
 
 def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:
-    """Raise CheckpointError if a field of a model has another value than the only ones that a library has.
+    """Raise CheckpointError if a field of a model has a value that a library does not support.
 
     Args:
       description: the model.

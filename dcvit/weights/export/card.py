@@ -128,7 +128,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
 
 
 def _image_facts(weights: Weights) -> tuple[str, str]:
-    """Return the kind of model, and a sentence about its inputs."""
+    """Return the kind of model, and a sentence about its inputs, both for the text of the card."""
     height, width, channels = example(weights.description, weights.params).shape[1:]
     pp = weights.description.pp
     steps = f", preprocessed by `{pp}`" if pp else ""
@@ -142,7 +142,7 @@ def _text_facts(weights: Weights) -> tuple[str, str]:
 
 
 def _load(weights: Weights, folder: Path, to: str) -> str:
-    """Return the code that loads the result."""
+    """Return Python code that loads the converted model."""
     image = weights.description.model_name == "vit"
     if to == "dcvit":
         command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
@@ -161,7 +161,7 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
 
 
 def _metrics(weights: Weights) -> dict[str, object]:
-    """Return the last value of each metric of a run; of a damaged file none."""
+    """Return the last value of each metric of a run; {} if its file is damaged."""
     try:
         rows = metrics.read(weights.workdir / "metrics.jsonl") if weights.workdir else []
     except MetricsError:

@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
-    """Result of a comparison.
+    """Result of comparing the logits of a model before and after conversion.
 
     Fields:
       difference: the largest absolute difference of two logits.
       allowed: the largest difference that is accepted.
-      source, result: what evaluated the two sides.
+      source, result: names of the libraries that computed the logits before and after.
     """
 
     difference: float
@@ -70,7 +70,7 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
       source: a workdir, one of its checkpoints, or weights of another library.
       target: a new folder.
       to: the format, of `WRITERS`.
-      open_saved: opens the source and, to compare, a result that this project reads, which may be a workdir.
+      open_saved: function that opens the source and, for the comparison, results in this project's own formats.
 
     Raises:
       ConfigError: the target exists or the format is unknown.
@@ -102,7 +102,7 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
 
 
 def _write(weights: Weights, folder: Path, to: str) -> None:
-    """Write a model in a format. A failure in a library that writes files, as on a full disk, is an OSError."""
+    """Write a model in a format. A library's failure to write, for instance to a full disk, becomes an OSError."""
     try:
         WRITERS[to](weights, folder)
     except (CheckpointError, ConfigError, InputError, OSError):
@@ -113,10 +113,9 @@ def _write(weights: Weights, folder: Path, to: str) -> None:
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside the target; afterwards, remove it, and after an error also new parents.
+    """Yield a temporary folder beside the target; remove it at the end, and after an error also parents made for it.
 
-    A process that is killed leaves its folder. The next conversion to the same target removes those that no process has
-    locked.
+    A process that is killed leaves its folder; the next conversion to the same target removes folders without a lock.
     """
     created = [parent for parent in target.parents if not parent.exists()]
     prefix, folder = f".{target.name}.unfinished-", None
@@ -140,7 +139,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with the process; OSError if another process holds it."""
+    """Context manager that holds the lock of a folder; OSError if another process holds it."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +174,7 @@ def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Repo
 
 
 def _source_logits(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, str]:
-    """Return the logits of the source, and what computed them: the original library where it can."""
+    """Return the logits of the source, and the library that computed them: the original one if possible."""
     small = weights.size * 4 <= libraries.MAX_BYTES
     if weights.family in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
         try:

@@ -1,8 +1,8 @@
 """Writers of weights: each writes a model into an empty folder.
 
-`npz`, `bv` and `safetensors` have this project's names, which are big_vision's for the plain ViT; beside them
-config.json holds the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of those libraries.
-`peft` has the adapters of a run alone.
+`npz`, `bv` and `safetensors` have this project's parameter names, which are big_vision's for the plain ViT, and a
+config.json with the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of transformers and
+timm. `peft` has only the adapters of a run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 def write_npz(weights: Weights, folder: Path) -> None:
-    """Write `params.npz`, one array at a time; `numpy.savez` would hold all."""
+    """Write `params.npz`, one array at a time; `numpy.savez` would need all in memory."""
     with zipfile.ZipFile(folder / "params.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in weights.read():
             with archive.open(f"{own.ROOT}{name}.npy", "w", force_zip64=True) as member:
@@ -86,7 +86,7 @@ def write_bv(weights: Weights, folder: Path) -> None:
 
 
 def _layout(array: np.ndarray) -> ts.ChunkLayout:
-    """Return the layout of an array in one chunk, or in several parts of its first axis if it is large."""
+    """Return TensorStore's layout: one chunk for an array, or several along the first axis if it is large."""
     shape = [max(size, 1) for size in array.shape]
     if array.nbytes > CHUNK_BYTES:
         shape[0] = max(1, shape[0] * CHUNK_BYTES // array.nbytes)
@@ -101,7 +101,7 @@ def write_safetensors(weights: Weights, folder: Path, max_shard_bytes: int | Non
 
 
 def write_dcvit(weights: Weights, folder: Path) -> None:
-    """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one.
+    """Write a workdir: a checkpoint of the parameters and a config, which is the run's if the model is from a run.
 
     Raises:
       CheckpointError: the model has no head.
@@ -133,7 +133,7 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
 
 
 def _config(description: Description, tokenizer: Path | None) -> Json:
-    """Return the keys of a config that describe a model and its tokens, with a tokenizer in the workdir."""
+    """Return the keys of a config that describe a model and its tokens; `tokenizer` is a file in the workdir."""
     if others := list(description.end_tokens[1:]):
         end = description.end_tokens[0]
         log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
@@ -216,10 +216,10 @@ def write_timm(weights: Weights, folder: Path) -> None:
 
 
 def write_peft(weights: Weights, folder: Path) -> None:
-    """Write the adapters of a run for PEFT, which adds them to the language model of transformers that they adapt.
+    """Write the adapters of a run in the format of PEFT, for a base model that transformers has.
 
     Raises:
-      CheckpointError: the weights are no run with adapters of such a model, or also train parameters as a whole.
+      CheckpointError: the weights are not a run with adapters of such a model, or it trained other parameters too.
     """
     arrays = restoring.open_params(weights.path) if weights.workdir else {}
     if not is_adapter(arrays):

@@ -42,7 +42,7 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
       x: images B height width channels, or tokens B T.
 
     Raises:
-      CheckpointError: transformers refuses the folder.
+      CheckpointError: transformers cannot load the folder.
     """
     name = class_name(_config(folder))
     if name is None:
@@ -105,7 +105,7 @@ def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
 
 
 def installed(*names: str) -> bool:
-    """Return True if all modules can be imported. An installation that does not fit another library is as none."""
+    """Return True if all modules can be imported; an import that fails, as between unfit versions, counts as absent."""
     try:
         return all(importlib.import_module(name) is not None for name in names)
     except (ImportError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Logits of a model for real inputs, which the end of a conversion compares.
+"""Logits of a model for real inputs; a conversion ends with a comparison of them.
 
 A language model is applied layer by layer, with the parameters of one layer in memory.
 """
@@ -43,7 +43,7 @@ def inputs(weights: Weights) -> np.ndarray:
 
 
 def _digits(height: int, width: int, channels: int) -> np.ndarray:
-    """Return digits in [-1, 1], each channel in another brightness: the order of the channels should matter."""
+    """Return digits in [-1, 1] whose channels differ in brightness, so that a wrong order of channels is noticed."""
     source = input_pipeline.open_source("digits", split="test")
     images = []
     for i in range(IMAGES):
@@ -53,7 +53,7 @@ def _digits(height: int, width: int, channels: int) -> np.ndarray:
 
 
 def _text(length: int, vocab_size: int) -> np.ndarray:
-    """Return rows of bytes, spread over the vocabulary: all its embeddings should matter."""
+    """Return rows of bytes as tokens, spread over the vocabulary, so that a wrong embedding is noticed."""
     source = input_pipeline.open_source("stdlib", split="validation", context=length)
     rows = np.stack([source[i]["tokens"][:length] for i in range(ROWS)]).astype(np.int64)
     spread = rows * max(vocab_size // ByteTokenizer.vocab_size, 1)
@@ -94,7 +94,7 @@ def _compiled(net: vit.ViT) -> Callable[..., jax.Array]:
 
 
 def _language_logits(net: lm.LM, read: Callable[[str], PyTree], tokens: np.ndarray) -> np.ndarray:
-    """Apply the embedding, each layer and the head, one after the other; `read` returns the parameters at a path."""
+    """Return logits from the embedding, each layer and the head in turn; `read` returns the parameters at a path."""
     windows = lm.layer_windows(net)
     context = token_context(jnp.asarray(tokens), net.end_of_text)
     x = jnp.take(read("embedding/embedding"), tokens, axis=0)

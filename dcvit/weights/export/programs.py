@@ -53,7 +53,7 @@ def input_name(weights: Weights) -> str:
 
 
 def _tail(weights: Weights) -> tuple[int, ...]:
-    """Return the sizes of an input after its batch axis that are fixed."""
+    """Return the sizes of the fixed axes of an input after the batch axis: those of an image, none for tokens."""
     return example(weights.description, weights.params).shape[1:] if weights.description.model_name == "vit" else ()
 
 
@@ -164,7 +164,7 @@ def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
     """Evaluate a SavedModel with TensorFlow.
 
     Raises:
-      CheckpointError: TensorFlow cannot run the program, as one with newer operations.
+      CheckpointError: TensorFlow cannot run the program, for instance because it has newer operations.
     """
     tf = library("tensorflow")
     with _silent():
@@ -180,7 +180,7 @@ def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
 
 
 def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
-    """Apply a program to images, or to rows of tokens, padded if their length is fixed.
+    """Apply a program to images, or to rows of tokens, which are padded to `length` if it is fixed.
 
     A causal model has the same logits at the tokens before the padding.
     """
@@ -198,7 +198,7 @@ def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what a library prints and logs; its errors are exceptions."""
+    """Context manager that discards output and logs of a library."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Files of a tokenizer beside the weights: its special tokens and its chat template, as transformers names them."""
+"""Tokenizer files of a converted model: vocabulary, special tokens and chat template, under transformers' names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "pa
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy a tokenizer.json and the files beside it that name its special tokens and its chat template."""
+    """Copy a tokenizer.json and the files beside it with its special tokens and its chat template."""
     for file in (source, *(source.with_name(name) for name in FILES)):
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
@@ -34,7 +34,7 @@ def training_data(config: Mapping[str, object]) -> Json:
 
 
 def reads_bytes(config: Mapping[str, object]) -> bool:
-    """Return True if the training data of a run's config is text whose tokens are bytes."""
+    """Return True if a run was trained on text whose tokens are bytes, according to its config."""
     data = training_data(config)
     return data.get("kind") in ("answers", "spans", "stdlib", "text") and data.get("tokenizer") is None
 
@@ -45,7 +45,7 @@ def write_hf(weights: Weights, folder: Path, ends: Sequence[int]) -> None:
     Args:
       weights: the model; the tokenizer is a file beside it, or that of bytes.
       folder: the files are written into it.
-      ends: tokens that end a text. The first is `eos_token` and `pad_token` if the source names none.
+      ends: tokens that end a text. The first becomes `eos_token` and `pad_token` if the source has none.
 
     Raises:
       CheckpointError: a file of the tokenizer is damaged.
