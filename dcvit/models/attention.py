@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
 class Attention(VariantProjections):
     """Multi-head attention with optional dynamic composition (Section 3), also with a cache of earlier tokens.
 
-    The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the compositions. The
+    The parameter tree is that of flax's `MultiHeadDotProductAttention`, plus `pre` and `post` for the compositions. The
     module also has the fields of `VariantProjections`, `Projections` and `AttentionFields`.
 
     Fields:
@@ -85,9 +85,8 @@ class Attention(VariantProjections):
           positions: positions of the tokens for a rotary embedding; None means 0 … T-1.
 
         Raises:
-          ValueError: a field has none of its valid values; the numbers of heads, key heads and groups and the width do
-            not divide each other as they must; the mask does not broadcast; or a rotary embedding is combined with
-            `x_kv`.
+          ValueError: a field is invalid; the width, the heads, the key heads and the groups do not divide each other as
+            they must; the mask does not broadcast; or a rotary embedding is combined with `x_kv`.
         """
         return self.attend(LayerInputs(x_q, x_kv, None, mask, positions, segments=make_segments(segments)))[0]
 
@@ -104,7 +103,7 @@ class Attention(VariantProjections):
 
         Args:
           x: inputs of the new tokens. If T > 1, the cache must be empty.
-          cache: the tokens before; see `dcvit.models.lm.init_cache`.
+          cache: cache of the earlier tokens; see `dcvit.models.lm.init_cache`.
           update: position of the new tokens in the cache.
           mask: as `dcvit.dcmha.attention` takes it; if T = 1, the S keys are the slots of the cache.
           positions: as in `__call__`.
@@ -114,14 +113,14 @@ class Attention(VariantProjections):
           The output, and the cache with the new tokens.
 
         Raises:
-          ValueError: one token has segments, which the tokens of the cache do not have; give a mask.
+          ValueError: T = 1 and segments are given: the cache has no segment ids; give a mask instead.
         """
         ids = make_segments(segments)
         return self.attend(LayerInputs(x, mask=mask, positions=positions, cache=cache, update=update, segments=ids))
 
     @nn.compact
     def attend(self, x: LayerInputs) -> tuple[Float[Array, "B T _"], Cache]:
-        """Return the output, and the cache with the new tokens; without a cache, that of the new tokens alone."""
+        """Return the output, and the cache extended by the new tokens, or one of the new tokens alone."""
         prepared = self.prepare(x)
         call = make_call(
             prepared.inputs, self.attended_composition(), causal=prepared.causal, window=prepared.window
@@ -153,13 +152,13 @@ class Attention(VariantProjections):
         return Prepared(inputs, False, None, cache, tokens)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
-        """Return the weights of the compositions "pre" and "post", of those that exist."""
+        """Return the weights of the layer's composes by name: "pre", "post", both or none."""
         composition = self.composition()
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
 
     def head_outputs(self, tokens: Tokens, call: Call, dropout: Dropout | None = None) -> Float[Array, "B T H D"]:
-        """Return the outputs of all heads, composed or of a head variant."""
+        """Return the outputs of all heads before the output projection, from composed attention or a head variant."""
 
         def attend(call: Call) -> Array:
             return sharded_attention.attention(call, implementation=self.implementation, dropout=dropout)
@@ -174,11 +173,11 @@ class Attention(VariantProjections):
         return outputs
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
-        """Return the output projection of all heads, sharded as `like`."""
+        """Apply the output projection to the outputs of all heads; the result is sharded as `like`."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
 
     def attended_composition(self) -> Composition:
-        """Return the composition of the layer, or that by which a head variant is computed."""
+        """Return the composition of the attention call: the layer's, or the one that computes its head variant."""
         return self.composition() if self.compose else composition_of(self.heads, self.num_heads)
 
 

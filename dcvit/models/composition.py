@@ -40,8 +40,8 @@ class ComposeParams(nn.Module):
 class ComposeInput(NamedTuple):
     """An attention input in two copies, from which dynamic weights are computed.
 
-    The gradient of the projections of all heads is replicated over the mesh axis "tensor", that of a device's own heads
-    is a partial sum. Separate copies keep the two apart, so that one exchange adds up the partial sums.
+    On a mesh with the axis "tensor", the gradient that flows to an input from a device's own heads is a partial sum;
+    that from projections of all heads is replicated. Separate copies keep them apart, so that one all-reduce is enough.
     """
 
     x: Float[Array, "B _ M"]
@@ -94,11 +94,11 @@ def compose_weights(
 def _split_weights(
     params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, *, num_heads: int, gelu: str
 ) -> dict[str, dict[str, Array]]:
-    """Return the dynamic weights of each compose by name, on a mesh that splits heads over devices."""
+    """Return the dynamic weights by compose and name, on a mesh that splits heads over devices."""
     weights: dict[str, dict[str, Array]] = {name: {} for name in params}
 
     def kernels(end: str) -> dict[tuple[str, str], Array]:
-        """The kernels that end so, by compose and side."""
+        """Return the parameters whose names end with `end`, by compose and side."""
         names = [(name, side) for side in sides for name in params if f"{side}{end}" in params[name]]
         return {(name, side): params[name][f"{side}{end}"].astype(inputs.x.dtype) for name, side in names}
 

@@ -1,15 +1,15 @@
 """Causal attention on devices that share the tokens of a row: the mesh axis "context", inside `jax.shard_map`.
 
-Each of n devices has T/n neighboring tokens, and returns their outputs. Heads are composed for one pair of a query and
-a key, so that query-wise weights stay with the queries, and key-wise weights travel with the keys and values.
+Each of n devices has T/n neighboring tokens, and returns their outputs. A compose needs the weights of one query and
+one key at a time, so that query-wise weights stay with the queries, and key-wise weights are sent with keys and values.
 
-A layer with a window of at most T/n tokens receives the last tokens of the device before, and nothing else.
+In a layer with a window of at most T/n tokens, each device receives the last tokens of the previous device.
 
-Other layers gather all keys, and balance the work: causal queries attend to more keys the later they are. The tokens
-are 2n blocks. Device i has blocks 2i and 2i+1, sends their queries away, computes blocks i and 2n-1-i, which attend to
-2n+1 blocks in all, and sends the outputs back. The keys of a block of queries are ordered so that they end with its own
-tokens (`Options.first_query` is then the same on all devices). Later tokens come first, with an id of no query, so that
-no implementation computes them. The backward pass gathers the keys again, and sums their gradients over the devices.
+Other layers gather all keys, and balance the work: later queries attend to more keys. The tokens are 2n blocks. Device
+i holds blocks 2i and 2i+1, but computes the queries of blocks i and 2n-1-i, which attend to 2n+1 blocks of keys in all;
+queries and outputs are exchanged. The keys are rotated so that they end with the block of the queries
+(`Options.first_query` is then the same on all devices). Later tokens come first, with a segment id that no query has,
+so that no implementation computes them. The backward pass gathers the keys again, and sums gradients over devices.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Attend = Callable[[Call], Array]
 def token_axes(call: Call, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[str, ...]:
     """Return the axes of the mesh that split the tokens of a call.
 
-    They are "context", and "tensor" too if `with_tensor`. There are none if "context" has one device, and for calls
-    other than causal attention of all tokens of a row to themselves: those of decoding and of rows whose length is not
-    a multiple of twice the number of devices are computed in whole by each device.
+    They are "context", and with `with_tensor` also "tensor". There are none if "context" has one device, if the call is
+    not causal self-attention of complete rows (as in decoding), or if the length is not a multiple of twice the number
+    of devices: then each device computes the complete rows.
     """
     inputs, options = call.inputs, call.options
     tokens = inputs.q.shape[1]
@@ -71,7 +71,7 @@ def attention(attend: Attend, call: Call, axis: tuple[str, ...]) -> Float[Array,
 
 
 def _in_window(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
-    """Compute attention to a window, with as many keys of the device before."""
+    """Compute attention with a window; the keys before a device's own come from the previous device."""
     n, window = jax.lax.axis_size(axis), not_none(call.options.window)
 
     def with_earlier(x: Array) -> Array:
@@ -86,14 +86,14 @@ def _in_window(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
 
 
 def _balanced(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
-    """Compute attention for two blocks of queries, one of an even and one of an odd number, to all keys."""
+    """Compute attention to all keys, in two steps: for blocks of queries with even numbers, and with odd numbers."""
     gathered = _map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), call.inputs, BY_KEY)
     call = dataclasses.replace(call, inputs=gathered)
     return jnp.concatenate([_of_blocks(attend, call, axis, parity) for parity in (0, 1)], axis=1)
 
 
 def _of_blocks(attend: Attend, call: Call, axis: tuple[str, ...], parity: int) -> Array:
-    """Return the outputs of this device's even or odd block of queries, which another device may have computed."""
+    """Return the outputs of this device's even (`parity` 0) or odd block; another device may compute them."""
     n, here, inputs = jax.lax.axis_size(axis), jax.lax.axis_index(axis), call.inputs
     size = inputs.q.shape[1] // 2
     computed_by = [min(block, 2 * n - 1 - block) for block in range(parity, 2 * n, 2)]
@@ -117,13 +117,13 @@ def _of_blocks(attend: Attend, call: Call, axis: tuple[str, ...], parity: int) -
 
 
 def _map(f: Callable[[Array], Array], inputs: Inputs, names: tuple[str, ...]) -> Inputs:
-    """Return the inputs with f(array) for the fields of these names."""
+    """Return the inputs with f(array) in place of each array of the fields `names`."""
     mapped: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: f(x) if path[-1].name in names else x, inputs)
     return mapped
 
 
 def _part(call: Call, inputs: Inputs, ids: Array, first_query: int) -> Call:
-    """Return the call of a part of the queries, whose keys have these ids."""
+    """Return the call with `inputs` of a part of the queries, with segment ids `ids` and their `first_query`."""
     inputs = inputs._replace(segments=not_none(inputs.segments)._replace(keys=ids))
     options = dataclasses.replace(call.options, first_query=first_query)
     return dataclasses.replace(call, inputs=inputs, options=options)

@@ -1,7 +1,7 @@
-"""DCMHA in place of flax's `nn.MultiHeadDotProductAttention`: the same fields, call, parameters and cache.
+"""Drop-in replacement of flax's `nn.MultiHeadDotProductAttention`: the same fields, call, parameters and cache.
 
-`dcvit.models.attention` computes the attention. Here are the parts of flax's interface that the models of this project
-do not use: inputs with any leading axes, masks of numbers or for each head, dropout of the weights, meshes with
+`dcvit.models.attention` computes the attention. This module adds the parts of flax's interface that the models of this
+project do not use: inputs with any leading axes, masks of numbers or for each head, dropout of the weights, meshes with
 explicit axes, and the cache as a collection of variables.
 """
 
@@ -57,10 +57,10 @@ class LayerOutputs(NamedTuple):
 
 
 class FlaxAttention(Attention):
-    """`Attention` for inputs, masks and meshes as flax's layers take them, with dropout and weights: call `results`.
+    """`Attention` with the inputs, masks, meshes, dropout and returned weights of flax's layers, see `results`.
 
-    `LayerInputs` have the leading axes *B of the queries here. Masks are True or not zero where a query attends to a
-    key; they broadcast to (*B, H, T, S), or to (*B, 1, T, S) with a composition, which mixes the heads.
+    `LayerInputs` may have any leading axes *B here. Masks are True or nonzero where a query attends to a key; they
+    broadcast to (*B, H, T, S), or with a composition, which mixes the heads, to (*B, 1, T, S).
 
     Fields:
       dropout_rate: dropout rate of the composed attention weights.
@@ -194,7 +194,7 @@ def flat_inputs(inputs: LayerInputs, *, mask_heads: int) -> LayerInputs:
 def boolean_mask(
     mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."], expected: tuple[int, ...]
 ) -> Bool[Array, "_ _ _ _"]:
-    """Return a mask as flax makes it, of numbers or booleans that broadcast to `expected`, with one leading axis.
+    """Convert a mask of flax, numbers or booleans that broadcast to `expected`, to booleans with one leading axis.
 
     Args:
       mask: True or not zero where a query attends to a key.
@@ -217,7 +217,7 @@ def boolean_mask(
 
 
 def heads_as_examples(inputs: Inputs) -> Inputs:
-    """Return plain attention of one head, with the heads of an example as examples, which have masks of their own."""
+    """Reshape the inputs of plain attention so that each head is an example with one head and its own mask."""
     batch, _, heads, _ = inputs.q.shape
     assert inputs.mask is not None
 
@@ -232,7 +232,7 @@ def heads_as_examples(inputs: Inputs) -> Inputs:
 
 
 class ComposedFields(AttentionFields, kw_only=True):
-    """Fields that flax's layer does not have, given by keyword. It also has the fields of `AttentionFields`.
+    """Fields that flax's layer does not have (keyword only), in addition to those of `AttentionFields`.
 
     Fields:
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
@@ -371,7 +371,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
 
 
 def _with_prefix(variables: Mapping[str, Array], prefix: str) -> ComposeWeights | None:
-    """Return the weights whose names start with `prefix`, or None if there are none."""
+    """Return compose weights from the variables whose names start with `prefix`; None if there are none."""
     fields = {name.removeprefix(prefix): x for name, x in variables.items() if name.startswith(prefix)}
     return ComposeWeights(**fields) if fields else None
 
@@ -379,7 +379,7 @@ def _with_prefix(variables: Mapping[str, Array], prefix: str) -> ComposeWeights 
 def check_supported(
     values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Mapping[str, str]
 ) -> None:
-    """Raise ValueError if an argument of flax's layer that is not supported has another value than its default."""
+    """Raise ValueError if one of the `unsupported` arguments of flax's layer differs from its default."""
     for name, reason in unsupported.items():
         if name in values and values[name] is not defaults[name]:
             raise ValueError(f"DCMHA has no {name}, because {reason}: leave its default, or use flax's layer")

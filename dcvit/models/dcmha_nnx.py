@@ -1,4 +1,4 @@
-"""DCMHA in place of flax's `nnx.MultiHeadAttention`: an NNX module with the same arguments, call and parameters."""
+"""Drop-in replacement of flax's `nnx.MultiHeadAttention`, with the same arguments, call and parameters."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class DCMHA(nnx.MultiHeadAttention):
 def _dropout(
     layer: DCMHA, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
 ) -> tuple[bool, Array | None]:
-    """Return whether there is no dropout, and its key."""
+    """Return (deterministic, key of the dropout): True and None if there is no dropout."""
     if not layer.dropout_rate:
         return True, None
     given = layer.deterministic if deterministic is None else deterministic
@@ -216,7 +216,7 @@ def _cache(layer: DCMHA) -> dict[str, Array]:
 
 
 def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the cache's arrays for inputs with the axes *B, S before their width."""
+    """Return the shapes and dtypes of the cache's arrays; `lead` is (*B, S)."""
     net, widths = layer.layer.clone(decode=True), (layer.in_features, layer.in_kv_features)
     x_q, x_k = (jax.ShapeDtypeStruct((*lead, width), jnp.float32) for width in widths)
     with selecting(Selection("off")):  # the shapes do not depend on kernels
@@ -227,6 +227,6 @@ def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _draw(params: ComposeParams, key: Array, width: int) -> dict[str, Array]:
-    """Return initial parameters of a composition; equal compositions compile once."""
+    """Return initial parameters of one compose; jitted, so that layers with equal composes compile once."""
     values: dict[str, Array] = params.init(key, width)["params"]
     return values

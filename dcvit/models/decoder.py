@@ -42,7 +42,7 @@ def token_context(
       tokens: the tokens of a call.
       end_of_text: token that ends a document. The next document starts with it. None: one document.
       start: with a cache, number of tokens before this call.
-      first: with a cache, first token of the document that the last token before this call belongs to.
+      first: with a cache, position of the first token of the document to which the last cached token belongs.
       count: with a cache, number of real tokens of each example; None means all.
     """
     batch, length = tokens.shape
@@ -66,13 +66,13 @@ def token_context(
 
 
 class DecoderBlock(nn.Module):
-    """Attention and MLP, each after a norm; one after the other, or both from the same input.
+    """Attention and MLP with a norm before each, in sequence or (`parallel`) both from the same input.
 
     Fields:
       attention, mlp, norm: constructors of the submodules.
       parallel: attention and MLP read the same input (GPT-NeoX).
       window: number of tokens that a token attends to, itself included; None means all.
-      index: number of the layer, from 0; in a scan, that in the group.
+      index: index of the layer, from 0; in a scan, its index in the scan's body.
     """
 
     attention: Callable[..., Attention]
@@ -86,7 +86,7 @@ class DecoderBlock(nn.Module):
     def __call__(
         self, x: Float[Array, "B T M"], context: TokenContext, cache: Cache | None
     ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], Cache | None]]:
-        """Return the output, and the intermediates with the extended cache."""
+        """Return the output; and the intermediates by name, with the extended cache (None without a cache)."""
         attention = self.attention(window=self.window, layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(name="attention_norm"), x)
@@ -105,7 +105,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`depth` layers whose windows repeat a pattern: unrolled, or a scan over groups of layers and an unrolled rest.
+    """`depth` layers whose windows repeat a pattern: all unrolled, or a scan over groups of layers, then the rest.
 
     Fields:
       depth: L.

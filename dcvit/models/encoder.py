@@ -21,7 +21,7 @@ from dcvit.parallel.mesh import BATCH, constrain
 
 
 class Encoder1DBlock(nn.Module):
-    """Attention and MLP, each after a LayerNorm and inside a residual connection.
+    """Attention and MLP, each with a LayerNorm before it and a residual connection around it.
 
     Fields:
       attention, mlp, norm: constructors of the submodules.
@@ -29,7 +29,7 @@ class Encoder1DBlock(nn.Module):
         2021); None omits it.
       dropout: dropout rate of both residual branches.
       deterministic: disable dropout and stochastic depth.
-      index: number of the block, from 0; in a scan, that in the group.
+      index: index of the block, from 0; in a scan, its index in the scan's body.
     """
 
     attention: Callable[..., Attention]
@@ -48,7 +48,7 @@ class Encoder1DBlock(nn.Module):
 
         Args:
           x: the input.
-          drop_rate: probability that stochastic depth skips a residual branch of an example; None omits it.
+          drop_rate: probability that stochastic depth skips an example's residual branch; None: no stochastic depth.
         """
         attention = self.attention(layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
@@ -61,7 +61,7 @@ class Encoder1DBlock(nn.Module):
         return x, out
 
     def _scale(self, name: str, y: Array) -> Array:
-        """Apply LayerScale."""
+        """Multiply the output `y` of a residual branch by LayerScale's parameter, if there is LayerScale."""
         if self.layer_scale is None:
             return y
         scale = self.param(name, nn.initializers.constant(self.layer_scale), y.shape[-1:])
@@ -78,7 +78,7 @@ class Encoder1DBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`depth` blocks, unrolled, or a scan over groups of blocks and an unrolled rest; then a LayerNorm.
+    """`depth` blocks, all unrolled, or a scan over groups of blocks, then the rest; a LayerNorm at the end.
 
     In the parameter tree, a group of one block is "encoderblock", as in big_vision. A longer group is "encodergroup".
 
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
         return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
 
     def _scan(self, x: Array, fields: dict[str, object], rates: np.ndarray) -> tuple[Array, list[dict[str, Array]]]:
-        """Apply the scanned blocks. Return the output, and the intermediates, stacked, of each block of a group."""
+        """Apply the scanned blocks; return the output, and for each block of a group its stacked intermediates."""
         repeats, period = rates.shape
         block_class = rematerialized(Encoder1DBlock, self.remat, scanned=True)
         drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]

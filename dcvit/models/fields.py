@@ -53,13 +53,13 @@ class AttentionFields(nn.Module, kw_only=True):
     """The composition (Section 3, Table 9) and the normalization of attention.
 
     Fields:
-      branches: "qk", "q" or "k": the composition is driven by queries, keys or both.
+      branches: the inputs that the dynamic weights depend on: "qk", "q" (queries) or "k" (keys).
       projection: the dynamic projections exist.
       gate: the dynamic gates exist.
       static: the static projection W_b exists.
       rank: R of the dynamic projections.
-      groups: heads are composed inside each of this many equal groups (Section 3.2). With branches "q" and one key head
-        in each group, composition adds almost no operations (`dcvit.dcmha.folded`).
+      groups: number of equal groups; heads are composed inside each group (Section 3.2). With branches "q" and one key
+        head in each group, composition adds almost no operations (`dcvit.dcmha.folded`).
       compose_gelu: the GELU of the dynamic projections: "tanh", its approximation, as in the authors' JAX code, or
         "exact", as in their PyTorch models.
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
@@ -98,15 +98,15 @@ class TransformerFields(AttentionFields, kw_only=True):
       mlp_dim: F, the width of the MLPs; None means 4·M.
       num_heads: H; divides `width`.
       num_key_heads: K, for grouped-query attention; None means `num_heads`.
-      heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names of
-        settings by the fields that they stand for; in a model it is one of `VARIANTS`, or None.
-      compose_layers: numbers of the layers that compose, from 0; negative ones count from the end. The attention of the
-        others is plain. None means all layers.
-      scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result. See
+      heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names in
+        `SETTINGS` by the fields that they stand for; in a built model it is one of `VARIANTS`, or None.
+      compose_layers: indices of the layers that compose, from 0; negative ones count from the end. The others have plain
+        attention. None means all layers.
+      scan: scan over one layer, or a group of layers, instead of unrolling all: compiles faster, same result. See
         `scan_layout`.
-      remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
-        matrix products), "full" (whole layers), "full_but_attention" (whole layers except the fused attention, of which
-        the output and the rows' statistics are kept), or what a policy of `jax.checkpoint_policies` does not keep.
+      remat: what the backward pass recomputes: "none", "attention" (arrays as large as T×T), "dots" (everything but
+        matrix products), "full" (whole layers), "full_but_attention" (whole layers, but not the fused attention, whose
+        output and softmax statistics are stored), or the name of a policy in `jax.checkpoint_policies`.
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
     """
 
@@ -123,7 +123,7 @@ class TransformerFields(AttentionFields, kw_only=True):
 
     @nn.nowrap
     def composition_of(self, layer: int) -> Composition:
-        """Return the composition of a layer, which composes nothing outside of `compose_layers`."""
+        """Return the composition of a layer; outside of `compose_layers`, that of plain attention."""
         composition, chosen = self.composition(), self.compose_layers
         if chosen is None or layer in {number % self.depth for number in chosen}:
             return composition
@@ -133,8 +133,8 @@ class TransformerFields(AttentionFields, kw_only=True):
     def scan_layout(self, pattern: int = 1) -> tuple[int, int]:
         """Return the number of layers in the body of the scan, and the number of its repetitions; 0 without `scan`.
 
-        The scan covers the first layers, and those after it are unrolled. A body consists of whole window patterns. Its
-        repetitions compose in the same places, and as few layers as possible are compiled, in the body and after it.
+        The scan covers the first layers; the rest is unrolled. The body consists of complete window patterns, and all
+        repetitions have the same composed layers. It is chosen so that body and rest have the fewest layers to compile.
 
         Args:
           pattern: number of layers of the window pattern.
@@ -152,7 +152,7 @@ class TransformerFields(AttentionFields, kw_only=True):
 
     @nn.nowrap
     def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
-        """Return a constructor of the attention of a layer, with the composition of the layer."""
+        """Return a constructor of a layer's attention that takes the layer's index, and sets its composition."""
         if self.compose_layers is None:
             return attention
         composes = [self.composition_of(layer).compose for layer in range(self.depth)]
@@ -164,13 +164,13 @@ class TransformerFields(AttentionFields, kw_only=True):
 
 
 def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
-    """Return the values that `module` gives to the fields declared by the class `fields` and its bases."""
+    """Return the values that `module` has in the fields declared by the class `fields` and its base classes."""
     names = [field.name for field in dataclasses.fields(fields) if field.name not in ("parent", "name")]
     return {name: getattr(module, name) for name in names}
 
 
 def rematerialized(block_class: Callable[..., Layer], remat: str, *, scanned: bool) -> Callable[..., Layer]:
-    """Return a class of layers as the field `remat` rematerializes it, for the body of a scan or unrolled."""
+    """Wrap the class of a layer by `nn.remat` as the field `remat` says; `scanned`: for the body of a scan."""
     if remat not in REMAT_POLICIES:
         return block_class
     # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
@@ -178,7 +178,7 @@ def rematerialized(block_class: Callable[..., Layer], remat: str, *, scanned: bo
 
 
 def check_choices(module: nn.Module, **choices: Iterable[str | None]) -> None:
-    """Raise ValueError if a field has none of the values given for it."""
+    """Raise ValueError if the value of a field is not one of its choices, given by keyword."""
     for name, valid in choices.items():
         value = getattr(module, name)
         if value not in valid:
@@ -186,14 +186,14 @@ def check_choices(module: nn.Module, **choices: Iterable[str | None]) -> None:
 
 
 def check_positive(module: nn.Module, *names: str) -> None:
-    """Raise ValueError if an integer field is below 1."""
+    """Raise ValueError if one of the integer fields `names` is below 1."""
     for name in names:
         if getattr(module, name) < 1:
             raise ValueError(f"{name}={getattr(module, name)} should be 1 or more")
 
 
 def check_not_negative(module: nn.Module, *names: str) -> None:
-    """Raise ValueError if a field is below 0. None is valid."""
+    """Raise ValueError if one of the fields `names` is below 0. None is valid."""
     for name in names:
         if (getattr(module, name) or 0) < 0:
             raise ValueError(f"{name}={getattr(module, name)} should not be negative")
@@ -251,7 +251,7 @@ def check_variant(module: TransformerFields) -> None:
 
 
 def check_compose_layers(module: TransformerFields) -> None:
-    """Raise ValueError if `compose_layers` names no layers of the model, or does not fit the other fields."""
+    """Raise ValueError if `compose_layers` has an index that is not a layer, or does not fit the other fields."""
     chosen, depth = module.compose_layers, module.depth
     if chosen is None:
         return

@@ -1,9 +1,9 @@
 """Formulas for the number of floating point operations of a forward pass and of a training step.
 
 A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
-with a diagonal matrix. Products with the zeros of a block matrix (`dcvit.dcmha.packed_weights`) do not, although
-programs compute them. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations,
-pooling and residual additions do not.
+with a diagonal matrix. Products with the zeros of a block-diagonal matrix (`dcvit.dcmha.packed_weights`) do not count,
+although programs compute them, nor do embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax,
+activations, pooling and residual additions.
 
 Letters are those of the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers,
 F the MLP's width, V the vocabulary, C classes. In addition, P is the number of visible query-key pairs, J = H/G that of
@@ -22,7 +22,7 @@ from dcvit.models.vit import ViT
 
 
 def training_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
-    """Return the operations of a training step for one example, in which a backward pass counts as two forward passes.
+    """Return the operations of a training step for one example; the backward pass counts as two forward passes.
 
     Recomputation by rematerialization does not count. Divided by the time of an example and by the peak rate of the
     chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B).

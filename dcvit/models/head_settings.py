@@ -1,6 +1,6 @@
 """Cross-head attention of other papers by name: the field `heads` of the models.
 
-Some proposals are settings of the composition (`SETTINGS`). `Model` replaces such a name by their fields, so that the
+Some of them are settings of the composition (`SETTINGS`). `Model` replaces their names by these fields, so that the
 built model is an ordinary composed one. The others (`VARIANTS`) have modules of their own in
 `dcvit.models.head_variants`. The letters are those of `dcvit.dcmha`; A are scores or weights.
 
@@ -65,8 +65,7 @@ NAMES = (*SETTINGS, *VARIANTS)
 def of_attention(name: str) -> dict[str, object]:
     """Return the fields of a model for the argument `attention` of the shipped configs, a name of this module.
 
-    They are fields of the composition where that is possible, so that overrides of a config change them; the name
-    `heads` would replace `compose`.
+    For `SETTINGS`, these are fields of the composition instead of `heads`, so that a config can still override them.
 
     Raises:
       ValueError: the name is unknown.
@@ -79,19 +78,19 @@ def of_attention(name: str) -> dict[str, object]:
 
 
 def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
-    """Return the fields of a model, with the name `heads` replaced by the fields that it stands for.
+    """Return the fields of a model, with the name in `heads` replaced by the fields that it stands for.
 
-    The name replaces `compose`, and all fields of a preset. A folded name without `num_key_heads` has half as many key
-    heads as heads.
+    They replace `compose`, and all fields of the preset. "folded" and "folded_post" without `num_key_heads` have half
+    as many key heads as heads.
 
     Args:
       preset: fields of the model's preset.
       fields: fields that are given; they override the preset's.
-      num_heads: H of a model without the field.
+      num_heads: H if the fields do not give it.
 
     Raises:
-      ValueError: the name is unknown, another value is given for a field that it stands for, or a folded name has as
-        many key heads as heads.
+      ValueError: the name is unknown, another value is given for a field that it stands for, or "folded" has as many
+        key heads as heads.
     """
     merged = {**preset, **fields}
     name = merged.get("heads")
@@ -115,7 +114,7 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
 
 @functools.cache
 def _half(num_heads: int) -> int:
-    """Return the number of key heads of a folded composition where none is given, and say so once."""
+    """Return half of `num_heads`, the default number of key heads of a folded composition, and log it once."""
     if num_heads % 2:
         raise ValueError(f"heads='folded' with num_heads={num_heads}: set num_key_heads to a divisor below num_heads")
     LOG.info("heads='folded': num_key_heads is %d, half of the %d heads", num_heads // 2, num_heads)

@@ -1,8 +1,8 @@
-"""Modules of attention of other papers that is no setting of the composition: mixture-of-head, DIFF Transformer, …
+"""Cross-head attention of other papers that the composition cannot express: mixture-of-head, DIFF Transformer, ….
 
-Each module takes the tokens that attend, the inputs of attention, and a function that computes attention, and returns
-the outputs of H heads. `SharedMap` maps queries, keys and values before, and `in_rows` arranges those of paired heads.
-The names are those of `dcvit.models.head_settings`.
+Each module takes the layer's tokens, the call of attention, and a function that computes attention, and returns the
+outputs of H heads. `SharedMap` maps queries, keys and values before, and `in_rows` arranges those of paired heads. The
+names are those of `dcvit.models.head_settings`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Attend = Callable[[Call], Array]  # a call of attention -> outputs of its heads
 
 
 class Tokens(NamedTuple):
-    """The tokens that attend."""
+    """The layer's tokens: inputs of the queries, and their values."""
 
     x: Float[Array, "B T M"]  # the layer's input
     v: Float[Array, "B T K D"]  # their own values
@@ -75,8 +75,8 @@ class MixtureOfHeads(HeadVariant):
       α_1, α_2                 2 · softmax(x·W_h)
 
     as in the released code: with uniform scores all gates are 1. Without shared heads, α_2 is 1. Unless all heads are
-    chosen, sows the load-balance loss h_r · Σ_i P_i·f_i of that code, with the mean score P_i of routed head i of h_r
-    and the fraction f_i of tokens that choose it. It is K if the heads are used equally.
+    chosen, the module sows the load-balance loss of that code, h_r · Σ_i P_i·f_i over the h_r routed heads, with the
+    mean score P_i of head i and the fraction f_i of tokens that choose it. It is K if all heads are used equally.
 
     All heads are computed, also those that a token does not use.
 
@@ -185,7 +185,7 @@ class ExclusiveSelf(HeadVariant):
 
     @nn.compact
     def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
-        """Return the orthogonal parts of the outputs. No value of the tokens may be missing, as with other keys."""
+        """Return the orthogonal parts of the outputs. Every query needs its own token's value in `tokens.v`."""
         outputs = attend(call)
         wide = statistics_dtype(outputs.dtype)
         own = tokens.v.astype(wide)
@@ -230,22 +230,22 @@ class SharedMap(nn.Module):
 
 
 def in_rows(x: Float[Array, "B T H D"]) -> Float[Array, "B 2*T H/2 D"]:
-    """Return the heads of "paired" as H/2 heads of 2T rows: head s·H/2 + j of token t is row 2t + s of head j.
+    """Arrange H heads of T tokens as H/2 heads of 2T rows: head s·H/2 + j of token t is row 2t + s of head j.
 
     Attention of these rows is that of paired heads (modded-nanogpt, pull request 191): both heads of a pair attend to
-    the keys of both in one softmax. If it is causal, the first one does not attend to its own token's key of the
-    second. The axes stay in their order, so that nothing is copied.
+    the keys of both in one softmax. With a causal mask, a token's first head does not attend to its second head's key.
+    The axes stay in their order, so that nothing is copied.
     """
     return x.reshape(x.shape[0], 2 * x.shape[1], x.shape[2] // 2, x.shape[3])
 
 
 def row_numbers(tokens: Int[Array, "B T"]) -> Int[Array, "B 2*T"]:
-    """Return the numbers of the rows of tokens by their positions; a rotary embedding takes them as positions."""
+    """Return the positions of the rows of `in_rows`, for a rotary embedding: 2p and 2p + 1 for a token's position p."""
     return jnp.stack([2 * tokens, 2 * tokens + 1], axis=-1).reshape(tokens.shape[0], -1)
 
 
 def paired(inputs: Inputs) -> Inputs:
-    """Return the inputs of attention of the rows of paired heads."""
+    """Arrange the inputs of attention of "paired" as `in_rows`."""
     mask, segments = inputs.mask, inputs.segments
     if mask is not None:
         for axis in (2, 3):
@@ -256,7 +256,7 @@ def paired(inputs: Inputs) -> Inputs:
 
 
 def paired_in_cache(inputs: Inputs, length: Int[Array, " B"], window: int | None) -> Inputs:
-    """Return `paired` inputs of one new token, whose mask has the order of the rows.
+    """Return `paired` inputs of one new token, with a mask for its two rows and the rows of the cache.
 
     Args:
       inputs: the query of the token, and the cached keys, values and mask.
@@ -277,7 +277,7 @@ MODULES: dict[str, type[HeadVariant]] = {
 
 
 def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
-    """Return h_s and K of a mixture of heads: all are routed and chosen, or of four heads one is shared and two chosen.
+    """Return h_s and K of a mixture of heads: (0, H) for "moh"; for "moh_topk" a quarter shared and half chosen.
 
     The paper's models use 50 to 90 % of their heads; "moh_topk" uses 75 %.
     """
@@ -285,7 +285,7 @@ def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
 
 
 def composition_of(head_variant: str | None, num_heads: int) -> Composition:
-    """Return the composition of the inputs of a variant: none, in the groups in which the variant composes."""
+    """Return the composition of the call for a variant: without composes, but with the groups that it composes in."""
     return Composition(groups=num_heads // 2 if head_variant == "diff" else 1)
 
 
@@ -294,14 +294,14 @@ def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:
 
     Args:
       loss: the loss of the task.
-      sown: what the modules have sown into the collection `LOSSES`, which `apply` returns if it is mutable.
+      sown: the collection `LOSSES`, into which the modules sow; `apply(..., mutable=[LOSSES])` returns it.
     """
     found = [x.ravel() for x in jax.tree.leaves(sown)]
     return loss + BALANCE * jnp.mean(jnp.concatenate(found)) if found else loss
 
 
 class VariantProjections(Projections):
-    """Projections of a layer whose heads may be a variant. It also has the fields of `Projections`.
+    """Projections of a layer that may have a head variant. It also has the fields of `Projections`.
 
     Fields:
       heads: a variant of `dcvit.models.head_settings` instead of a composition, or None.
@@ -312,7 +312,7 @@ class VariantProjections(Projections):
     layer: int = 0
 
     def variant_module(self, name: str) -> HeadVariant:
-        """Build the variant's module, of a name in `MODULES`."""
+        """Build the module of a variant; `name` is a key of `MODULES`, and the module's name."""
         module: Callable[..., HeadVariant] = MODULES[name]
         if module is MixtureOfHeads:
             shared, chosen = shared_and_chosen(name, self.num_heads)
@@ -320,20 +320,20 @@ class VariantProjections(Projections):
         return module(self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
 
     def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        """Return queries, keys or values after the map of all heads that a head variant has."""
+        """Return queries, keys or values after the variant's `SharedMap`; unchanged for other variants."""
         if self.heads != "knocking":
             return x
         mapped: Array = SharedMap(self.dtype, name=f"knocking_{name}")(x)
         return mapped
 
     def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
-        """Return queries or keys with their rotary embedding; the two of paired heads have different positions."""
+        """Return queries or keys with their rotary embedding; the two heads of a pair have different positions."""
         if self.heads != "paired":
             return super().rotated(x, positions)
         return super().rotated(in_rows(x), row_numbers(positions)).reshape(x.shape)
 
     def arranged(self, inputs: Inputs, length: Int[Array, " B"] | None = None, window: int | None = None) -> Inputs:
-        """Return the inputs of attention in the arrangement of a variant; with `length`, as `paired_in_cache`."""
+        """Return the inputs of attention, `paired` if the variant is; with `length`, by `paired_in_cache`."""
         if self.heads != "paired":
             return inputs
         return paired(inputs) if length is None else paired_in_cache(inputs, length, window)

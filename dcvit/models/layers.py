@@ -28,13 +28,13 @@ def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*sha
 
 
 class MlpBlock(nn.Module):
-    """Two dense layers with an activation between them; SwiGLU multiplies by a third, the gate (Shazeer, 2020).
+    """Two dense layers with an activation between them; SwiGLU has a third one as a gate (Shazeer, 2020).
 
     Fields:
       mlp_dim: F, the hidden width; None means 4·M.
       activation: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
-      groups: a softmax over this many equal groups of the hidden layer, computed from the input by a dense layer
-        without bias, multiplies the groups; None means no such gate.
+      groups: number of equal groups of the hidden layer, which are multiplied by a softmax over groups of a dense layer
+        (without bias) of the input; None means no such gate.
       dropout: dropout rate of the hidden layer.
       use_bias: the dense layers have biases.
       kernel_init: initializer of the kernels.
@@ -77,7 +77,7 @@ class MlpBlock(nn.Module):
 
 
 class LayerGroup(nn.Module):
-    """Layers, one after the other: the body of a scan.
+    """Layers in sequence: the body of a scan.
 
     Fields:
       layers: constructor of each layer.
@@ -89,12 +89,12 @@ class LayerGroup(nn.Module):
     def __call__(
         self, x: Float[Array, "B T M"], shared: tuple[object, ...], own: Sequence[object] | None
     ) -> tuple[Float[Array, "B T M"], list[Any]]:
-        """Return the output, and the other results by layer.
+        """Return the output of the last layer, and the second result of each layer.
 
         Args:
-          x: the input.
-          shared: further inputs of all layers.
-          own: after these, the input of each layer; None means that it is None.
+          x: the input of the first layer.
+          shared: further arguments, the same for all layers.
+          own: the last argument of each layer; None stands for None for all layers.
         """
         results = []
         for i, layer in enumerate(self.layers):

@@ -58,7 +58,7 @@ class LM(TransformerFields):
       norm: "layernorm" or "rmsnorm".
       norm_epsilon: epsilon of the norms.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
-      mlp_groups: number of groups of an MLP's hidden layer that a softmax gate weights; None means no such gate.
+      mlp_groups: see `groups` of `dcvit.models.layers.MlpBlock`.
       use_bias: attention and MLPs have biases.
       qkv_bias: initials of the projections among query, key and value that have a bias, "qkv" for Qwen2; None means as
         `use_bias` says.
@@ -66,12 +66,12 @@ class LM(TransformerFields):
       tied: the head is the embedding.
       window_pattern: "none", "1:0", "1:1", "3:1" or "7:1" local to global layers.
       window: number of tokens that a local layer attends to.
-      prefill_window: this number for rows and prompts, if it is another one when tokens are generated one by one, as
-        in the authors' PyTorch models; None means `window`.
+      prefill_window: the same for rows and prompts (T > 1), if it differs from generation token by token, as in the
+        authors' PyTorch models; None means `window`.
       end_of_text: token that ends a document. Tokens attend to their own document only, in which positions restart;
         the next document starts with the token. None: attention across documents, as in the paper.
       init_std: standard deviation of the initial kernels and embeddings.
-      out_init_std: that of the layers that write to the residual stream; None means `init_std`.
+      out_init_std: standard deviation in layers that write to the residual stream; None means `init_std`.
     """
 
     vocab_size: int
@@ -110,9 +110,9 @@ class LM(TransformerFields):
           tokens: integers below `vocab_size`.
           train: unused, because the models have no dropout.
           cache: returned by `init_cache`, for decoding. Several tokens may fill an empty cache; after that, give one
-            token at a time. The extended cache is `out["cache"]`. The number of tokens in a cache is not known while a
-            program is traced: the logits of several tokens after others, of more tokens than the cache is for, and of
-            tokens beyond the learned positions are NaN.
+            token at a time. The extended cache is `out["cache"]`. Errors cannot be raised while tracing; instead, the
+            logits are NaN for several tokens after others, for more tokens than the cache is for, and for positions
+            beyond the learned ones.
           count: with `cache`, number of real tokens of each example; the rest at its end is padding.
 
         Raises:
@@ -147,7 +147,7 @@ class LM(TransformerFields):
 
     @nn.nowrap
     def decoder(self, dtype: jnp.dtype) -> Decoder:
-        """Return the layers that the fields describe; outside of a call, their parts can be applied one by one."""
+        """Return the module of all layers; it can also be built outside of a call to apply single layers."""
         init, out_init = normal(self.init_std), normal(self.out_init_std or self.init_std)
         rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(
@@ -195,7 +195,7 @@ def check_fields(net: LM, length: int) -> None:
 
 
 def check_scaling(scaling: Sequence[float]) -> None:
-    """Raise ValueError if the numbers of a `rotary_scaling` are no scaling."""
+    """Raise ValueError if a `rotary_scaling` is invalid."""
     if len(scaling) not in (1, 4) or min(scaling) <= 0 or (len(scaling) == 4 and scaling[1] >= scaling[2]):
         raise ValueError(
             f"rotary_scaling={tuple(scaling)} should be (factor,) or (factor, low, high, context), above 0, low < high"
@@ -203,7 +203,7 @@ def check_scaling(scaling: Sequence[float]) -> None:
 
 
 class _Head(nn.Module):
-    """The head's parameter `kernel`, M×V, without its product: a chunked loss applies it to a part at a time."""
+    """The head's parameter `kernel`, M×V; the product is elsewhere, because a chunked loss computes it in parts."""
 
     vocab_size: int
     init_std: float
@@ -224,7 +224,7 @@ def unembed(hidden: Float[Array, "*B M"], kernel: Float[Array, "M V"]) -> Float[
 
 
 def head_kernel(params: Params) -> Float[Array, "M V"]:
-    """Return the head of a model's parameters, tied or not."""
+    """Return the head's kernel from a model's parameters; a tied head is the transposed embedding."""
     kernel: Array = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"].T
     return kernel
 
@@ -259,7 +259,7 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
 
 def _capacity(net: LM, layers: object) -> int:
-    """Return the number of tokens that the caches of all layers are for; local layers alone have no limit."""
+    """Return the number of tokens that fit into the caches of all layers; without global layers, there is no limit."""
     if None not in layer_windows(net)[: net.depth]:
         return MAX_TOKENS
     caches = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, Cache))

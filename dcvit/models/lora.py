@@ -1,7 +1,7 @@
 """Low-rank adaptation (LoRA; Hu et al., 2021, arXiv 2106.09685), as a transform of parameters.
 
-A matrix W is replaced by W + (alpha/rank)·A·B, with A: inputs×rank and B: rank×outputs. Only A and B are trained, and
-the parameters that are trained as a whole. These form a tree with the names of the model's parameters, in which an
+A matrix W is replaced by W + (alpha/rank)·A·B, with A: inputs×rank and B: rank×outputs. Only A and B are trained, plus
+selected parameters as a whole. Trained parameters are a tree with the names of the model's parameters, in which an
 adapted matrix has the two leaves `lora_a` and `lora_b`.
 """
 
@@ -49,7 +49,7 @@ class Adaptation:
           key: random key of A.
 
         Raises:
-          ValueError: `targets` matches nothing or a parameter that is no such matrix, or `rank` is out of range.
+          ValueError: `targets` matches nothing, or a parameter that cannot be adapted, or `rank` is out of range.
         """
         found: dict[str, Array] = {}
         adapted = 0
@@ -69,11 +69,11 @@ class Adaptation:
         return nested(found)
 
     def whole_names(self, names: Collection[str]) -> set[str]:
-        """Return the names of the parameters that are trained as a whole, among those given."""
+        """Return those of `names` that match `whole`: parameters that are trained as a whole."""
         return {name for pattern in self.whole for name in matches(pattern, names, "dont_load")}
 
     def merged(self, base: Params, trained: Params) -> Params:
-        """Return all parameters of the adapted model."""
+        """Return all parameters of the adapted model, from the base's and the trained ones."""
         changed: dict[str, Array] = by_name(trained)
 
         def value(name: str, leaf: Array) -> Array:
@@ -90,7 +90,7 @@ class Adaptation:
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
     def _sides(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
-        """Return the leading axes of a stack of matrices, and the numbers of inputs and outputs of a matrix."""
+        """Return the leading axes of a (stack of) adapted matrices, and a matrix's numbers of inputs and outputs."""
         axes = matrix_axes(name)
         if axes is None:
             raise ValueError(f"targets={self.targets!r} matches {name}, which is no projection of attention or an MLP")

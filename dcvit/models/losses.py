@@ -47,9 +47,9 @@ def token_xent(
       unembed: function from hidden states to logits.
       hidden: hidden states that predict the targets.
       targets: the tokens, below V.
-      chunk: number of positions whose logits exist at the same time, in the forward pass and, recomputed, in the
-        backward pass; on each device of the axis "context", if there is one. The B·T·V logits of a long batch may not
-        fit into memory. None: all positions.
+      chunk: number of positions whose logits are in memory at the same time, on each device of the mesh axis "context"
+        if there is one; the backward pass recomputes them. The B·T·V logits of all positions may not fit into memory.
+        None: all positions.
       z_loss: weight of the z-loss.
     """
 

@@ -13,8 +13,8 @@ import input_pipeline
 def split(pp: str) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     """Split a preprocessing string into the string for the host and a function of images B H W C for the device.
 
-    If the string ends with `value_range` (see `input_pipeline.defer_value_range`), the function applies it, with the
-    same result except for the compiler's rounding of float32. Otherwise the function returns its input.
+    If the string ends with `value_range` (see `input_pipeline.defer_value_range`), the function applies it; results may
+    differ from the host's by float32 rounding. Otherwise the function returns its input.
     """
     host, found = input_pipeline.defer_value_range(pp)
     if found is None:

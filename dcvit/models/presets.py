@@ -1,7 +1,7 @@
 """Language models of the paper by name: architectures, and sizes from Tables 3, 4 and 6.
 
-The models "DCFlash-…" are not the paper's: they are DCFormer++ with four query heads to a key head, composed query-wise
-among these four, so that the composition can be folded into any plain attention (`dcvit.dcmha.folded`).
+The models "DCFlash-…" are not in the paper: they are DCFormer++ in which four query heads share a key head, and are
+composed query-wise with each other, so that composition folds into any plain attention (`dcvit.dcmha.folded`).
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ class Projections(AttentionFields):
       rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
       rotary_base: base of the frequencies of that embedding.
       rotary_scaling: see `scaled`; None means no scaling.
-      rotary_grid: rows and columns of the patches, which are the last tokens, for a rotary embedding in two dimensions
-        (`rotate_patches`); None means one in the positions of the tokens.
+      rotary_grid: rows and columns of the patches (the last tokens), for a rotary embedding in two dimensions
+        (`rotate_patches`); None means one dimension, the positions of the tokens.
       use_bias: the four projections have biases.
-      qkv_bias: initials of the projections among query, key and value that have one; None: as `use_bias` says.
+      qkv_bias: initials of the projections among query, key and value that have a bias; None: as `use_bias` says.
       kernel_init: initializer of the four projections.
       out_init: initializer of the output projection; None means `kernel_init`.
       bias_init: initializer of the biases.
@@ -92,7 +92,7 @@ class Projections(AttentionFields):
         return self.num_heads
 
     def mapped(self, name: str, x: Float[Array, "*B H D"]) -> Float[Array, "*B H D"]:
-        """Return queries, keys or values, by their name, before norms and rotary embeddings; here as they are."""
+        """Return queries, keys or values (by `name`) unchanged; a hook for subclasses, before norms and rotation."""
         return x
 
     def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
@@ -138,7 +138,7 @@ class Projections(AttentionFields):
         return q, k, v
 
     def output(self, x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T _"]:
-        """Return the projection of all heads; its width is `width` if `out_features` is None."""
+        """Return the output projection of all heads; its width is `out_features`, or `width` if that is None."""
         kernel_init, bias_init = self.out_init or self.kernel_init, self.out_bias_init or self.bias_init
         dense = nn.DenseGeneral(
             self.out_features or width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=kernel_init,
@@ -152,8 +152,8 @@ class Projections(AttentionFields):
 class HeadDense(nn.Module):
     """Projection to H heads of D numbers, with the parameters of `nn.DenseGeneral`.
 
-    `nn.DenseGeneral` computes (..., H, D) in one product, to which TPUs give another layout than to (..., H·D): the
-    arrays are then copied before the kernels read them. Here the product and the bias have the shape (..., H·D).
+    TPUs lay out the product (..., H, D) of `nn.DenseGeneral` differently from (..., H·D), and then copy it before the
+    kernels read it. Here the product and the bias have the shape (..., H·D).
 
     Fields:
       heads, head_dim: H and D.
@@ -184,7 +184,7 @@ class HeadDense(nn.Module):
 def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[Array]]:
     """Return an initializer that draws the last two axes (H, D) as one, as `nn.DenseGeneral` does.
 
-    If `init` returns an array in a box with metadata, so does the initializer.
+    If `init` returns an array boxed with metadata (`nn.meta.AxisMetadata`), so does the initializer.
     """
 
     def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array | nn.meta.AxisMetadata[Array]:
@@ -198,7 +198,7 @@ def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[
 def flat_product(
     x: Array, kernel: Array, dimensions: jax.lax.DotDimensionNumbers, precision: PrecisionLike = None
 ) -> Array:
-    """Compute the product over heads and their numbers, (..., H, D) and (H, D, M), with H·D as one axis."""
+    """Return the product of (..., H, D) and (H, D, M) over H and D, computed with H·D as one axis."""
     if dimensions != (((x.ndim - 2, x.ndim - 1), (0, 1)), ((), ())):
         raise ValueError(f"expected a product over heads and their numbers, found {dimensions}")
     flat = x.reshape(*x.shape[:-2], -1)
@@ -206,9 +206,9 @@ def flat_product(
 
 
 def as_matrix(kernel: Array, rows: int) -> Array:
-    """Return a kernel as a matrix of so many rows.
+    """Reshape a kernel to a matrix with `rows` rows.
 
-    The barrier keeps XLA from computing the kernel's gradient in the kernel's shape, for which it copies activations.
+    The barrier keeps XLA from computing the kernel's gradient in the original shape, for which it copies activations.
     """
     matrix: Array = jax.lax.optimization_barrier(kernel.reshape(rows, -1))
     return matrix
@@ -234,8 +234,8 @@ def rotate(
 def scaled(frequencies: Float[Array, " D"], scaling: Sequence[float] | None) -> Float[Array, " D"]:
     """Return the frequencies of a rotary embedding for a context that is longer than that of earlier training.
 
-    (factor,) divides all by the factor. (factor, low, high, context), of LLaMA 3, keeps those of pairs that turn more
-    than `high` times in the earlier context, divides those that turn less than `low` times, and interpolates between.
+    (factor,) divides all by the factor. (factor, low, high, context), of LLaMA 3, keeps frequencies with more than
+    `high` periods in the earlier context, divides those with fewer than `low`, and interpolates between.
     """
     factor, *ramp = scaling or (1.0,)
     if not ramp:
@@ -249,8 +249,8 @@ def rotate_patches(x: Float[Array, "B T H D"], grid: tuple[int, int], *, width: 
     """Apply a rotary embedding in two dimensions, as DINOv3 (Siméoni et al., 2025), to the patches.
 
     The patches of a grid (rows, columns) are the last tokens; those before them are not rotated. The centers of the
-    patches have coordinates in [-1, 1] on both axes, so that the embedding fits any grid. The angles of the width/2
-    pairs, which are those of `rotate`, are 2π·y·base^(-4i/width) for the first half, and those of x for the second.
+    patches have coordinates in [-1, 1] on both axes, so that the embedding fits any grid. Of the width/2 pairs (see
+    `rotate`), the first half is rotated by the angles 2π·y·base^(-4i/width), the second half by those of x.
 
     Raises:
       ValueError: there are fewer tokens than patches.
@@ -265,7 +265,7 @@ def rotate_patches(x: Float[Array, "B T H D"], grid: tuple[int, int], *, width: 
 
 
 def _rotate_by(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[Array, "B T H D"]:
-    """Rotate the pairs of the first numbers of each head by angles, one for each pair."""
+    """Rotate the first pairs of each head's numbers, by one angle for each pair."""
     width = 2 * angles.shape[-1]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)

@@ -25,12 +25,12 @@ from dcvit.parallel.mesh import BATCH, Axis, active_mesh, divisible_axes
 
 
 class Placement(NamedTuple):
-    """Placement of a call on the active mesh.
+    """Placement of a call of attention on the active mesh.
 
     Fields:
       implementation: the implementation that each device, or the compiler, runs; None lets each device choose.
       is_mapped: the devices compute their parts under `jax.shard_map`; otherwise the compiler splits the arrays.
-      key_repeats: number of copies of each key head, so that the devices of "tensor" share them equally.
+      key_repeats: number of copies of each key head, so that the axis "tensor" divides their number.
       batch, heads: mesh axes of examples and heads.
       tokens: mesh axes of tokens; see `dcvit.models.context_attention`.
       groups: number of groups of heads on each device.
@@ -82,10 +82,10 @@ def place(call: Call, *, implementation: str | None, dropout: Dropout | None) ->
     Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
     heads of another device, tokens are split over "tensor" too, instead of the heads.
 
-    Where the tokens are not split and heads are composed with heads of another device, the compiler splits
-    "reference", which exchanges the least. If an implementation is named, or rows are long and the devices are
-    GPUs, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the
-    compiler splits the examples as their inputs are.
+    If tokens cannot be split and heads are composed with heads of another device, the compiler splits "reference",
+    which communicates the least. If an implementation is named, or rows are long and the devices are GPUs, each device
+    of the "tensor" axis computes all heads instead. On a mesh with axes of other names, examples stay split as the
+    inputs are.
     """
     mesh = active_mesh()
     if mesh is None or dropout is not None:

@@ -29,9 +29,9 @@ STACKS = {"encoderblock": "encoderblock_", "encodergroup": "encoderblock_", "gro
 
 
 def matrix_axes(name: str) -> tuple[int, int] | None:
-    """Return the numbers of the last axes of a hidden matrix that are inputs and outputs; None for other parameters.
+    """Return how many of a hidden matrix's last axes are inputs, and how many outputs; None for other parameters.
 
-    Axes before them are those of a stack of matrices.
+    Axes before these are those of a stack of matrices.
     """
     return next((axes for end, axes in MATRICES if re.fullmatch(f"(.*/)?{end}", name)), None)
 
@@ -50,7 +50,7 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     Args:
       model: the module.
       example: shape and dtype of its inputs.
-      kernels: policy by which the trace selects kernels, which do not influence the shapes.
+      kernels: policy of `dcvit.dcmha.selection` in the trace, which does not change the shapes.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
@@ -64,7 +64,7 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
 
 
 def unstack_blocks(params: Params) -> Params:
-    """Convert the parameters of a scanned model to those of an unrolled one, which are returned as they are.
+    """Convert the parameters of a scanned model to those of an unrolled one; unrolled ones are returned unchanged.
 
     Repetition r of layer i of n in the body of the scan becomes block r·n + i.
     """

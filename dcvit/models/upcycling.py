@@ -1,8 +1,8 @@
 """Upcycling: a model with plain attention becomes a composed one that computes the same function.
 
-The compositions that the model gains start as the identity, A' = A. Their up projections, gates and W_b are zero; their
-other parameters keep their initial values. The gradient of the first step reaches the zeroed parameters, and that of
-later steps reaches all: with zero as down and up projection at once it would reach neither.
+The added compositions start as the identity, A' = A: their up projections, gates and W_b are zero; their other
+parameters keep their initial values. In the first step only the zeroed parameters have nonzero gradients, later all do;
+if both down and up projection were zero, neither would ever have one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FREE_FIELDS = {
 
 
 def identity_compositions(params: Params) -> Params:
-    """Return parameters whose compositions are the identity, of unrolled or scanned layers.
+    """Return parameters, of unrolled or scanned layers, with their compositions set to the identity.
 
-    Leaves that are shapes instead of arrays are returned as they are.
+    Leaves that are shapes instead of arrays are returned unchanged.
     """
 
     def identity(name: str, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
@@ -67,7 +67,7 @@ def gained_compositions(loaded: Collection[str], model: Params, file: str) -> li
       file: name of the checkpoint in messages.
 
     Raises:
-      CheckpointError: there is none, or the model also has a QK-norm that the checkpoint lacks.
+      CheckpointError: the checkpoint lacks no composition, or the model has a QK-norm that the checkpoint lacks.
     """
     names = by_name(model)
     lacked = [name for name in names if name not in loaded]
@@ -84,7 +84,7 @@ def gained_compositions(loaded: Collection[str], model: Params, file: str) -> li
 
 
 def fields_that_change_the_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[object, object]]:
-    """Return the fields, with the values of both models, that make their functions differ besides the compositions.
+    """Return fields, with their values in both models, by which the functions differ apart from the compositions.
 
     Fields that change names or shapes of parameters are omitted.
     """

@@ -67,9 +67,9 @@ class ViT(TransformerFields):
       patch_size: height and width of a patch in pixels.
       posemb: "learn", "sincos2d" (MoCo v3's fixed embedding), or "rotary2d" (DINOv3's rotation of queries and keys by
         the place of their patch).
-      pool_type: "gap" (mean of the patches), "map" (attention pooling), "tok" (class token), "tok+gap" (both, one after
-        the other, as DINOv2's classifier), "tok+reg" (class token and first register, as the two averaged classifiers
-        of a distilled DeiT), "0" (first patch), "none".
+      pool_type: "gap" (mean of the patches), "map" (attention pooling), "tok" (class token), "tok+gap" (both
+        concatenated, as in DINOv2's classifier), "tok+reg" (class token and first register concatenated, which stand
+        for the two averaged classifiers of a distilled DeiT), "0" (first patch), "none".
       registers: number of learned tokens that precede the patches and are not pooled (Darcet et al., 2024).
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (big_vision's approximation) or "swiglu".
@@ -108,7 +108,7 @@ class ViT(TransformerFields):
     ) -> tuple[Float[Array, "..."], Outputs]:
         """Return the logits B C, and a dict of all named intermediates, in float32 from `pre_logits` on.
 
-        Without a head, the first result is the pooled features; with `pool_type="none"` it has an axis of tokens.
+        Without a head, the first result is the pooled features; with `pool_type="none"`, it has an axis of patches.
 
         Args:
           image: a batch of images.
@@ -185,7 +185,7 @@ class ViT(TransformerFields):
         return x, out
 
     def _attention(self, grid: tuple[int, int], dtype: DTypeLike) -> Callable[..., Attention]:
-        """Return a constructor of the attention of a layer, for rows and columns of patches."""
+        """Return a constructor of a layer's attention; `grid` is the numbers of rows and columns of patches."""
         attention = functools.partial(
             Attention,
             self.num_heads,
@@ -220,7 +220,7 @@ def _pool(x: Array, patches: Array, pool_type: str) -> Array:
 
 
 def check_fields(net: ViT, sides: Sequence[int]) -> None:
-    """Raise ValueError if the fields of a model are invalid or do not fit images of these sides, height and width."""
+    """Raise ValueError if a model's fields are invalid or do not fit images with `sides`, height and width."""
     check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS, qkv_bias=QKV_BIASES)
     check_not_negative(net, "rep_size", "registers", "layer_scale")
     if net.pool_type == "tok+reg" and not net.registers:
@@ -248,8 +248,8 @@ def Model(  # noqa: N802
 ) -> ViT:
     """Build the model, such as `Model(1000, variant="DCViT-S/16", rep_size=True)`; `fields` override the variant's.
 
-    `remat_policy` is big_vision's name of the field `remat`. It has the same values, and also concerns layers that are
-    not scanned.
+    `remat_policy` is big_vision's name for the field `remat`, with the same values; here it also applies to layers that
+    are not scanned.
 
     Raises:
       ValueError: the variant is unknown, with the nearest ones in the message; `heads` is unknown or contradicts a
@@ -296,7 +296,7 @@ def posemb_sincos_2d(rows: int, columns: int, width: int) -> Float[Array, "1 T M
 
 
 def resample_grid(old: Float[Array, "1 S M"], grid: tuple[int, int], new: tuple[int, int]) -> Float[Array, "1 T M"]:
-    """Interpolate the position embeddings of a grid (rows, columns) linearly, with aligned corners, to another grid."""
+    """Interpolate position embeddings from a grid (rows, columns) to another, linearly and with aligned corners."""
     table = np.asarray(old).reshape(*grid, -1)
     for axis, (before, after) in enumerate(zip(grid, new, strict=True)):
         at = np.linspace(0, before - 1, after)
@@ -308,7 +308,7 @@ def resample_grid(old: Float[Array, "1 S M"], grid: tuple[int, int], new: tuple[
 
 
 def with_grid(tensors: Tensors, grid: tuple[int, int], new: tuple[int, int]) -> Tensors:
-    """Return parameters by path with the learned position embeddings, if there are any, of another grid of patches."""
+    """Return parameters by path, with learned position embeddings (if any) interpolated to another grid of patches."""
     old = tensors.get("pos_embedding")
     if old is None or grid == new:
         return tensors
@@ -320,7 +320,7 @@ def with_grid(tensors: Tensors, grid: tuple[int, int], new: tuple[int, int]) -> 
 
 
 def _grid_sizes(*tokens: int) -> list[int]:
-    """Return the heights of square grids of positions. Raise CheckpointError if one is not square."""
+    """Return the side of each square grid with so many `tokens`. Raise CheckpointError if one is not square."""
     sizes = [math.isqrt(n) for n in tokens]
     if any(size * size != n for size, n in zip(sizes, tokens, strict=True)):
         raise CheckpointError(

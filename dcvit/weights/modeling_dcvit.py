@@ -160,14 +160,14 @@ class Composition(nn.Module):
 
 
 def pack(x: Tensor, tokens: Tensor) -> Tensor:
-    """Append numbers of tokens, B N I, to the heads of keys or values, B K N D, so that a cache holds both."""
+    """Append I numbers of each token, B N I, to its keys or values, B K N D, so that a cache holds both."""
     heads = x.shape[1]
     tokens = functional.pad(tokens, (0, -tokens.shape[-1] % heads))
     return torch.cat([x, tokens.unflatten(-1, (heads, -1)).transpose(1, 2).to(x.dtype)], dim=-1)
 
 
 def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
-    """Return what `pack` put together."""
+    """Invert `pack`: return the keys or values, B K N D, and the numbers, B N I."""
     return x[..., :head_dim], x[..., head_dim:].transpose(1, 2).flatten(2)[..., :numbers]
 
 
@@ -472,7 +472,7 @@ class DCViTBody(DCModel):
         return torch.cat([first, last], dim=-1) if "+" in kind else first
 
     def _places(self, x: Tensor) -> Tensor:
-        """Return 2π times the places of the patches, in [-1, 1] on both axes, after zeros for other tokens."""
+        """Return 2π times the places (y, x) of the patches, in [-1, 1]; the tokens before them have zeros."""
         centers = [2 * math.pi * ((2 * torch.arange(n, device=x.device) + 1) / n - 1) for n in self.grid]
         y_x = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)
         return functional.pad(y_x, (0, 0, x.shape[1] - len(y_x), 0))[None]
