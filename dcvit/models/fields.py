@@ -100,8 +100,8 @@ class TransformerFields(AttentionFields, kw_only=True):
       num_key_heads: K, for grouped-query attention; None means `num_heads`.
       heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names in
         `SETTINGS` by the fields that they stand for; in a built model it is one of `VARIANTS`, or None.
-      compose_layers: indices of the layers that compose, from 0; negative ones count from the end. The others have plain
-        attention. None means all layers.
+      compose_layers: indices of the layers that compose, from 0; negative ones count from the end. The others have
+        plain attention. None means all layers.
       scan: scan over one layer, or a group of layers, instead of unrolling all: compiles faster, same result. See
         `scan_layout`.
       remat: what the backward pass recomputes: "none", "attention" (arrays as large as T×T), "dots" (everything but

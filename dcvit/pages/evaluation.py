@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: rows of results, the CSV file that collects them, and the report."""
+"""Evaluation of a checkpoint: rows of results, the CSV file to which they are appended, and the report."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
         the report is not written.
 
     Returns:
-      The rows of all evaluators with the same keys: `COLUMNS` and the columns of the evaluators. `step` is None for a
-      checkpoint without a step, and so is a value that an evaluator does not have. Also the report as HTML, which is
-      empty without `report` and in all processes except the first.
+      The rows of all evaluators with the same keys, `COLUMNS` and the columns of all evaluators; values that do not
+      exist, such as the step of a checkpoint without one, are None. And the report as HTML, which is empty without
+      `report` and in all processes except the first.
 
     Raises:
       ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be

@@ -1,4 +1,4 @@
-"""Explorer of a model's composed heads: runs models on inputs and writes the page of `dcvit.pages.explorer`."""
+"""Explorer of a model's composed heads: runs models on inputs, and makes the page of `dcvit.pages.explorer`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Options(NamedTuple):
     """The contents of the page.
 
     Fields:
-      layers: numbers of the layers to show; None means all. Negative ones count from the last.
+      layers: indices of the layers to show; negative ones count from the end. None means all.
       data: name of an evaluator of the config, over whose data averages are computed; None omits them.
-      limit: the largest number of examples of these averages.
+      limit: the largest number of examples in these averages.
       length: the largest number of tokens of a text.
       ablate: compute predictions after ablations.
     """
@@ -104,7 +104,7 @@ Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any 
 
 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
-    """Return the layers of a model that are shown. Raise ConfigError if there are none."""
+    """Return the indices, from 0, of a model's layers to show. Raise ConfigError if there are none."""
     module = model.module
     if module.heads in VARIANTS:
         raise ConfigError(f"{model.source} has heads={module.heads!r}: expected plain attention or compositions")
@@ -120,7 +120,7 @@ def _layers(model: LoadedModel, options: Options) -> list[int]:
 def _check_size(
     models: Sequence[LoadedModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
 ) -> None:
-    """Raise ConfigError if the page of inputs with these numbers of tokens would be too large."""
+    """Raise ConfigError if the page, of inputs with `lengths` tokens, would be too large."""
     size = 0
     for model, tokens, shown in zip(models, lengths, layers, strict=True):
         module, longest = model.module, max(tokens, default=0)
@@ -210,7 +210,7 @@ def _facts(model: LoadedModel) -> str:
 
 
 def _averages(model: LoadedModel, data: str, limit: int) -> Json:
-    """Return the averages over the data of an evaluator as JSON data."""
+    """Return the averages of `dcvit.interpret.lending` over an evaluator's data, as JSON data."""
     if model.open_evaluators is None:
         raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
     evaluators = model.open_evaluators()

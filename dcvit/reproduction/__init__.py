@@ -1,1 +1,1 @@
-"""Tables and figures of the paper, computed at the size of a desk or listed as commands for a cluster."""
+"""Tables and figures of the paper: small versions computed on one machine (scale "desk"), or commands for a cluster."""

@@ -13,7 +13,7 @@ from dcvit.reproduction.tables import Chart, Row, Table
 
 
 class Arm(NamedTuple):
-    """The fields in which a model differs from the others, and the paper's perplexity."""
+    """An ablated model: the fields in which it differs from the others, and its perplexity in the paper."""
 
     fields: Mapping[str, object]
     paper: float
@@ -49,7 +49,7 @@ CLAIMS = (
 
 
 def ablations(folder: Path) -> Group:
-    """Return the models of Table 9."""
+    """Return the group of models of Table 9."""
     return arms.language_models(folder, {name: arm.fields for name, arm in ARMS.items()})
 
 
@@ -74,7 +74,7 @@ def table9(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def ordered_pairs(arms: Mapping[str, Arm], found: Comparison) -> tuple[int, int]:
-    """Return how many pairs of arms with different values in the paper have the same order here, and their number."""
+    """Return (n, count): of `count` pairs of arms with different values in the paper, n have the same order here."""
     known = [(arm.paper, found.at_steps.means[name].mean) for name, arm in arms.items()]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[:i] if a[0] != b[0]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
@@ -89,7 +89,7 @@ PAPER = {PLAIN: (65.2, 79.8), COMPOSED: (68.0, 80.1)}
 
 
 def vits(folder: Path, data: str) -> Group:
-    """Return the ViT and the DCViT of a stand-in."""
+    """Return the group of the ViT and the DCViT on `data`, a stand-in for ImageNet-1k."""
 
     def run(name: str, folder: Path, steps: int) -> Run:
         return Run(folder, f"{STAND_INS[data]}:attention={ATTENTION[name]}", {"total_steps": steps}, IMAGE_METRIC)
@@ -124,7 +124,7 @@ def table8(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def _row8(found: Comparison, data: str, name: str, steps: int | None) -> Row:
-    """Return the row of a model on a stand-in, at equal time if `steps` is None."""
+    """Return the row of a model on the stand-in `data`, after equal steps or, if `steps` is None, at equal time."""
     measured, (early, late) = (found.at_time, (None, None)) if steps is None else (found.at_steps, PAPER[name])
     top1, difference = measured.means[name], measured.differences[name]
     return {

@@ -1,8 +1,8 @@
-"""Comparison of arms: models that differ in some fields of one config, trained with the same seeds.
+"""Comparison of arms: models that differ in a few fields of one config, trained with the same seeds.
 
 Every arm is trained twice: for the same number of steps, in FOLDER/ARM/seedN, and for the time that the first arm
-takes, in FOLDER/ARM=time/seedN. A run at equal time has its own number of steps, from the times of a step, and the
-complete schedule of the learning rate over them.
+takes, in FOLDER/ARM=time/seedN. The number of steps of a run at equal time follows from the measured times of a step;
+its learning rate has a complete schedule over these steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values = Mapping[int, Mapping[str, float]]  # by seed and name
 
 
 class Mean(NamedTuple):
-    """The mean over seeds, and half the width of its 95 % interval, None for one seed."""
+    """The mean over seeds, and half the width of its 95 % confidence interval, which is None for one seed."""
 
     mean: float
     interval: float | None
@@ -36,8 +36,8 @@ class Group:
     Fields:
       folder: the folder of the arms' folders.
       arms: the names of the arms.
-      run: the run of an arm in a folder, for a number of steps.
-      timed: the steps of the configs whose training step is timed.
+      run: function (arm, folder, steps) -> the `Run` of an arm.
+      timed: number of steps in the configs whose training step is timed.
     """
 
     folder: Path
@@ -46,12 +46,12 @@ class Group:
     timed: int
 
     def times(self) -> StepTimes:
-        """Return the times of a step of all arms, measured when they are first needed."""
+        """Return the time of a training step of each arm, measured on the first call and stored in the folder."""
         timed = self._runs(dict.fromkeys(self.arms, self.timed))
         return speeds.step_times({name: (run.spec, run.words(0)) for name, run in timed.items()}, self.folder)
 
     def steps_at_equal_time(self, steps: int) -> dict[str, int]:
-        """Return the steps of each arm that take as long as `steps` steps of the first arm."""
+        """Return, for each arm, the number of steps that take as long as `steps` steps of the first arm."""
         ms = self.times().ms
         return {name: max(1, round(steps * ms[self.arms[0]] / ms[name])) for name in self.arms}
 
@@ -66,7 +66,7 @@ class Group:
         return {**found, **self._runs({name: count for name, count in counts.items() if count == steps})}
 
     def plan(self, steps: int) -> list[Run]:
-        """Return all runs, those at equal steps and at equal time of each arm in turn, each once."""
+        """Return the runs of all arms without duplicates: of each arm the one at equal steps, then at equal time."""
         timed = self.at_equal_time(steps)
         both = [run for name, run in self.at_equal_steps(steps).items() for run in (run, timed[name])]
         return [*{run.folder: run for run in both}.values()]
@@ -77,7 +77,7 @@ class Group:
 
 
 class Measured(NamedTuple):
-    """The final metric of some arms.
+    """The metric of several arms at the end of training.
 
     Fields:
       values: the metric by seed and arm.
@@ -96,10 +96,10 @@ class Comparison(NamedTuple):
     Fields:
       seeds: the seeds, the same for all arms.
       at_steps: the metric after equal steps.
-      at_time: the metric of the runs that take as long as those of the first arm, with differences to that arm.
-      steps: the steps of these runs.
-      times: the time of a step.
-      parameters: their number.
+      at_time: the metric after equal time, that of the first arm's runs.
+      steps: the number of steps of the runs at equal time, by arm.
+      times: the time of a step, by arm.
+      parameters: the number of parameters, by arm.
     """
 
     seeds: Sequence[int]
@@ -118,7 +118,7 @@ class Claim(NamedTuple):
     worse: str
 
     def verdict(self, found: Comparison) -> str:
-        """Return "holds", "does not hold" or "undecided", by the interval of the difference of paired seeds."""
+        """Return "holds", "does not hold" or "undecided", from the confidence interval of the paired difference."""
         return decision(over_seeds(differences(found.at_steps.values, self.worse))[self.better])
 
 
@@ -146,7 +146,7 @@ def compare(group: Group, seeds: Sequence[int], steps: int, scale: int = 1) -> C
 
 
 def over_seeds(values: Values) -> dict[str, Mean]:
-    """Return the mean of each name over the seeds, with Student's t interval."""
+    """Return, for each name, the mean over seeds with Student's t interval, from values by seed and name."""
     return {
         str(row["metric"]): Mean(cast(float, row["mean"]), cast("float | None", row["± 95 %"]))
         for row in summarize(values)
@@ -154,7 +154,7 @@ def over_seeds(values: Values) -> dict[str, Mean]:
 
 
 def differences(values: Values, first: str) -> dict[int, dict[str, float]]:
-    """Return the difference of each value to that of the name `first` with the same seed."""
+    """Return, by seed and name, the difference of each value to the value of `first` with the same seed."""
     return {seed: {name: value - each[first] for name, value in each.items()} for seed, each in values.items()}
 
 
@@ -164,7 +164,7 @@ def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
     Args:
       difference: the mean difference; a single seed, which has no interval, decides nothing.
       lower: the statement is that the difference is below 0, not above.
-      decimals: of the numbers in the text.
+      decimals: number of decimals in the text.
     """
     rounded = Mean(round(difference.mean, decimals) + 0.0, difference.interval)  # no negative zero
     words = {"gain": "holds", "loss": "does not hold", "not shown": "undecided"}[verdict(rounded, lower=lower)]
@@ -173,7 +173,7 @@ def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
 
 
 def verdict(difference: Mean, *, lower: bool, least: float = 0) -> str:
-    """Return "gain", "loss" or "not shown" for a difference; one seed shows nothing.
+    """Return "gain", "loss" or "not shown" for a difference; for one seed always "not shown".
 
     Args:
       difference: the mean difference, with its interval.
@@ -193,7 +193,7 @@ MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
 
 
 def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> Group:
-    """Return a group of language models, given by the fields in which they differ from `MODEL`."""
+    """Return a group of language models; `arms` gives the fields in which each differs from `MODEL`."""
 
     def run(name: str, folder: Path, steps: int) -> Run:
         return language_model_run(folder, {**MODEL, **arms[name]}, steps)
@@ -202,19 +202,19 @@ def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> G
 
 
 def language_model_run(folder: Path, fields: Mapping[str, object], steps: int) -> Run:
-    """Return the run of a language model with these fields."""
+    """Return the run of a language model that has `fields` in addition to `MODEL`."""
     overrides: dict[str, object] = {f"model.{key}": value for key, value in fields.items()}
     overrides |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
     return Run(folder, f"lm_stdlib:steps={steps}", overrides, METRIC)
 
 
 def language_model(fields: Mapping[str, Any]) -> lm.LM:
-    """Return the language model of bytes with these fields."""
+    """Return the language model (of bytes) that has `fields` in addition to `MODEL`."""
     return lm.Model(VOCABULARY, **{**fields, "context": CONTEXT})
 
 
 def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
-    """Return the measurements of a language model, with further columns."""
+    """Return the table row of a language model: its measurements, and the further columns `more`."""
     at_steps, at_time = found.at_steps, found.at_time
     return {
         "config": name, "parameters": found.parameters[name], "bits per byte": at_steps.means[name].mean,
@@ -226,7 +226,7 @@ def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
 
 
 def about(found: Comparison, steps: int, first: str = "the first row") -> str:
-    """Return the settings of the runs as a note; `first` is what the others are compared with."""
+    """Return a note with the settings of the runs; `first` names the arm with which others are compared."""
     size = ", ".join(f"{key} {value}" for key, value in MODEL.items())
     return (
         f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{CONTEXT} bytes of Python's standard "

@@ -1,4 +1,4 @@
-"""Every table and figure of the paper, with what each scale computes, and the functions that do."""
+"""Catalog of the paper's tables and figures: for each, what the scales "desk" and "full" compute, and the function."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NOTHING = "nothing to compute"
 
 
 class Trained(NamedTuple):
-    """A desk computation that trains models first.
+    """A computation of scale "desk" that trains models first.
 
     Fields:
-      plan: from the folder of the runs and the steps to the runs.
-      table: from the folder, the seeds and the steps to the table of complete runs.
-      steps: the steps by default.
+      plan: function (folder of the runs, steps) -> the runs to train.
+      table: function (folder, seeds, steps) -> the table of complete runs.
+      steps: the default number of steps.
       folder: the name of the folder of the runs, which entries may share.
     """
 
@@ -64,12 +64,12 @@ class Entry(NamedTuple):
 
 
 def on_tasks(table: Callable[[Path, Sequence[int], int], Table]) -> Trained:
-    """Return the computation of a table of the models of table5."""
+    """Return the computation of a table of the models that Table 5 trains."""
     return Trained(in_context.plan, table, in_context.STEPS, "in_context")
 
 
 def scaled(name: str) -> Trained:
-    """Return the computation of a figure of scaling curves."""
+    """Return the computation of a figure with scaling curves."""
     return Trained(
         functools.partial(scaling.plan, name), functools.partial(scaling.table, name), scaling.STEPS, name
     )  # fmt: skip
@@ -83,7 +83,7 @@ def unpublished(title: str, desk: str, compute: Trained | images.Experiment | eq
 
 
 def at_equal_time(title: str, stage: equal_time.Stage) -> Entry:
-    """Return the entry of a comparison of forms at equal time."""
+    """Return the entry of a comparison at equal training time, a `Stage` of `dcvit.reproduction.equal_time`."""
     kind = "ViTs" if stage.spec.startswith("vit") else "small language models"
     return unpublished(title, f"{len(stage.forms)} {kind}, trained for the same time", stage)
 
@@ -188,7 +188,7 @@ ENTRIES = {
 
 
 def listing() -> list[str]:
-    """Return lines with the entries and what each scale computes."""
+    """Return a line for each entry: its name, its title and what each scale computes."""
     lines, width = [], max(map(len, ENTRIES)) + 2
     for name, entry in ENTRIES.items():
         lines += [f"{name:{width}}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
@@ -212,10 +212,10 @@ def reproduce(
     Args:
       name: a name in `ENTRIES`.
       scale: "desk" or "full".
-      out: the folder of the files; the runs of training are in its folder `runs`.
-      train: trains a model.
+      out: the folder of the files; training runs are in its subfolder `runs`.
+      train: function that trains a model.
       seeds: seeds of the runs.
-      steps: steps of a run, of the largest model if they differ; None means those of the entry.
+      steps: steps of a run, of the largest model if they differ; None means the entry's default.
 
     Returns:
       The exit status, and the table unless a run failed.

@@ -1,6 +1,6 @@
-"""Figures 5, 7 and 8: diversity of heads, and compositions at an answer that only the composed model finds.
+"""Figures 5, 7 and 8: diversity of heads, and compositions where only the composed model gives the right answer.
 
-The models are those that the in-context tasks have trained (`dcvit.reproduction.in_context`).
+The models are those of the in-context tasks (`dcvit.reproduction.in_context`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL = "all"  # the sum of the terms of a map
 
 
 class Case(NamedTuple):
-    """A validation example with the composed model's arrays.
+    """A validation example that only the composed model answers correctly, with the composed model's arrays.
 
     Fields:
       seed: the seed of both models.
@@ -72,7 +72,7 @@ def find_case(runs: Path, seeds: Sequence[int]) -> Case:
 
 
 def evaluated(trained: TrainedModel) -> Evaluator:
-    """Return the evaluator of the validation data after its run, whose answers are in the order of the data."""
+    """Run the evaluator of the validation data, and return it; it keeps the answers in the order of the data."""
     mesh, strategy, evaluators = trained.evaluators()
     evaluator: Evaluator = evaluators["validation"]
     evaluator.run(trained.params(evaluator.example, mesh, strategy))
@@ -94,14 +94,14 @@ def _case(seed: int, shots: int, example: Example, trained: dict[str, TrainedMod
 
 
 def largest_key(case: Case, layer: int) -> tuple[int, int]:
-    """Return the head and the key with the largest composed weight of the query in a layer."""
+    """Return (head, key) of the largest composed attention weight of the query in a layer."""
     weights = np.asarray(case.arrays[f"block{layer:02d}/composed_weights"][0, :, -1])
     head, key = np.unravel_index(np.argmax(weights), weights.shape)
     return int(head), int(key)
 
 
 def terms_of(case: Case, layer: int, where: str, key: int) -> dict[str, np.ndarray]:
-    """Return the map of the query and a key, split into the terms of Eqn 7, with their sum as "all"."""
+    """Return the H×H map of the query and a key by the terms of Eqn 7, with their sum under the name "all"."""
     weights = compose_weights_of(case.arrays, layer, where)
     assert weights is not None
     terms = pair_terms(weights, len(case.words) - 1, key, groups=case.model.groups)
@@ -110,12 +110,12 @@ def terms_of(case: Case, layer: int, where: str, key: int) -> dict[str, np.ndarr
 
 
 def head_columns(case: Case) -> list[str]:
-    """Return the columns of the heads."""
+    """Return the names of the table columns, one for each head."""
     return [f"head {head}" for head in range(case.model.num_heads)]
 
 
 def by_head(case: Case, values: Float[np.ndarray, " H"]) -> dict[str, float]:
-    """Return a number for each head by its column."""
+    """Return the values of the heads by the names of their columns."""
     return dict(zip(head_columns(case), map(float, values), strict=True))
 
 
@@ -242,7 +242,7 @@ def components(curve: Float64[np.ndarray, " N"], share: float) -> int:
 
 
 def figure5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the curves of both models, mean over layers and seeds.
+    """Return the table with the curves of captured variance (`curves`) of both models, mean over layers and seeds.
 
     Raises:
       ConfigError: a run is not complete, or the runs of a model differ in more than their seed.

@@ -1,4 +1,4 @@
-"""Costs of models that need no training: operations, parameters and cache; Tables 2, 7 and 10, which count them."""
+"""Costs of models that are counted without training: operations, parameters and cache (Tables 2, 7 and 10)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parameters(net: nn.Module) -> int:
 
 
 def cache_per_token(net: lm.LM, context: int) -> float:
-    """Return the numbers in the cache of a full context, over all layers, divided by its tokens."""
+    """Return how many numbers the KV cache stores per token of a full context, summed over all layers."""
     cache = jax.eval_shape(functools.partial(lm.init_cache, net, 1, context))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(cache["layers"])) / context
 
@@ -74,7 +74,7 @@ def extra_operations(head_dim: int, rho: float, rank: int = RANK) -> float:
 
 
 def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
-    """Return layers of a model of the paper, all global, with a small vocabulary."""
+    """Return a model with `depth` layers of the paper's `size`, without windows and with a vocabulary of two tokens."""
     preset, shape = f"{'DCFormer' if composed else 'Transformer'}-{size}", {}
     if size == "6.9B":  # GPT-3's architecture, as Appendix E assumes, in a size that only LLaMA's has
         large = lm.Model(2, preset=f"Transformer++-{size}")
@@ -84,7 +84,7 @@ def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
 
 
 def table2() -> Table:
-    """Return Table 2; percentages of a layer, without embeddings."""
+    """Return Table 2: additional parameters and operations of composition, in percent of a layer without embeddings."""
     rows: list[Row] = []
     for size, length, paper_parameters, paper_operations in TABLE_2:
         plain, composed = ([one_layer(size, c, depth) for depth in (1, 2)] for c in (False, True))
@@ -115,13 +115,13 @@ def table2() -> Table:
 
 
 def _extra(plain: Sequence[lm.LM], composed: Sequence[lm.LM], count: Callable[[lm.LM], float]) -> float:
-    """Return the percentage that a composed layer has more, from models of one layer and of two; other parts cancel."""
+    """Return how many percent more a composed layer has; a layer has the difference of two layers' `count` and one's."""
     without, with_one = (count(two) - count(one) for one, two in (plain, composed))
     return 100 * (with_one / without - 1)
 
 
 def _all_pairs(net: lm.LM, length: int) -> float:
-    """Return the operations of a row in which every token attends to all: those of visible pairs, and the rest."""
+    """Return the operations for one row if every token attended to all tokens, instead of the visible pairs alone."""
     pairs = length * (length + 1) // 2
     longer = [flops.lm_flops(net, n) for n in (length, length + 1, length + 2)]
     each = longer[2] - 2 * longer[1] + longer[0]  # the second difference: the cost of one pair
@@ -133,7 +133,7 @@ TABLE_7 = {"ViT-S/16": (22, 1.0), "DCViT-S/16": (22, 1.03), "ViT-M/16": (39, 1.7
 
 
 def table7() -> Table:
-    """Return the shapes, parameters and operations of the paper's models, counted."""
+    """Return Table 7: the shapes, parameters and operations of the paper's models, counted."""
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     nets = {name: cast(ViT, make_model(load(f"vit_i1k:variant={name}"))) for name in TABLE_7}
     counts = [sum(leaf.size for leaf in jax.tree.leaves(param_shapes(net, image))) for net in nets.values()]

@@ -1,8 +1,8 @@
-"""Table 4: downstream tasks of Pythia and DCPythia. At desk scale the largest models of Figure 4 and local tasks.
+"""Table 4: downstream tasks of Pythia and DCPythia. Scale "desk" has the largest models of Figure 4 and local tasks.
 
 lm-evaluation-harness scores the tasks, and downloads nothing. They are generated from held-out files of the embedded
-text, in the form of two of the paper's: LAMBADA, a word that the text before it has already, and HellaSwag, the
-continuation of a text among lines of other files. A question fits in a model's context of bytes.
+text, in the form of two of the paper's tasks: LAMBADA (predict a word that occurs earlier in the text) and HellaSwag
+(choose the continuation of a text among lines of other files). A question fits in a model's context of bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def held_out_files() -> list[str]:
 
 
 def clozes(text: str, length: int) -> list[Question]:
-    """Return a question for each word, the `target`, that its `context` has already.
+    """Return a question for each word (`target`) that occurs earlier in the text before it (`context`).
 
     A target begins with a space. Both together have at most `length` bytes.
     """
@@ -54,7 +54,7 @@ def clozes(text: str, length: int) -> list[Question]:
 
 
 def line_starts(text: str) -> dict[int, str]:
-    """Return the start of each line that can be a choice, by its number: a line of some letters that follows another.
+    """Return the starts of lines that can be a choice, by line number: lines with several letters after another line.
 
     A start has the line break before it and `LONGEST_LINE` characters in all. Text with other characters than ASCII has
     no such lines.
@@ -149,7 +149,7 @@ def models(folder: Path, steps: int) -> dict[str, Run]:
 def measured(workdir: Path, tasks: Path) -> dict[str, float]:
     """Return the harness's results of a run by "TASK METRIC"; they are stored in the workdir.
 
-    The perplexity is that of a target, and its log2 the mean bits of one.
+    The perplexity is per target; its log2 is the mean number of bits of a target.
 
     Raises:
       ConfigError: see `dcvit.reproduction.seeded.stored`.
@@ -204,7 +204,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def _measures(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the measures of one seed, in percent if they are accuracies, by "FAMILY MEASURE" and as differences."""
+    """Return the measures of one seed by "FAMILY MEASURE", accuracies in percent, and their differences."""
     values: dict[str, float] = {}
     for measure, (metrics, _) in MEASURES.items():
         scale = 100 if "%" in measure else 1

@@ -1,14 +1,16 @@
 """Search for the cheapest composition that improves plain attention at equal time.
 
+A form is the attention of a model, plain or composed in some way. The stages of the search are:
+
 `forms`: plain attention, and forms of composition in all layers.
-`layers`: plain attention and some of these forms, in all layers and in some.
+`layers`: plain attention and some forms of composition, each in all layers and in some layers.
 `tasks`: plain and composed attention on generated in-context tasks.
-`tasks_confirmed`: the forms that gained there, with new seeds, and a plain form with more parameters than any of them.
+`tasks_confirmed`: the forms that gained in `tasks`, with new seeds, and a plain model with more parameters than they.
 `equal_time_text`: plain and folded attention on text with AdamW.
 `equal_time_scenes`, `equal_time_digits`, `equal_time_photographs`: ViTs on the images of `dcvit.reproduction.images`.
 
-A stage trains every form for the time that its first form, plain attention, takes for a number of steps: a form has its
-own number of steps and a complete schedule of the learning rate over them. The models of text are those of
+A stage trains every form for the time that its first form, plain attention, takes for a number of steps. Each form has
+its own number of steps, and a complete learning rate schedule over them. Models of text are those of
 configs/lm_stdlib.py with size=small, whose heads are as wide as those of larger models.
 """
 
@@ -91,7 +93,7 @@ class Measure(NamedTuple):
     Fields:
       metric: "EVALUATOR/METRIC" of a run.
       column: its name in the table.
-      scale: a factor of its values.
+      scale: factor that multiplies the metric.
       lower: lower values are better.
     """
 
@@ -110,19 +112,19 @@ class Stage:
     """A comparison of forms at equal time.
 
     Fields:
-      name: of the entry, its files and the folder of its runs.
-      title: of the table.
-      forms: the fields of the model of each form; the first is `mha`, and forms with `compose=None` are plain.
-      steps: those of the first form.
-      limit: forms whose step takes longer than this multiple of that of the first form are timed and not trained.
+      name: name of the entry, its files and the folder of its runs.
+      title: title of the table.
+      forms: the model's fields by form; the first form is `mha`, and forms with `compose=None` are plain.
+      steps: number of steps of the first form.
+      limit: forms whose step takes more than `limit` times as long as the first form's are timed and not trained.
       spec: the config of all forms.
       shared: overrides of all forms.
       measure: what is compared.
       optimizer: a name in `OPTIMIZERS`.
       lr: the learning rate.
-      own_lr: the learning rates of forms that learn better with another.
-      of_compositions: multiplier of the learning rate of the parameters of compositions.
-      first_seed: of the training; added to the seeds of the workdirs, so that stages use different ones.
+      own_lr: learning rates of forms that learn better with another one than `lr`.
+      of_compositions: factor of the learning rate of the compositions' parameters.
+      first_seed: added to the seeds of the workdirs, so that stages train with different seeds.
     """
 
     name: str
@@ -190,7 +192,7 @@ class Stage:
         return Group(folder, [*self.forms], run, timed=1)
 
     def _costly(self, folder: Path) -> dict[str, float]:
-        """Return the forms that are not trained, each with the time of its step relative to that of the first form."""
+        """Return the forms that are not trained, with their time of a step relative to the first form's."""
         ms = self._group(folder).times().ms
         return {form: time / ms["mha"] for form, time in ms.items() if time > self.limit * ms["mha"]}
 
@@ -230,7 +232,7 @@ TEXT = Stage(
 
 
 def on_images(experiment: images.Experiment, pair: str, forms: Mapping[str, Fields], lr: float) -> Stage:
-    """Return the comparison at equal time of ViTs of a pair of an experiment, with the learning rate `lr`."""
+    """Return the stage that compares forms of the ViTs of an experiment's `pair`, with the learning rate `lr`."""
     shared = {**experiment.overrides, **{f"model.{key}": value for key, value in experiment.pairs[pair].items()}}
     name = f"equal_time_{experiment.name.removeprefix('image_')}"
     measure = Measure(experiment.metric, "top-1 %", 100, lower=False)

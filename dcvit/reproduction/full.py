@@ -1,4 +1,4 @@
-"""The runs of the paper at full size: commands, slices, and hours by estimate. Nothing is launched."""
+"""The runs of the paper at full size: commands, TPU slices and estimated hours. Nothing is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES_3 = ("405M", "834M", "1.4B")
 
 
 def ablated(fields: Mapping[str, object]) -> tuple[str, str]:
-    """Return the config and the overrides of an arm of Table 9; the preset of a composed model has compose="both"."""
+    """Return the config and its overrides for an arm of Table 9 with `fields`; the preset has compose="both"."""
     if fields["compose"] is None:
         return "lm_pile:preset=Transformer++-405M", ""
     words = (f"--config.model.{key}={value}" for key, value in fields.items() if value != "both")
@@ -78,7 +78,7 @@ def table(name: str) -> Table:
 
 
 def _row(run: str, spec: str, overrides: str, by_model: Mapping[str, tuple[str, str]]) -> Row:
-    """Return a run with its command and its estimate."""
+    """Return the table row of a run: its command and its estimate."""
     recommended_spec, pod = by_model[spec.split(",")[0]]
     images = spec.startswith("vit")
     parts = "" if images else f",{recommended_spec.split(',')[1]},data=DATA"

@@ -3,10 +3,10 @@
 `heads`: the names of `dcvit.models.head_settings` are trained on embedded text, as `dcvit.reproduction.arms` describes,
 and on the generated tasks of `configs/lm_synthetic.py`, in FOLDER/NAME=synthetic/seedN.
 
-`key_heads`: what is kept if heads compose only inside the groups of a key head. For 1, 2 and 4 key heads, the eight
-heads of a small language model do not compose, compose query-wise inside the groups of a key head (DCFlash, which plain
-attention computes), query-wise all together, or completely. With one key head, the second and the third are the same. A
-ViT with two key heads has the same four arms.
+`key_heads`: how much of the gain remains if heads compose only with heads of the same key head. A small language model
+with eight heads and 1, 2 or 4 key heads has four arms: plain; composed query-wise inside the group of each key head
+(DCFlash, which plain attention computes); composed query-wise among all heads; and completely composed. With one key
+head, the second and the third are equal. A ViT with two key heads has the same four arms.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def task_runs(folder: Path, steps: int) -> dict[str, Run]:
 
 
 def steps_of(steps: int, at_default: int) -> int:
-    """Return the steps of a run for those of a language model, in proportion to `at_default` for `arms.STEPS`."""
+    """Return `at_default`, the steps of a run when language models have `arms.STEPS`, scaled to their `steps`."""
     return max(1, round(steps * at_default / arms.STEPS))
 
 
@@ -105,12 +105,12 @@ def tpu_seconds(path: Path) -> dict[str, float]:
 
 
 def model_of(name: str) -> lm.LM:
-    """Return the language model of a name."""
+    """Return the language model with the cross-head attention `name` of `dcvit.models.head_settings`."""
     return arms.language_model({**arms.MODEL, **ARMS[name]})
 
 
 def is_flash(net: lm.LM) -> bool:
-    """Return True if any fused plain attention computes the scores and weights of a model."""
+    """Return True if any fused implementation of plain attention (flash attention) can compute a model's attention."""
     if net.heads is not None:
         return net.heads != "diff"
     return net.compose is None or net.composition().foldable(net.num_key_heads or net.num_heads)
@@ -123,7 +123,7 @@ IMAGE_STEPS = 1500  # for `arms.STEPS` steps of a language model
 
 
 def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
-    """Return the fields of the attention of each composition."""
+    """Return the model fields of the four arms for a number of key heads, by the arm's name."""
     found: dict[str, dict[str, object]] = {
         PLAIN: {"compose": None},
         FOLDED: {"compose": "both", "branches": "q", "groups": key_heads},
@@ -136,13 +136,13 @@ def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
 
 
 def key_head_models(folder: Path, key_heads: int) -> Group:
-    """Return the language models with a number of key heads; the first one does not compose."""
+    """Return the group of language models with a number of key heads; the first is plain."""
     fields = {f"K={key_heads} {name}": each for name, each in fields_of(key_heads).items()}
     return arms.language_models(folder / f"K={key_heads}", fields)
 
 
 def key_head_vits(folder: Path) -> Group:
-    """Return the ViTs."""
+    """Return the group of ViTs with two key heads."""
     compositions = fields_of(IMAGE_KEY_HEADS)
 
     def run(name: str, folder: Path, steps: int) -> Run:

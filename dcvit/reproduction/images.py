@@ -31,15 +31,15 @@ class Experiment:
     """Pairs of models on one dataset.
 
     Fields:
-      name: of the entry, its files and the folder of its runs.
-      title: of the table.
+      name: name of the entry, its files and the folder of its runs.
+      title: title of the table.
       spec: the config.
-      overrides: values that all models share.
-      pairs: for each pair, the fields of the model that both share.
+      overrides: config values of all models.
+      pairs: for each pair, the model fields of both its models.
       arms: the fields of the two models of a pair; the difference is the second's measure minus the first's.
       metric: "EVALUATOR/METRIC", a fraction of correct answers.
-      steps: of a run.
-      about: the data and the models in a sentence.
+      steps: number of steps of a run.
+      about: a sentence about the data and the models.
     """
 
     name: str

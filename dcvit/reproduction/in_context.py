@@ -1,7 +1,7 @@
-"""Tables 5 and 11 and Figure 6: generated in-context tasks, and small models that solve them by number of shots.
+"""Tables 5 and 11 and Figure 6: generated in-context tasks, and the accuracy of small models by number of shots.
 
-The tasks are those of `input_pipeline.text.synthetic_tasks`, not the authors' file, which can be scored with any model
-(docs/composed_tasks.md).
+The tasks are those of `input_pipeline.text.synthetic_tasks`, not the authors' file, with which any model can be
+evaluated (docs/composed_tasks.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW and Muon with plain and composed attention, at four learning rates: a comparison that is not in the paper.
 
-The models are those of `dcvit.reproduction.arms` on embedded text. Every learning rate is in the table, because the
-two optimizers need not agree on the best one.
+The models are those of `dcvit.reproduction.arms` on embedded text. The table has all learning rates, because the best
+one may differ between optimizers.
 """
 
 from __future__ import annotations

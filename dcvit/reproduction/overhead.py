@@ -1,4 +1,4 @@
-"""Table 6: training and inference overhead, as bounds of the paper's models and as measured speed of small ones."""
+"""Table 6: training and inference overhead: bounds for the paper's models, and the measured speed of small models."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def row_of(
     case: str, unit: str, plain: float, composed: float, paper: float | None,
     measured: tuple[float, str] | None = None,
 ) -> Row:  # fmt: skip
-    """Return a row. `plain` and `composed` are in `unit`, and `measured` the speed in percent with its range.
+    """Return a row with the costs `plain` and `composed` in `unit`, and the composed model's speed in percent.
 
-    The speed is by default the ratio of the costs `plain` and `composed`.
+    The speed is `measured`, with its range, or by default plain / composed.
     """
     speed, spread = (100 * plain / composed, None) if measured is None else measured
     return {
@@ -67,7 +67,7 @@ def row_of(
 
 
 def bounds() -> list[Row]:
-    """Return the bounds of the paper's models by operations and by the cache."""
+    """Return rows with bounds of the speed of the paper's models: in training by operations, in decoding by cache."""
     rows: list[Row] = []
     for size, (training, generation, same_windows) in PAPER.items():
         plain, composed = (lm.Model(VOCABULARY, preset=f"{name}++-{size}") for name in ("Transformer", "DCFormer"))
@@ -87,8 +87,8 @@ def bounds() -> list[Row]:
 def estimates(path: Path) -> list[Row]:
     """Return the speed in training that the TPU compiler estimates, from a file of scripts/tpu/step.py.
 
-    A pair of models has the same config, apart from the family, the same topology and as many examples. Without the
-    file there are no rows.
+    Two models are compared if they differ only in their family: same config, topology and number of examples. Without
+    the file there are no rows.
     """
     if not path.is_file():
         return []
@@ -106,7 +106,7 @@ def estimates(path: Path) -> list[Row]:
 
 
 def fields(size: tuple[int, int, int]) -> dict[str, dict[str, object]]:
-    """Return the fields of the measured models of a size."""
+    """Return the fields of the plain and the composed model of a size that are measured, by name."""
     composed = {**scaling.fields_of("DCFormer++", size), "qk_norm": None, "window": LENGTH // 8}  # as in Table 6
     plain = scaling.fields_of("Transformer++", size)
     windows = {name: composed[name] for name in ("window", "window_pattern")}
@@ -144,7 +144,7 @@ def measured(size: tuple[int, int, int]) -> list[Row]:
 
 
 def measured_row(case: str, rates: Mapping[str, Sequence[float]], plain: str) -> Row:
-    """Return the medians of an arm and of the composed one, with the ratio in each round as a median and a range."""
+    """Return a row with the median rates of a plain and the composed arm, and median and range of their ratio."""
     windows = ", same windows" if plain == SAME else ""
     ratios = [100 * b / a for a, b in zip(rates[plain], rates[COMPOSED], strict=True)]
     medians = [statistics.median(rates[arm]) for arm in (plain, COMPOSED)]

@@ -1,4 +1,4 @@
-"""Interleaved rounds of functions and of generation, and the machine that runs them; needs no config library."""
+"""Timing in interleaved rounds, of functions and of generation, and the name of the machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dcvit.models import lm
 
 
 def device() -> str:
-    """Return the machine with its accelerator and the version of JAX in words."""
+    """Return a text with the machine, its accelerator and the version of JAX."""
     kind = jax.devices()[0].device_kind
     return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
 
 
 def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every timed step. A round runs two steps of each arm and times the second."""
+    """Return the seconds of each timed step by arm. A round runs two steps of each arm and times the second."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -36,10 +36,10 @@ def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 def decoding_rates(
     nets: Mapping[str, lm.LM], batch: int, prompt: int, tokens: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the tokens per second of a batch in each round for untrained models of each arm.
+    """Return the generated tokens per second by arm and round, for untrained models.
 
-    A round generates with each arm in turn, from random prompts. The time is that from the first new token to the last,
-    so that neither compilation nor the processing of the prompts counts.
+    A round generates with each arm in turn, from random prompts. The time is from the first new token to the last, so
+    that neither compilation nor the processing of the prompts counts.
 
     Args:
       nets: the model of each arm.

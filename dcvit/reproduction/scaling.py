@@ -1,8 +1,8 @@
 """Figures 3 and 4: scaling curves of small language models, with and without DCMHA, on embedded text.
 
-A model of N parameters trains for a number of tokens proportional to N, as those of Table 3 do. The validation loss L
-and the operations C of the training give each family a line log L = log a - b·log C. A composed model has the loss that
-the line of its plain family reaches with (a/L)^(1/b) operations, the compute equivalent that Section 4.1 reports.
+A model of N parameters trains for a number of tokens proportional to N, as in Table 3. For each family, the line
+log L = log a - b·log C is fitted to the validation loss L and the operations C of training. The line of the plain
+family reaches a composed model's loss L with (a/L)^(1/b) operations, its compute equivalent (Section 4.1).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESAMPLES = 2000  # of the bootstrap
 
 
 class Figure(NamedTuple):
-    """A figure: its families in pairs (plain, composed), with the compute equivalent that the paper reports."""
+    """A figure: its pairs of families (plain, composed), each with the compute equivalent that the paper reports."""
 
     title: str
     pairs: Mapping[tuple[str, str], str]
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 def points(name: str, steps: int) -> dict[str, list[Point]]:
     """Return the models of each family of a figure, from the smallest to the largest.
 
-    All families have the same steps, those of plain Transformer++, as in Table 3. The largest size has `steps`.
+    All families have the steps of plain Transformer++ of the same size, as in Table 3; the largest size has `steps`.
     """
     sizes = [costs.parameters(arms.language_model(fields_of("Transformer++", size))) for size in SIZES]
     found: dict[str, list[Point]] = {}
@@ -121,7 +121,7 @@ def fit(operations: Sequence[float], losses: Float64[np.ndarray, "sizes"]) -> Li
 def equivalents(
     plain: Sequence[Point], composed: Sequence[Point], losses: Float64[np.ndarray, "2 sizes"]
 ) -> list[float]:
-    """Return for each composed model the operations of a plain one with its loss, divided by its own.
+    """Return, for each composed model, the operations of a plain model with its loss, divided by its own operations.
 
     Args:
       plain, composed: the models of two families by size.

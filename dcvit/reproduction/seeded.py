@@ -1,8 +1,8 @@
-"""Runs of `dcvit train` with several seeds that a table compares, each in a workdir FOLDER/seedN.
+"""Training runs with several seeds for the tables, each in a workdir FOLDER/seedN.
 
-A complete run is skipped and an interrupted one is resumed. A run of another config is an error, so that no table mixes
-configs, and so is a run that diverged, because a table without it would look better than it is. Results that take long
-are computed once and stored as JSON beside the runs that they describe.
+A complete run is skipped, and an interrupted one is resumed. A workdir with another config is an error, so that no
+table mixes configs; so is a run that diverged, because a table without it would look better than it is. Results that
+take long are computed once, and stored as JSON beside the runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     first_seed: int = 0
 
     def words(self, seed: int) -> list[str]:
-        """Return the overrides for a seed's workdir; the evaluator runs before the first step and at the end."""
+        """Return the overrides of a seed's run, by which the evaluator runs before the first step and at the end."""
         evaluator = self.metric.partition("/")[0]
         last = {"seed": self.first_seed + seed, "tensorboard": False, f"evals.{evaluator}.log_percent": 100}
         return [f"{key}={value}" for key, value in {**self.overrides, **last}.items()]
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 
 def folder_of(folder: Path, name: str) -> Path:
-    """Return the folder below `folder` of the runs with a name, whose other characters are replaced."""
+    """Return the folder below `folder` for the runs of `name`; characters unfit for file names are replaced."""
     return folder / re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_")
 
 
@@ -82,7 +82,7 @@ def train_all(runs: Iterable[Run], seeds: Iterable[int], train: Train) -> int:
 
 
 def train_run(run: Run, seed: int, train: Train) -> int:
-    """Train with hidden output unless the run is complete, and return the exit status.
+    """Train, without showing the output, unless the run is complete; return the exit status.
 
     Raises:
       ConfigError: the config is invalid, or the workdir holds a run of another config.
@@ -133,7 +133,7 @@ def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[
 
 
 def check_config(path: Path, config: configs.ConfigDict) -> None:
-    """Raise ConfigError if a workdir holds a run of another config than `config`; the data may complete a config."""
+    """Raise ConfigError if a workdir has a config that differs from `config`, except in values filled in from data."""
     if (path / "config.json").is_file():
         saved = values.read_json(path / "config.json")
         completed = kind_of(config).complete(config, saved)
@@ -141,7 +141,7 @@ def check_config(path: Path, config: configs.ConfigDict) -> None:
 
 
 def check_same_config(paths: Sequence[Path]) -> None:
-    """Raise ConfigError if the configs of runs differ in more than their seed, or the run that they start from."""
+    """Raise ConfigError if the configs of runs differ in more than the seed and the run that they start from."""
     records = [json.loads(values.read_json(path / "config.json").to_json()) for path in paths]
     for path, record in zip(paths, records, strict=True):
         _check(path, record, {**records[0], **{key: record.get(key) for key in OF_A_SEED}})
@@ -161,7 +161,7 @@ def stored(path: Path, source: object, compute: Callable[[], Value]) -> Value:
     Args:
       path: the file. It also holds `source`, and a checksum of both.
       source: what the value is computed from, as JSON: configs, or the checksum of a run.
-      compute: returns the value, as JSON.
+      compute: function that returns the value, as JSON.
 
     Raises:
       ConfigError: the file is damaged, was changed, or its value was computed from something else.
@@ -188,10 +188,10 @@ def checksum(content: object) -> str:
 
 
 def run_checksum(path: Path) -> str:
-    """Return the CRC-32 of the metrics of a run, which tells it from every other one."""
+    """Return the CRC-32 of the metrics of a run, which identifies the run."""
     return f"{zlib.crc32((path / 'metrics.jsonl').read_bytes()):08x}"
 
 
 def machine() -> str:
-    """Return the machine in words."""
+    """Return a text that names the machine."""
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"

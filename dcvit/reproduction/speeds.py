@@ -28,7 +28,7 @@ class StepTimes(NamedTuple):
 
 
 def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> StepTimes:
-    """Measure the steps of each arm, or return what an earlier call has measured and stored in the folder.
+    """Measure the time of a step of each arm, or return the times that an earlier call stored in the folder.
 
     The stored times are kept, so that the same command trains for the same numbers of steps again.
 
@@ -37,7 +37,7 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
       folder: the folder of the runs.
 
     Raises:
-      ConfigError: the stored times are damaged, or those of other configs.
+      ConfigError: the stored times are damaged, or of other configs.
     """
     wanted = {arm: [spec, *overrides] for arm, (spec, overrides) in runs.items()}
 

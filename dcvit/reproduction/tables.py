@@ -1,4 +1,4 @@
-"""A table with the paper's numbers beside ours, written as Markdown, CSV and a picture."""
+"""A table with numbers of the paper and measured ones, written as Markdown, CSV and a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 120  # of the notes in Markdown, in columns
 
 
 class Chart(NamedTuple):
-    """The columns that the picture shows: bars of our values and, if there are any, of the paper's."""
+    """Columns that the picture shows as bars: measured values and, if there are any, the paper's."""
 
     label: str
     ours: str
@@ -26,7 +26,7 @@ class Chart(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """The columns of a picture with one curve for each value of `label`."""
+    """Columns that the picture shows as curves, one for each value of `label`."""
 
     label: str
     x: str
@@ -36,11 +36,11 @@ class Curves(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The columns of a grid of matrices. Panels in one row of the grid share the scale of colors.
+    """Columns that the picture shows as a grid of matrices. Matrices in one row of the grid share a color scale.
 
     Fields:
-      down, across: columns whose values are the rows and columns of the grid.
-      label: the column whose values are the rows of each matrix.
+      down, across: columns of the table whose values select the row and the column of the grid.
+      label: the column that names the rows of each matrix.
       columns: the columns of the table that are the columns of each matrix.
     """
 
@@ -51,7 +51,7 @@ class Maps(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table. All rows have the same keys, the columns."""
+    """A table of the reproduction. The keys of each row are the columns, the same for all rows."""
 
     name: str
     title: str
@@ -117,7 +117,7 @@ def shown(value: Cell) -> str:
 
 
 def draw(table: Table, chart: Chart, path: Path) -> None:
-    """Draw horizontal bars: our values on the left and, if the table has them, the paper's on the right."""
+    """Draw horizontal bars: measured values on the left and, if the table has them, the paper's on the right."""
     from matplotlib.figure import Figure  # takes long to import
 
     sides = [("here", chart.ours, chart.interval)]
