@@ -115,7 +115,7 @@ def table2() -> Table:
 
 
 def _extra(plain: Sequence[lm.LM], composed: Sequence[lm.LM], count: Callable[[lm.LM], float]) -> float:
-    """Return how many percent more a composed layer has; a layer has the difference of two layers' `count` and one's."""
+    """Return how many percent more a composed layer has; its `count` is that of two layers minus that of one."""
     without, with_one = (count(two) - count(one) for one, two in (plain, composed))
     return 100 * (with_one / without - 1)
 

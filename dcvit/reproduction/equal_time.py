@@ -1,7 +1,6 @@
 """Search for the cheapest composition that improves plain attention at equal time.
 
-A form is the attention of a model, plain or composed in some way. The stages of the search are:
-
+A form is the attention of a model, plain or composed. The stages are:
 `forms`: plain attention, and forms of composition in all layers.
 `layers`: plain attention and some forms of composition, each in all layers and in some layers.
 `tasks`: plain and composed attention on generated in-context tasks.
