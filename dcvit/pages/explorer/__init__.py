@@ -1,8 +1,8 @@
 """Explorer of composed heads: one HTML file that recomputes composition in the browser.
 
-`samples` packs the arrays of an input: queries, keys, values and factors; `render` writes the file. The page computes
-scores, compositions and softmax from these arrays (`attention.js`), draws them (`views.js`) and handles the controls
-(`explorer.js`).
+`samples` packs the arrays of an input: queries, keys, values and the compose weights. `render` makes the file. The page
+computes scores, compositions and softmax from these arrays (`attention.js`), draws them (`views.js`) and handles the
+controls (`explorer.js`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
     """Return the page as HTML.
 
     Args:
-      title: of the window.
+      title: title of the window.
       runs: for each model its `name`, `facts` in one line, and optionally `lending` and `diversity` as JSON data.
-      samples: the inputs; their facts name the `run`, a `name`, and `picture`, `rows`, `columns` and `extra` of an
-        image or `text`, the tokens of a text.
+      samples: the inputs. Their facts have the `run` (the model), a `name`, and of an image `picture`, `rows`,
+        `columns` and `extra` (tokens before the patches), of a text its tokens as `text`.
     """
     folder = Path(__file__).parent
     facts = json.dumps({"runs": runs, "samples": [s.facts for s in samples]}, allow_nan=False, separators=(",", ":"))
@@ -40,7 +40,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
 
 def lending_facts(lending: Lending, data: str) -> Json:
-    """Return averages over data as JSON data."""
+    """Convert the averages of `dcvit.interpret.lending` to JSON data; `data` names the data."""
     return {
         "data": data,
         "examples": lending.examples,

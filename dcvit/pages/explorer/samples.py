@@ -1,4 +1,4 @@
-"""Inputs of an explorer: arrays of their layers as text, predictions, ablations, loans and attention rollout."""
+"""Inputs shown by the explorer: packed arrays of the layers, predictions, ablations, loans and attention rollout."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Sample:
     """One input of one model.
 
     Fields:
-      facts: JSON data.
-      blocks: by the id of an element of the page, packed arrays.
+      facts: description and results, as JSON data.
+      blocks: packed arrays, by the id of the page's element that holds them.
     """
 
     facts: Json
@@ -46,7 +46,7 @@ class Predictions:
     """Description of the predictions of a model with a head, for one input.
 
     Fields:
-      label: returns the name of an output.
+      label: function from the index of an output to its name.
       multilabel: probabilities are sigmoids of the logits, instead of their softmax.
       ablate: also compute predictions after ablations.
     """
@@ -57,11 +57,11 @@ class Predictions:
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[Header], str]:
-    """Pack arrays as text: deflated, base64.
+    """Pack arrays as text, compressed by deflate and encoded in base64.
 
-    The arrays in `FIXED_POINT` are integers in 16 bits, with a scale for each of their columns. Others are the first 24
-    bits of float32. The least significant bytes of all numbers of an array come first, then the next bytes of all, and
-    so on, which deflates better.
+    The arrays in `FIXED_POINT` are stored as 16-bit integers with a scale for each column, others as the upper 24 bits
+    of float32. The least significant bytes of all numbers of an array come first, then the next bytes of all, and so
+    on, which compresses better.
 
     Returns:
       For each array its name, its shape, and its scales or None; and the text.
@@ -84,7 +84,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[Header], str]:
 
 
 def packed_size(model: ViT | LM, tokens: int, layers: int) -> int:
-    """Return about how many bytes the arrays of an input have in a page, at most.
+    """Return an upper estimate of the bytes that the arrays of an input have in a page.
 
     Args:
       model: the model.
@@ -159,7 +159,7 @@ def make_sample(
 
 
 def _oldest(model: LM, tokens: Int[Array, "1 T"]) -> list[int] | None:
-    """Return the first token of each token's document; None if texts have one document."""
+    """Return, for each token, the index of its document's first token; None if the model has no document mask."""
     if model.end_of_text is None:
         return None
     found: list[int] = (
@@ -176,7 +176,7 @@ def _check_finite(arrays: Mapping[str, Array]) -> None:
 
 
 def _listed(loans: Sequence[Loan]) -> list[Json]:
-    """Return the largest loans of each composition."""
+    """Return the largest of the given loans for each composition, as JSON data."""
     found: list[Loan] = []
     for where in ("pre", "post"):
         some = [loan._replace(amount=round(loan.amount, 5)) for loan in loans if loan.where == where]
@@ -213,7 +213,7 @@ def _predictions(
     layers: Sequence[int],
     options: Predictions,
 ) -> Json:
-    """Return the best classes, or the best next tokens after the last one, also after ablations."""
+    """Return the most probable classes, or next tokens after the last one, without and with each ablation."""
     logits = output[0, -1] if isinstance(model, LM) else output[0]
     plain = _probabilities(np.asarray(logits), options.multilabel)
     base = int(np.argmax(plain))

@@ -1,7 +1,7 @@
 """Report of a classifier's evaluation: one HTML file with everything inside.
 
-`observe` attaches an `outcomes.Outcomes` to each classification evaluator before it runs; `page.render` writes the page
-from them afterwards. `outcomes` counts, `measures` computes, `diagram` and `html` draw.
+`observe` attaches an `outcomes.Outcomes` to each classification evaluator before it runs; afterwards `page.render`
+makes the page. `outcomes` counts predictions, `measures` computes metrics from the counts, `diagram` and `html` draw.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_path(path: Path, option: str = "--report") -> None:
 
 
 def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
-    """Observe the next run of every classification evaluator, and return the outcomes by the evaluator's name.
+    """Attach an observer to each classification evaluator; return the outcomes, filled by its next run, by its name.
 
     Raises:
       ConfigError: there is no such evaluator.

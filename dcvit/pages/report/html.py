@@ -36,7 +36,7 @@ def document(title: str, *body: Node, style: str | None = None, script: str | No
     The page's security policy forbids every request, and every script except the given one.
 
     Args:
-      title: of the window.
+      title: title of the window.
       *body: the elements of the page.
       style, script: CSS and JavaScript in ASCII; by default those of the report.
     """

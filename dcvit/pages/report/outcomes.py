@@ -17,10 +17,10 @@ MISTAKES = 24  # kept with their images
 
 
 class Mistake(NamedTuple):
-    """An example whose predicted class is none of its labels.
+    """An example whose predicted class is not one of its labels.
 
     Fields:
-      example: its number in the data source.
+      example: its index in the data source.
       labels: its classes.
       prediction: the predicted class.
       confidence: the probability of the predicted class.
@@ -40,10 +40,10 @@ class Outcomes:
     The memory is bounded by the number of different pairs of label and prediction, not by the number of images.
 
     Attributes:
-      n: counted examples, which have a label and are not padding.
-      correct: those whose predicted class is one of their labels.
-      several: those that have several labels.
-      not_finite: those whose confidence is NaN.
+      n: number of counted examples: those that have a label and are not padding.
+      correct: number of examples whose predicted class is one of their labels.
+      several: number of examples with several labels.
+      not_finite: number of examples whose confidence is NaN.
       pairs: number of examples by (label, prediction), of the examples with one label.
       bin_examples, bin_correct, bin_confidence: for each of `BINS` bins of confidence, the numbers of examples and of
         correct ones, and the sum of confidences. Bin i is the interval (i/BINS, (i+1)/BINS].
@@ -60,7 +60,7 @@ class Outcomes:
         self.mistakes: list[Mistake] = []
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
-        """Return what `add` needs of a batch; runs on the devices, and only the images of mistakes leave them."""
+        """Return the arrays that `add` needs from a batch, on the devices; of images, only those of mistakes."""
         labels = batch["labels"] > 0
         probabilities = (jax.nn.sigmoid if self.sigmoid else jax.nn.softmax)(logits.astype(jnp.float32))
         confidence = jnp.take_along_axis(probabilities, scores["prediction"][:, None], axis=-1)[:, 0]
@@ -75,7 +75,7 @@ class Outcomes:
         }
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
-        """Add a batch: the scores of the evaluator and the result of `select`, on the host."""
+        """Add a batch on the host; `found` has the evaluator's scores and the result of `select`."""
         counted = found["counted"]
         self.n += int(counted.sum())
         self.correct += int((counted & found["top1"]).sum())
