@@ -85,7 +85,7 @@ class TimedFunction:
           function: function of parameters, a batch on the devices, and further arrays.
           mesh: the devices that share a batch.
           batch_size: rounded up to a multiple of the device count.
-          keep: keys of a batch whose rows of all processes are returned next to the result.
+          keep: keys of arrays of a batch that are returned with the result, gathered from all processes.
         """
 
         def call(params: Params, batch: DeviceBatch, *rest: jax.Array) -> Any:
@@ -120,6 +120,6 @@ class TimedFunction:
 
 
 def image_columns(net: nn.Module, example: jax.ShapeDtypeStruct) -> Row:
-    """Return `gflops` of an image's forward pass, None if there is no formula for the model, and `image_size`."""
+    """Return the table columns `image_size`, and `gflops` of a forward pass (None without a formula for the model)."""
     flops = forward_flops(net, example)
     return {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{example.shape[1]}x{example.shape[2]}"}

@@ -45,7 +45,7 @@ class Options:
 
 
 class Evaluator:
-    """Score the answers of rows: a maximal run of adjacent targets is one answer.
+    """Score the answers in rows of tokens; an answer is a maximal run of adjacent targets.
 
     An answer is correct if the model gives each of its tokens the highest logit, given all tokens before it. The
     metrics are exact for any batch size and device count.
@@ -108,8 +108,8 @@ def answers_of(
     """Return the answers of a batch.
 
     Args:
-      nats: the loss of each token but the first of a row.
-      best: True if that token has the highest logit.
+      nats: the loss of each token of a row except the first, B T.
+      best: True where that token has the highest logit, B T.
       rows: `is_target` and `shots`, B T+1; `task` and `_mask`, B.
     """
     counted = rows["is_target"][:, 1:] & (rows["_mask"][:, None] > 0)
@@ -122,7 +122,7 @@ def answers_of(
 
 
 def summary(answers: Answers) -> dict[str, float]:
-    """Return the metrics of some answers; see `Evaluator.run`."""
+    """Return the metrics of the given answers; see `Evaluator.run`."""
     tokens = int(answers.tokens.sum())
     loss = float(answers.nats.sum()) / max(tokens, 1)
     return {

@@ -27,7 +27,7 @@ class Options:
     Fields:
       data: arguments of `input_pipeline.open_source`, of a kind that yields rows of tokens.
       batch_size: rows, rounded up to a multiple of the device count.
-      loss_chunk: positions of a row whose logits exist at the same time; None: all.
+      loss_chunk: number of positions of a row whose logits are in memory at the same time; None: all.
     """
 
     data: dict[str, Any]
@@ -36,7 +36,7 @@ class Options:
 
 
 class Evaluator:
-    """Measure the loss of all targets: every token of a row except the first, or the target span of `kind="spans"`.
+    """Measure the loss of all targets: the tokens with `is_target`, such as all tokens of a row except the first.
 
     The metrics are exact for any batch size and device count.
     """

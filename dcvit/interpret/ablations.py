@@ -29,10 +29,10 @@ class Ablation(NamedTuple):
 
     Fields:
       layer: the layer; None means all layers.
-      head: the ablated head, or None. Others borrow nothing from it, and it attends to nothing: its scores, weights and
-        composed weights are 0.
-      where: the composition, "pre" or "post", whose branches are off; None without one, "both" for both.
-      branch: the branch that is off, a key of `BRANCHES`; "all" for all of them.
+      head: the ablated head, or None. Its scores, weights and composed weights are 0, so that it attends to nothing,
+        and nothing of it is composed into other heads.
+      where: the compose whose branches are switched off, "pre", "post" or "both"; None if no branch is.
+      branch: the branch that is switched off, a key of `BRANCHES`; "all" for all of them.
     """
 
     layer: int | None
@@ -42,7 +42,7 @@ class Ablation(NamedTuple):
 
 
 def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
-    """Return the compositions and branches that a model has."""
+    """Return pairs (compose, branch) that a model has, as in `Ablation.where` and `Ablation.branch`."""
     return [
         (where, branch)
         for where in WHERE
@@ -57,7 +57,7 @@ def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
 
 
 def all_ablations(model: ViT | LM, layers: Sequence[int]) -> list[Ablation]:
-    """Return the ablations of every head and every branch of some layers, and of every branch of all layers."""
+    """Return an ablation of each head and each branch in each of `layers`, and of each branch in all layers at once."""
     branches = branches_of(model)
     found = [Ablation(layer, head) for layer in layers for head in range(model.num_heads)]
     for layer in (*layers, None):
@@ -72,7 +72,7 @@ def ablated_outputs(
     inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
     ablations: Sequence[Ablation],
 ) -> Float[Array, "N B *rest"]:
-    """Return the output of a model for each ablation; of a language model, for the last token.
+    """Return the model's output for each of N ablations; for a language model, the logits of the last token.
 
     Raises:
       ValueError: the model has no layer, head, composition or branch of an ablation.
@@ -113,7 +113,7 @@ def _outputs(
 def _hooks(
     model: ViT | LM, present: Sequence[tuple[str, str]], heads: Float[Array, "L H"], branches: Float[Array, "L 2 N"]
 ) -> dict[str, Hook]:
-    """Return the hooks that multiply arrays by the gates of an ablation."""
+    """Return hooks of `forward` that multiply each layer's heads and branches by an ablation's gates, 0 or 1."""
     hooks: dict[str, Hook] = {}
     for layer in range(model.depth):
         gate = heads[layer][None, :, None, None]

@@ -80,9 +80,9 @@ def run_with_cache(
       params: its parameters, of unrolled or scanned layers.
       inputs: preprocessed images, or tokens.
       hooks: by name, a function from an array to the array that replaces it in the rest of the forward pass. A name may
-        be a pattern, such as "block*/heads"; the first that fits counts. The returned arrays are those after the hooks.
-        Every new function, such as a lambda in a loop, compiles the model again. `jax.tree_util.Partial(function, x)`
-        is not new if only the number or array `x` is: the call is `function(x, array)`.
+        be a pattern, such as "block*/heads"; the first that matches counts. Returned arrays are those after the hooks.
+        Each new function object, such as a lambda in a loop, compiles the model again. To avoid this, pass
+        `jax.tree_util.Partial(function, x)`, which calls `function(x, array)` and may have a new number or array `x`.
       names: patterns of the names of the arrays to return. Arrays that are not asked for cost no memory.
 
     Raises:
@@ -112,7 +112,7 @@ def forward(
     hooks: Mapping[str, Hook],
     names: Sequence[str] = (),
 ) -> Activations:
-    """Return `run_with_cache` without compiling it, for functions that are transformed and hooks that hold tracers."""
+    """Compute `run_with_cache` without `jax.jit`, for use inside transformations and with hooks that hold tracers."""
     if model.heads is not None:
         raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
     if model.compose_layers is not None:
@@ -126,7 +126,7 @@ def forward(
 
 
 class _Tap:
-    """Applies hooks to named arrays and keeps those that are asked for."""
+    """Applies hooks to the named arrays of a forward pass, and stores the requested ones."""
 
     def __init__(self, hooks: Mapping[str, Hook], names: Sequence[str]):
         self.hooks, self.names = hooks, names
@@ -134,7 +134,7 @@ class _Tap:
         self.seen: list[str] = []
 
     def __call__(self, name: str, x: Array) -> Array:
-        """Return an array after its hook."""
+        """Apply the hook of a name to an array, store the result if it is requested, and return it."""
         self.seen.append(name)
         pattern = next((pattern for pattern in self.hooks if fnmatch.fnmatchcase(name, pattern)), None)
         if pattern is not None:
@@ -147,7 +147,7 @@ class _Tap:
         return x
 
     def check(self) -> None:
-        """Raise ValueError if a pattern fits no array."""
+        """Raise ValueError if a pattern matched no array."""
         for pattern in (*self.hooks, *self.names):
             if not fnmatch.filter(self.seen, pattern):
                 raise ValueError(f"the model has no array {pattern!r}; {nearest(pattern, self.seen)}")
@@ -156,7 +156,7 @@ class _Tap:
 def _intercept(
     tap: _Tap, method: Callable[..., object], args: tuple, kwargs: dict, context: InterceptorContext
 ) -> object:
-    """Call a method of a module, or compute an attention layer with its matrices."""
+    """Interceptor of flax methods: it names their arrays, and computes attention layers with all their matrices."""
     module, name = context.module, context.method_name
     numbers = [found[1] for part in module.path or () if (found := BLOCK.fullmatch(part))]
     if not numbers:
@@ -177,7 +177,7 @@ def _intercept(
 
 
 def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> Array:
-    """Compute self-attention of whole rows with all its matrices, as `Attention.attend` without them."""
+    """Compute self-attention of complete rows like `Attention.attend`, but with all attention matrices, by `tap`."""
     x, groups = inputs.q, module.groups if module.compose else 1
     to_compose = compose_inputs(x, x, groups=groups) if module.compose else {}
     q, k, v = module.project(x, x, x, inputs.positions)
@@ -207,8 +207,8 @@ def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> C
 
     Args:
       arrays: returned by `run_with_cache`.
-      layer: the number of the layer.
-      where: the composition.
+      layer: the index of the layer.
+      where: "pre" or "post".
     """
     prefix = f"block{layer:02d}/{where}/"
     found = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}

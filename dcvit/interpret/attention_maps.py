@@ -22,17 +22,17 @@ def attention_maps(
 ) -> dict[int, AttentionMatrices]:
     """Return the attention matrices of the given layers, by default of all, in float32.
 
-    The scores of a key that the query may not attend to are 0. Keys of the result are numbers from 0, in their order:
-    `layers=[-1]` of 12 layers gives the key 11.
+    The scores of a key that the query may not attend to are 0. The result's keys are layer indices from 0 in ascending
+    order: `layers=[-1]` of 12 layers gives the key 11.
 
     Args:
       model: the model.
       params: its parameters.
       inputs: preprocessed images, or tokens.
-      layers: numbers of layers; negative ones count from the last.
+      layers: indices of layers; negative ones count from the end.
 
     Raises:
-      ValueError: there is no layer of a number, or the model has a variant of heads.
+      ValueError: an index is not one of a layer, or the model has a head variant.
     """
     chosen = layer_numbers(model, layers)
     names = {n: [f"block{n:02d}/{field}" for field in AttentionMatrices._fields] for n in chosen}
@@ -41,10 +41,10 @@ def attention_maps(
 
 
 def layer_numbers(model: ViT | LM, layers: Sequence[int | np.integer] | None) -> list[int]:
-    """Return numbers of layers, sorted and without negative ones; None means all.
+    """Return layer indices, sorted and from 0; None means all layers.
 
     Raises:
-      ValueError: there is no layer of a number.
+      ValueError: an index is not one of a layer.
     """
     chosen = range(model.depth) if layers is None else layers
     wrong = [layer for layer in chosen if not -model.depth <= layer < model.depth]

@@ -52,10 +52,10 @@ def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
 
 
 def branch_maps(weights: ComposeWeights, groups: int) -> dict[str, Float[Array, "#B #N H H"]]:
-    """Return the map of each branch of Eqn 7 that exists, by its name in `TERMS`.
+    """Return the H×H maps of each branch of Eqn 7 that exists, by its name in `TERMS`.
 
-    Branches of queries have a map for each of N queries, those of keys for each of N keys; the static projection has a
-    single one. The composition of a query-key pair multiplies by their sum and the identity.
+    Query-wise branches have a map for each of N queries, key-wise branches for each of N keys; the static projection
+    has a single map. A compose multiplies the scores of a pair by the sum of its maps and the identity.
     """
     found = {}
     if weights.static is not None:
@@ -106,8 +106,8 @@ def pair_map(
 def effective_circuits(plain: Circuits, pre: Float[Array, "H H"], post: Float[Array, "H H"]) -> Circuits:
     """Return the circuits of a query-key pair under composition (Figure 1 of the paper).
 
-    The composed score of head h is the form Σ_h' pre[h', h]·qk[h']. The weight of head h' before post-compose is
-    applied to the values of every head that borrows it, which is the form Σ_h post[h', h]·ov[h].
+    The composed score of head h is given by the bilinear form Σ_h' pre[h', h]·qk[h']. The attention weight of head h'
+    before post-compose multiplies the values of every head that borrows it: its OV circuit is Σ_h post[h', h]·ov[h].
 
     Args:
       plain: the circuits of the layer.
@@ -122,7 +122,7 @@ def captured_variance(forms: Float[Array, "H M N"]) -> Float[Array, " N"]:
 
     The forms of all heads are concatenated along their rows, H·M×N, and the share of component i is its squared
     singular value over the sum of all. A lower curve means more diverse heads (Figure 5 of the paper; Cordonnier et
-    al., 2020). Forms that are zero are captured completely.
+    al., 2020). If all forms are zero, the result is 1.
     """
     flat = forms.reshape(-1, forms.shape[-1])
     values = jnp.linalg.eigvalsh(flat.T @ flat)[::-1]

@@ -30,7 +30,7 @@ COMPOSITIONS = {"pre": "scores", "post": "weights"}  # by name, the array that i
 
 
 class Loan(NamedTuple):
-    """The largest amount that a branch adds to a head from another head, over all pairs of an input.
+    """The largest amount that a branch adds from one head to another, over all query-key pairs of an input.
 
     Fields:
       layer: the layer.
@@ -38,7 +38,7 @@ class Loan(NamedTuple):
       branch: the branch, as in `dcvit.interpret.circuits.TERMS`.
       lender, borrower: the heads.
       query, key: the pair of tokens.
-      amount: lent score, or lent attention weight after the softmax.
+      amount: the lent score ("pre") or attention weight ("post").
     """
 
     layer: int
@@ -52,14 +52,14 @@ class Loan(NamedTuple):
 
 
 class Lending(NamedTuple):
-    """Averages over many inputs, for each layer. Pairs are those of a query and a key that it attends to.
+    """Averages over many inputs, for each layer. Pairs are a query and a key to which it attends.
 
     Fields:
       share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the lenders h'; the
         diagonal is the head's own share. L H H.
-      dynamic: for "pre" and "post", the share of the variance of the maps over pairs in their mean squared distance
-        from the identity: 0 for a static composition, 1 for one whose average is the identity. L.
-      entropy: of the weights of each head before post-compose, in nats, mean over queries. L H.
+      dynamic: for "pre" and "post", the variance of the maps over pairs, divided by their mean squared distance from
+        the identity: 0 for a static composition, 1 for one whose mean map is the identity. L.
+      entropy: entropy of each head's weights before post-compose, in nats, mean over queries. L H.
       examples: the number of inputs.
     """
 
@@ -72,7 +72,7 @@ class Lending(NamedTuple):
 def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Loan]:
     """Return the largest loan of each branch, lender and borrower of a layer, for the first example.
 
-    Gates and skip connection lend nothing between heads.
+    Gates and the skip connection do not combine heads, so that they are not included.
 
     Args:
       arrays: returned by `dcvit.interpret.activations.run_with_cache`.
@@ -104,7 +104,7 @@ def lending(
     params: Params,
     batches: Iterable[Float[Array, "_ height width channels"] | Int[Array, "_ T"]],
 ) -> Lending:
-    """Return averages over batches of inputs, which all count by their number of examples.
+    """Return the averages of `Lending` over batches of inputs; each batch is weighted by its number of examples.
 
     Raises:
       InputError: there is no input.
@@ -134,7 +134,7 @@ def lending(
 
 
 def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
-    """Return the sums over the pairs of a batch, of all layers."""
+    """Return the sums from which `lending` computes averages, over all query-key pairs of a batch, by name."""
     names = ["block*/scores", "block*/weights"]
     names += [f"block*/{where}/*" for where in COMPOSITIONS if model.compose in (where, "both")]
     arrays = forward(model, params, inputs, {}, names).arrays
@@ -159,7 +159,7 @@ def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
 def attention_mask(
     model: ViT | LM, inputs: Float[Array, "B height width channels"] | Int[Array, "B N"], layer: int, tokens: int
 ) -> Bool[Array, "B T T"]:
-    """Return which keys the queries of a layer attend to: all, or those that causality, window and documents leave."""
+    """Return the mask of a layer, True where a query attends to a key, by causality, window and documents."""
     mask = None
     if isinstance(model, LM):
         windows = lm.layer_windows(model)
@@ -172,7 +172,7 @@ def attention_mask(
 def _map_sums(
     a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
-    """Return the sums over pairs of |a·map|, of the map and of its square; lenders first."""
+    """Return the sums over pairs of |a·map|, of the map and of its square, each (lender, borrower)."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
     maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H
