@@ -36,7 +36,7 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Collective(TypedDict):
-    """The collectives of one kind in a training step: how many a chip takes part in, and the GiB it receives."""
+    """The collectives of one kind in a training step: their number, and the GiB that a chip receives by them."""
 
     count: int
     GiB: float
@@ -54,8 +54,8 @@ class CompiledStep(TypedDict, total=False):
       params: size of the parameters.
       optimizer: size of the optimizer state and of averaged parameters.
       tflops: 10^12 floating-point operations of a step of all chips, by formula; None if the model has no formula.
-      activations: size of the values that a forward pass keeps for the backward pass, if the mesh axis "tensor" splits
-        none of them.
+      activations: size of the values that the forward pass stores for the backward pass, as if the mesh axis "tensor"
+        split none of them.
       temporaries: size of all other values that the compiler allocates.
       total: size of everything.
       memory: size of the chip's memory.
@@ -191,7 +191,7 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
 
 
 def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
-    """Return the bytes that a forward pass of the whole batch keeps for the backward pass, without the parameters."""
+    """Return the bytes that the forward pass of a batch stores for the backward pass, without the parameters."""
     model: Any = setup.model.module
     if (model.implementation or "").startswith("pallas_"):
         model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps

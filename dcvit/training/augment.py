@@ -27,11 +27,11 @@ class Augmentation:
     """Augmentation of a batch; each field is a key of a config, with the name of timm's option.
 
     Fields:
-      mixup: α of the Beta(α, α) that mixup draws from; 0: no mixup.
+      mixup: α of the distribution Beta(α, α) from which mixup draws λ; 0: no mixup.
       cutmix: the same for cutmix.
       mixup_switch_prob: probability that a batch gets cutmix instead of mixup, if both are on.
       reprob: probability that a rectangle of an image is erased.
-      remode: what replaces it: "pixel", standard normal noise, or "const", zeros.
+      remode: values of the erased pixels: "pixel", standard normal noise, or "const", zeros.
     """
 
     mixup: float = 0.0
@@ -105,8 +105,8 @@ def cutmix(
 def erase(key: jax.Array, images: Float[Array, "B h w c"], prob: float, mode: str) -> Float[Array, "B h w c"]:
     """Erase a random rectangle in each image with probability `prob` (Zhong et al., 2020).
 
-    Its area is uniform in 2 % to 1/3 of the image, and its aspect ratio log-uniform in 0.3 to 1/0.3. Of ten sizes that
-    are drawn, the first that is smaller than the image counts; if there is none, nothing is erased.
+    Its area is uniform in 2 % to 1/3 of the image, and its aspect ratio log-uniform in 0.3 to 1/0.3. Ten sizes are
+    drawn, and the first that is smaller than the image is used; without one, nothing is erased.
 
     Args:
       key: random key; each image has its own.
@@ -122,7 +122,7 @@ def erase(key: jax.Array, images: Float[Array, "B h w c"], prob: float, mode: st
 
 
 def _erased(key: jax.Array, height: int, width: int, prob: float) -> Bool[Array, "h w"]:
-    """Return the erased pixels of one image."""
+    """Return the mask of one image, True for erased pixels."""
     of_choice, of_area, of_aspect, of_row, of_column = jax.random.split(key, 5)
     area = height * width * jax.random.uniform(of_area, (ATTEMPTS,), minval=ERASED_AREA[0], maxval=ERASED_AREA[1])
     low, high = map(math.log, ERASED_ASPECT)

@@ -32,7 +32,7 @@ class Hook:
         """Run before the data of a step is read."""
 
     def after_step(self, result: StepResult) -> None:
-        """Run after a step was started on the devices, and the step before it was checked."""
+        """Run after a step was started on the devices, when the previous step has been checked."""
 
     def close(self, *, failed: bool) -> None:
         """Run once after the last step, or after an error."""
@@ -47,7 +47,7 @@ class MetricsHook(Hook):
         self.peak = peak_examples_per_second(run.setup.model.module, run.setup.task.example, jax.devices())
 
     def start(self, state: TrainState) -> None:
-        """Record the parameters and every evaluation before the first step, or what a resumed run has missed."""
+        """Record the parameters and all evaluations before the first step, or a row that a resumed run lacks."""
         if self.run.start.step:
             self._catch_up(state)
         else:
@@ -71,7 +71,7 @@ class MetricsHook(Hook):
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
 
     def _catch_up(self, state: TrainState) -> None:
-        """Record the row of the checkpoint's step if the run stopped before it could; recall the earlier rows."""
+        """Record the row of the checkpoint's step if the run stopped before writing it; recall the earlier rows."""
         run, start = self.run, self.run.start
         recalled = run.writer and (self.progress.best.metric or self.progress.early.best.metric)
         history = run.writer.metrics.resumed if run.writer and recalled else []
@@ -117,7 +117,7 @@ class MetricsHook(Hook):
         progress.row, progress.row_step = row, step
 
     def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
-        """Return the metrics of some evaluators, with the names of a row."""
+        """Run the given evaluators, and return their metrics by the names that they have in a row."""
         found: dict[str, float] = {}
         params = evaluated_params(self.run.setup, state) if evaluators else {}
         for name in evaluators:
@@ -134,11 +134,11 @@ class WandbHook(Hook):
         self.tracked = WandbRun(run.workdir, run.setup.options.wandb, run.setup.record, resumed=bool(run.start.step))
 
     def before_step(self, step: int) -> None:
-        """Send the row of step 0, or the row that was lost before a resumed run."""
+        """Send the row of step 0, or in a resumed run the row of its checkpoint's step."""
         self._send()
 
     def after_step(self, result: StepResult) -> None:
-        """Send the row of a step that has one."""
+        """Send the row of a step, if the step logs or evaluates."""
         self._send()
 
     def close(self, *, failed: bool) -> None:

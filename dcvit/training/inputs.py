@@ -75,7 +75,7 @@ def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str
     """Yield (name, data, preprocessing, optional) of the training data and of each evaluation's data.
 
     Raises:
-      ConfigError: data of no kind.
+      ConfigError: data without a `kind`.
     """
     holders = {"config.input": config.input, **{f"config.evals.{name}": held for name, held in config.evals.items()}}
     for name, holder in holders.items():

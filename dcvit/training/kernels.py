@@ -1,4 +1,4 @@
-"""Selection of kernels in a run: one choice for all its processes and, on the same devices, for its whole length."""
+"""Selection of attention kernels in a run: all processes, and a resumed run on the same devices, use the same."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def select(policy: Policy | None, about: Facts) -> Selection:
 
     Args:
       policy: `config.kernels`; None means $DCVIT_KERNELS, or else "verify".
-      about: that of the checkpoint to resume from; empty for a new run. Its choice is taken over if it was made on
-        devices of the same kind by the same software.
+      about: description of the checkpoint to resume from; empty for a new run. Its selection is reused if it was made
+        on devices of the same kind by the same software.
 
     Raises:
       ConfigError: the processes of the run have different policies.
@@ -36,7 +36,7 @@ def select(policy: Policy | None, about: Facts) -> Selection:
 
 
 def record(selection: Selection) -> Record:
-    """Return the entry of `about` by which a resumed run takes over the choice, also what is chosen later."""
+    """Return the entry of `about` from which a resumed run restores the selection; it includes later choices."""
     return {"environment": _environment(), "chosen": selection.chosen}
 
 
@@ -45,7 +45,7 @@ def _environment() -> dict[str, str]:
 
 
 def _share(key: str, choose: Callable[[], str]) -> str:
-    """Return what process 0 chooses."""
+    """Return the result of `choose` in process 0, in all processes."""
     name = f"kernel {hashlib.sha256(key.encode()).hexdigest()}"
     found: str = multihost.gather(name, choose() if multihost.is_first() else "", SECONDS)[0]
     return found

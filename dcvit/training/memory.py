@@ -20,8 +20,8 @@ MANY_LAYERS = 24  # whose tracing takes seconds
 def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *, trained: bool) -> None:
     """Raise ConfigError if the parameters of many layers, and their gradients, need more memory than there is.
 
-    The size is extrapolated from models of one and two layers, which are traced at once, and the parameters may be
-    split over all devices. Compositions of some layers only do not count. `trained`: the parameters have gradients.
+    The size is extrapolated from models of one and two layers, which are traced quickly. It is a lower bound:
+    parameters split over all devices, without compositions of only some layers. `trained`: parameters have gradients.
     """
     depth = getattr(model, "depth", 0)
     if MANY_LAYERS < depth <= LARGEST_OF["depth"]:  # a larger one is another error
@@ -34,16 +34,16 @@ def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *,
 
 
 def check_state(mesh: Mesh, state: object, trained: object) -> None:
-    """Raise ConfigError if a training state and the gradients of what is trained in it need more memory than there is.
+    """Raise ConfigError if a training state and the gradients of `trained` need more memory than there is.
 
-    Both are given by their shapes, with shardings.
+    Both are trees of shapes with shardings; `trained` are the parameters with gradients.
     """
     needed = shard_bytes(state) + shard_bytes(trained)
     _check(mesh, needed, f"{_size(trained):,} trained parameters with gradients and optimizer state")
 
 
 def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
-    """Raise ConfigError if a compiled training step needs more memory than there is beside its arguments."""
+    """Raise ConfigError if a compiled training step needs more memory than is free in addition to its arguments."""
     sizes = compiled.memory_analysis()
     if sizes is not None:  # some platforms report none
         needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes

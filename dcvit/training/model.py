@@ -97,7 +97,7 @@ def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | No
 
 
 def upcycles(config: ConfigDict) -> bool:
-    """Return True if a run starts from the parameters of a model with fewer compositions."""
+    """Return True if the config starts from another model's parameters and adds compositions (`model_load.upcycle`)."""
     return bool(config.model_init and config.model_load.get("upcycle"))
 
 
@@ -120,7 +120,7 @@ def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn
 
 
 def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
-    """Return the options that give a model the sizes of the one it starts from; "" if it has them, or none is known."""
+    """Return the options that would give a model the sizes of its source; "" if it has them, or no option is known."""
     pairs = {name: (getattr(source, name, None), getattr(model, name, None)) for name in SIZES}
     return " ".join(
         f"--config.model.{name}={shlex.quote(repr(old))}"
@@ -130,7 +130,7 @@ def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
 
 
 def _source_model(config: ConfigDict, weights: Weights | None) -> nn.Module | None:
-    """Return the model of the run or of the weights `config.model_init`; None if it is another kind, or unknown."""
+    """Return the model whose parameters `config.model_init` names; None if it is unknown or of another kind."""
     if weights:
         fields: dict[str, object] = {
             "model_name": weights.description.model_name, "model": weights.description.fields

@@ -185,7 +185,7 @@ def muon(
 
 
 def muon_matrices(params: PyTree) -> PyTree:
-    """Return for each parameter the axes of its inputs and outputs if Muon updates it, or None."""
+    """Return, for each parameter, its input and output axes if Muon updates it, or else None."""
 
     def axes(name: str) -> MuonDimensionNumbers | None:
         found = matrix_axes(name)
@@ -272,7 +272,7 @@ def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.Grad
 
 
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
-    """Return the state of an optimizer of `make` with its schedule at a training step; skipped steps count, too."""
+    """Return an optimizer state of `make` whose schedule is at `step`, which also counts skipped steps."""
 
     def is_schedule(node: object) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)

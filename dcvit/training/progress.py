@@ -61,7 +61,7 @@ class Progress:
         self.row_step = -1
 
     def recall(self, step: int, row: Row) -> None:
-        """Account for a row that was recorded before the run was resumed."""
+        """Update the best step and early stopping with a row that was recorded before the run was resumed."""
         self.best.update(step, row)
         self.early.update(step, row)
 
@@ -91,7 +91,7 @@ class StepClock:
 
 
 class NonFiniteGuard:
-    """Raises FloatingPointError once more than `config.nonfinite_skip` steps had a non-finite loss or gradient."""
+    """Raises FloatingPointError when more than `config.nonfinite_skip` steps had a non-finite loss or gradient."""
 
     def __init__(self, run: Run):
         self.run, self.limit = run, run.setup.options.nonfinite_skip

@@ -43,8 +43,8 @@ class Start:
       step: the step to resume from, 0 for a new run, also from a converted model.
       about: the `about` of its checkpoint; empty for a run without checkpoint.
       shapes: shapes and shardings of the state.
-      loaded: the parameters that a new run, or one of adapters, has loaded, with None for each parameter to
-        initialize. `start_state` donates their memory to the state.
+      loaded: the parameters that a new run (or any run with adapters) has loaded; None for each parameter that is to be
+        initialized. `start_state` donates their memory to the state.
     """
 
     step: int
@@ -151,7 +151,7 @@ def start_state(run: Run) -> TrainState:
 
 
 def _restored(run: Run) -> TrainState:
-    """Return the state of the checkpoint that a run resumes from, without the parameters that adapters adapt."""
+    """Return the state from the checkpoint that a run resumes from; a base model's parameters are not in it."""
     start = run.start
     checkpoint = run.checkpointer.folder / str(start.step)
     items = restoring.restore(checkpoint, start.shapes.items())
@@ -161,7 +161,7 @@ def _restored(run: Run) -> TrainState:
 
 
 def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
-    """Return the start of a new run, after the processes have agreed on the run; nothing is written.
+    """Return the start of a new run, after checking that all processes have the same run; nothing is written.
 
     Its parameters are loaded only if the workdir has no checkpoint to resume from.
     """
@@ -179,7 +179,7 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
 
 
 def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
-    """Return the checksums of the parameters that a run adapts and their path, of `about`; {} without adapters."""
+    """Return the entries of `about` for a run's base model: its path and checksums; {} without adapters."""
     if setup.model.lora is None:
         return {}
     source = setup.record["model_init"]

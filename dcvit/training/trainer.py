@@ -1,4 +1,4 @@
-"""Training: the loop over steps, and its end by a stop signal from another thread.
+"""Training: the loop over steps, and stopping it from another thread after a signal.
 
 The result of a step is a function of the config and the step: batches, augmentation, mixup and dropout use random
 generators keyed by the seed and the step. Re-run the same command to resume from the latest checkpoint; the result is
@@ -100,21 +100,21 @@ class StopGate:
             self.turn.notify_all()
 
     def end(self) -> None:
-        """Complete no further step, in the main thread."""
+        """Declare, in the main thread, that it will complete no further step."""
         with self.turn:
             self.ended = True
             self.turn.notify_all()
 
     def close(self) -> int:
-        """Let the main thread start no other step; return the newest one that it has started."""
+        """Keep the main thread from starting another step; return the last one that it has started."""
         with self.turn:
             self.limit = self.started
             return self.limit
 
     def wait_for(self, step: int) -> StepResult | None:
-        """Let the main thread execute the steps up to one, and return the result of the newest completed step.
+        """Let the main thread execute the steps up to `step`; return the result of the last completed step.
 
-        That is an earlier step if the main thread ends before, and None before the first.
+        That is an earlier step if the main thread ends before, and None if no step was completed.
         """
         with self.turn:
             self.limit = step
@@ -141,7 +141,7 @@ class Trainer:
             self.hooks.append(WandbHook(run, self.progress))
 
     def run_steps(self, state: TrainState) -> None:
-        """Execute all steps after `run.start`, whose state is given, or those up to the one that stops early."""
+        """Execute the steps after `run.start`, from its `state`, to the last one or until early stopping."""
         run, start, total = self.run, self.run.start.step, self.setup.plan.total_steps
         self.gate.begin(StepResult(start, state, {}))
         run.checkpointer.saved = start or None
@@ -223,7 +223,7 @@ class Trainer:
         return result
 
     def _after_step(self, previous: StepResult | None, result: StepResult) -> str | None:
-        """Check the step before, because the devices are executing this one, and call the hooks.
+        """Check the previous step (the devices are still executing this one), and call the hooks.
 
         Returns:
           Why the run stops early; None if it continues.
