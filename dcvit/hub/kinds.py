@@ -1,4 +1,4 @@
-"""Kinds of models, "vit" and "lm", what distinguishes their configs and their evaluators, and the model of a config."""
+"""Kinds of models, "vit" and "lm": the config keys and evaluators in which they differ; and the model of a config."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModelKind(NamedTuple):
       outputs_key: the config key of the number of outputs.
       variant_key: the argument of `Model` that names a variant.
       evaluator_types: the evaluators of such models.
-      complete: completes a config for evaluation from the config of a training run.
-      evaluator_example: from an evaluator, the config and a name for messages to the shape of its model input.
+      complete: function (config, config of a training run) -> the config, completed for evaluation.
+      evaluator_example: function (evaluator, config, name in messages) -> the shape of its model input.
     """
 
     outputs_key: str
@@ -148,7 +148,7 @@ def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
 
 
 def _automatic_dtype(device: Device) -> str:
-    """Return the dtype of the computation of a device where the config leaves it open."""
+    """Return the dtype of the computation on a device for `dtype_mm="auto"`."""
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are like "gfx942"
     multiplies = device.platform == "tpu" or (device.platform == "gpu" and capability[:2] not in ("5.", "6.", "7."))
     return "bfloat16" if multiplies else "float32"

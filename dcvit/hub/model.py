@@ -99,7 +99,7 @@ class TrainedModel:
         """Load the parameters.
 
         Args:
-          inputs: the shape of model inputs; by default that of `dcvit.training.model.example`.
+          inputs: the shape of model inputs; by default that of `dcvit.weights.modules.example`.
           mesh, strategy: see `dcvit.parallel.sharding.with_shardings`.
 
         Raises:
@@ -119,7 +119,7 @@ class TrainedModel:
         return load_params(self.source, make_like, self._at_size if self._image_size else None)
 
     def _at_size(self, tensors: Tensors) -> Tensors:
-        """Return the parameters for images of the size that was asked for."""
+        """Return the parameters for images of `image_size`, if that was given."""
         assert self._image_size
         description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
         with errors_name_file(self.source.path):
@@ -238,5 +238,5 @@ def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None
 
 
 def listed(different: Mapping[str, tuple[object, object]]) -> str:
-    """Return fields with their value here and, in parentheses, that of the model elsewhere."""
+    """Return a text that lists fields with their value here and, in parentheses, the other model's value."""
     return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())

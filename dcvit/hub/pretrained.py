@@ -1,4 +1,4 @@
-"""Models of the package: the folders of `dcvit/pretrained`, each found by its name.
+"""Pretrained models in the package: the folders of `dcvit/pretrained`, each opened by its name.
 
 A folder holds the weights as `dcvit convert --to safetensors` writes them, the config of their run in run.json, and a
 card, README.md with its figures in card.json. `scripts/pretrain.py` makes all of them.
@@ -52,5 +52,5 @@ def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder
 
 
 def hint(path: object) -> str:
-    """Return the end of a message about a path that does not exist: the names of models, if it may be meant as one."""
+    """Return the end of a message about a missing path: the names of the package's models, if it looks like a name."""
     return "" if os.sep in str(path) else f"; the models of the package are {', '.join(names())}"

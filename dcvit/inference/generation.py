@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The constants of a compiled step: the model, and how it selects a token among those below `vocab_size`."""
+    """The static arguments of a compiled step: the model, and how a token below `vocab_size` is selected."""
 
     model: LM
     sampling: Sampling
@@ -198,7 +198,7 @@ def _prefill(
     count: Int[Array, " B"],
     keys: Key[Array, " B"],
 ) -> tuple[Int[Array, " B"], Caches]:
-    """Return the first new token of each example and the cache of its prompt, the first `count` of T tokens."""
+    """Return the first new token of each example, and the cache of its prompt: the first `count` of T tokens."""
     cache = init_cache(program.model, tokens.shape[0], slots)
     _, out = program.model.apply({"params": params}, tokens, cache=cache, count=count)
     last = jnp.take_along_axis(out["pre_logits"], (count - 1)[:, None, None], axis=1)[:, 0]
@@ -230,6 +230,6 @@ def _select(
 
 
 def _round_up(size: int, multiple: int = 1) -> int:
-    """Round a size up to a multiple, or above eight times the multiple to one of four sizes per doubling."""
+    """Round a size up to a multiple of `multiple`; sizes above 8·multiple to one of four sizes per doubling."""
     step = max(multiple, 2 ** ((size - 1).bit_length() - 3))
     return -(-size // step) * step

@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ImageModel(LoadedModel):
-    """A model of images, with what turns files into its inputs.
+    """A model of images, with the preprocessing that turns files into its inputs.
 
     Fields, besides those of `LoadedModel`:
       pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.

@@ -1,4 +1,4 @@
-"""Loaded models: a flax module with its parameters, and what images and texts have in common.
+"""Loaded models: a flax module with its parameters, and the methods common to models of images and of text.
 
 `dcvit.load` returns one of the two kinds, `dcvit.inference.images.ImageModel` and
 `dcvit.inference.texts.LanguageModel`.
@@ -91,10 +91,10 @@ class LoadedModel:
     def attention(
         self, inputs: Images | Tokens, layers: Sequence[int | np.integer] | None = None
     ) -> dict[int, AttentionMatrices]:
-        """Return the attention matrices B H T S of the given layers, by default of all, by their numbers from 0.
+        """Return the attention matrices B H T S of the given layers, by default of all, by index from 0.
 
         Raises:
-          ConfigError: there is no layer of a number, or the inputs are too many for one batch.
+          ConfigError: an index is not one of a layer, or the inputs are too many for one batch.
           InputError: see `features`.
         """
         return jax.device_get(self._on_one_batch(inputs, functools.partial(attention_maps, layers=layers)))

@@ -34,7 +34,7 @@ class TextStream:
         self._returned = len(self._complete_text())  # characters of the text that were returned or precede it
 
     def push(self, token: int) -> str:
-        """Append a token and return the text that became definite."""
+        """Append a token, and return the text that further tokens cannot change any more."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -53,7 +53,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return the text that was kept back for a stop string, without an incomplete character at its end."""
+        """Return the text held back because it could begin a stop string, without an incomplete last character."""
         return "" if self.stopped else self._complete_text()[self._returned :]
 
     def _complete_text(self) -> str:

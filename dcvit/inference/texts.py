@@ -108,7 +108,7 @@ def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
 
 
 def tokenizer_beside(path: str | None, default: str | None = None, outputs: int | None = None) -> Tokenizer:
-    """Open the tokenizer at `path`, or else `default`, that beside the weights, for a model with a number of outputs.
+    """Open the tokenizer at `path`, or else `default` (beside the weights), for a model with `outputs` tokens.
 
     Raises:
       ConfigError: there is neither, or the tokenizer has more tokens than the model.
@@ -123,7 +123,7 @@ def tokenizer_beside(path: str | None, default: str | None = None, outputs: int 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel(LoadedModel):
-    """A language model, with what turns text into its inputs.
+    """A language model, with the tokenizer that turns text into its inputs.
 
     Fields, besides those of `LoadedModel`:
       open_tokenizer: returns the tokenizer at a path, or that of the training data for None.

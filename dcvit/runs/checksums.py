@@ -90,7 +90,7 @@ def problems(
 
 
 def check_weights(path: Path) -> None:
-    """Verify the folder of weights, or of a file of weights, if a conversion wrote its checksums.
+    """Verify the folder of weights (for a file, its folder) if a conversion wrote its checksums.
 
     Raises:
       CheckpointError: a file is missing or damaged.

@@ -65,7 +65,7 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
 
 
 def labels(workdirs: Sequence[Folder]) -> list[str]:
-    """Return the last parts of each path: as many as tell the runs apart, or one where no number does."""
+    """Return a label for each path: as few last parts as distinguish all paths, or one if they cannot."""
     parts = [PurePosixPath(str(workdir)).parts for workdir in workdirs]
     depths = range(1, max(map(len, parts), default=0) + 1)
     depth = next((n for n in depths if len({part[-n:] for part in parts}) == len(parts)), 1)

@@ -37,7 +37,7 @@ SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoin
 
 
 class Differences(NamedTuple):
-    """Differences of a config and data from those of a run: a description of each, by "config.KEY" or "data.KEY"."""
+    """Differences from a run's config and data: descriptions by "config.KEY" or "data.KEY", accepted or refused."""
 
     accepted: dict[str, str]
     refused: dict[str, str]

@@ -31,7 +31,7 @@ About = Mapping[str, Any]  # description of a checkpoint
 class JsonLines:
     """File with one JSON object per line. Each has a `step`, and steps increase.
 
-    Nothing can be appended to an object in a store. There the whole file is uploaded, at most every `UPLOAD_SECONDS`.
+    An object in a store cannot be appended to. There the whole file is uploaded, at most every `UPLOAD_SECONDS`.
     """
 
     def __init__(self, path: Folder, *, resume_step: int | None = None):
@@ -39,7 +39,7 @@ class JsonLines:
 
         Args:
           path: the file.
-          resume_step: the step of the checkpoint that a run resumes from; later rows are removed. None removes all.
+          resume_step: the step of the checkpoint that a run resumes from; later rows are removed, all rows for None.
         """
         self.path = path
         self.resumed = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]

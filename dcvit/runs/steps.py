@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: which are complete, how they are removed, and how damaged ones are set aside.
+"""Checkpoint folders of a run: listing of complete ones, removal, and setting aside of damaged ones.
 
 On a disk a checkpoint is complete once it has its name, the number of its step. An object store cannot rename a folder;
 there a checkpoint is complete once the object `commit_success.txt` exists.
@@ -122,9 +122,9 @@ def set_aside(path: Folder) -> Folder:
 
 
 def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the damaged files of a checkpoint, see `checksums.problems`; also if its folder is named for another step.
+    """Return the problems of a checkpoint, see `checksums.problems`; a name of another step is also a problem.
 
-    Then the folder was renamed, exchanged with another one, or linked.
+    With such a name, the folder was renamed, exchanged with another one, or linked.
     """
     ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
     found = checksums.problems(path, only=only and (*only, ABOUT), share=share, ignored=ignored)
