@@ -32,7 +32,7 @@ class Damage(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result for one source: how many examples, or files of text, were read, and those that are damaged."""
+    """The result for one source: the number of examples (or text files) that were read, and the damaged ones."""
 
     checked: int
     damaged: list[Damage]
@@ -46,7 +46,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
     Args:
       data: the arguments of `open_source`.
       pp: the preprocessing string; "{num_classes}" stands for the number of the data's class names.
-      on_progress: called with the number of examples that are checked, and of all.
+      on_progress: called with the number of examples checked so far, and the number of all.
 
     Raises:
       MissingDataError: the data does not exist.
@@ -84,7 +84,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
 
 
 def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the damaged examples among some rows. An unreadable file is damaged, too."""
+    """Return the damaged examples among `rows`, indices in the source. An unreadable file is damaged, too."""
     found = []
     for row in rows:
         try:
@@ -97,7 +97,7 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
 
 
 def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the damaged examples among some rows, also those that libjpeg decodes with a warning, one by one."""
+    """Return the damaged examples among `rows`, which are decoded one by one to notice libjpeg's warnings, too."""
     found = []
     for row in rows:
         with remove_lines(JPEG_WARNING) as warnings:

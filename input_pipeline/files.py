@@ -1,5 +1,5 @@
-"""Paths, folders and files that a user names: `~` in paths, files in folders, files that are read completely, and the
-identity of files, by which a change is noticed while a run reads them and before it is resumed.
+"""Files that a user names: `~` in paths, listing of folders, reading of small files, and the identity of files, which
+shows changes while a run reads them and before it is resumed.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def file_state(path: str) -> FileState:
 
 
 def check_unchanged(path: str, state: FileState) -> None:
-    """Raise ReadingError if a file is not in this state any more.
+    """Raise ReadingError if the state of a file is not `state` any more.
 
-    A file system in user space may give an unchanged file another inode, and a change of its mode is none of its data.
+    A new inode or mode alone does not count: FUSE file systems may change the inode of an unchanged file.
     """
     found = file_state(path)
     is_other = found.inode != state.inode and found.replaced != state.replaced
@@ -156,11 +156,11 @@ class OpenedFiles:
         return sum(self.states[1::FIELDS])
 
     def digests(self) -> dict[str, str]:
-        """Return hashes that a copy of the files has, too: of names, sizes and content, of consecutive files together.
+        """Return hashes of names, sizes and content, by groups of consecutive files; a copy of the files has the same.
 
-        Up to PIECES · PIECE_BYTES of content are hashed completely. Of more, pieces at regular distances are hashed,
-        which include the end of each file. Of more than PIECES files, some at regular distances are read. Of remote
-        files no content is read.
+        Up to PIECES · PIECE_BYTES of content are hashed completely. Of more content, pieces at regular distances and
+        the end of each file are hashed. Of more than PIECES files, only some at regular distances are read. The content
+        of remote files is not read.
 
         Raises:
           ReadingError: a file cannot be read, or was changed or replaced after it was opened.

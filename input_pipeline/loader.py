@@ -313,7 +313,7 @@ def _layout(load: LoadExample, keys: Iterable[ExampleKey]) -> Batch:
 
 
 def _fill(batch: PartialBatch, plan: Sequence[ExampleKey], piece: range, load: LoadExample) -> None:
-    """Load the examples of some rows and write them into the batch."""
+    """Load the examples of the rows `piece`, and write them into the batch."""
     for row in piece:
         example, batch.skipped[row] = load(plan[row])
         if example is None:

@@ -1,9 +1,9 @@
 """Row groups of Parquet files, decoded a few rows at a time and within limits of memory.
 
 Sizes in a footer may be wrong, a page of a few bytes may decompress to 2 GB, and an encoding may repeat one value for
-millions of rows. pyarrow allocates what the header of a page says, so the headers are read before the pages. The places
-of the pages are read from the footer here, because `pyarrow.parquet` ends the process if the metadata of a column is
-damaged or encrypted.
+millions of rows. pyarrow allocates the size in a page's header, so the headers are checked before pages are read. The
+positions of the pages are parsed from the footer here, because `pyarrow.parquet` ends the process if the metadata of a
+column is damaged or encrypted.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Pages(NamedTuple):
 
 
 def most_decoded(stored: int) -> int:
-    """Return how many bytes may be decoded from stored ones."""
+    """Return the limit of the decompressed size of a page with `stored` compressed bytes."""
     return MAX_DECODED + MAX_RATIO * stored
 
 
@@ -101,13 +101,13 @@ def read_batches(
 
 
 def decoded_bytes(opened: OpenedParquet, number: int, columns: Sequence[str], what: str) -> int:
-    """Return the bytes of some columns of a row group after decompression, according to the footer."""
+    """Return the decompressed bytes of `columns` of row group `number`, according to the footer."""
     with _damage_named(what):
         return sum(_integer(chunk[3], 6) for chunk in _chunks(opened, number, columns))
 
 
 def _chunks(opened: OpenedParquet, number: int, columns: Sequence[str]) -> Iterator[Fields]:
-    """Yield the parts of some columns, and of the fields in them, in a row group."""
+    """Yield the footer's column chunks of row group `number` that belong to `columns` or to fields inside them."""
     for chunk in opened.groups[number].get(1) or ():
         name = b".".join(chunk[3][3]).decode() + "."
         if any(name.startswith(f"{column}.") for column in columns):
@@ -116,7 +116,7 @@ def _chunks(opened: OpenedParquet, number: int, columns: Sequence[str]) -> Itera
 
 @contextlib.contextmanager
 def _damage_named(what: str) -> Iterator[None]:
-    """Convert errors about the fields of structures to an InputError about `what`."""
+    """Context manager that converts errors of parsing damaged structures to an InputError about `what`."""
     try:
         yield
     except InputError:
@@ -127,7 +127,7 @@ def _damage_named(what: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=2)  # files are read one row group at a time
 def _row_groups(path: str, state: FileState) -> list[Fields]:
-    """Return the row groups in the footer of a file in this state; [] if pyarrow will find that it is none.
+    """Return the row groups in the footer of a file; [] if it is not a Parquet file, which pyarrow will report.
 
     Raises:
       ValueError: the footer is damaged, or it or the names in it are too large.
@@ -206,7 +206,7 @@ def _structure(data: bytes, at: int, integers: int) -> tuple[Fields, int]:
     Args:
       data: the bytes that contain the structure.
       at: the position of the structure.
-      integers: the type of integers that are returned; pyarrow ignores fields of another type, too.
+      integers: the Thrift type of integer fields to return; other integer fields are ignored, as pyarrow does.
 
     Raises:
       IndexError: the data is too short.
@@ -228,7 +228,7 @@ def _structure(data: bytes, at: int, integers: int) -> tuple[Fields, int]:
 
 
 def _value(data: bytes, at: int, kind: int, integers: int) -> tuple[Value, int]:
-    """Return a value of a type, and the position after it; see `_structure`."""
+    """Return a value of the Thrift type `kind`, and the position after it; see `_structure`."""
     if kind in (4, SHORT, LONG):
         value, at = _signed(data, at)
         return value if kind == integers else None, at
@@ -254,7 +254,7 @@ def _value(data: bytes, at: int, kind: int, integers: int) -> tuple[Value, int]:
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:
-    """Return an integer of variable length, and the position after it."""
+    """Decode an unsigned varint at position `at` of `data`; return it and the position after it."""
     value, shift = 0, 0
     while shift < 70:
         value |= (data[at] & 127) << shift
@@ -265,13 +265,13 @@ def _unsigned(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _signed(data: bytes, at: int) -> tuple[int, int]:
-    """Return an integer whose lowest bit is the sign, and the position after it."""
+    """Decode a zigzag varint (signed) at position `at` of `data`; return it and the position after it."""
     value, at = _unsigned(data, at)
     return value >> 1 ^ -(value & 1), at
 
 
 def _integer(fields: Fields, number: int) -> int:
-    """Return a field. Raises ValueError if it is not an integer from 0."""
+    """Return field `number`. Raises ValueError if it is not an integer or is negative."""
     value = fields.get(number)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"field {number} is {value}")

@@ -39,9 +39,9 @@ class Blocks:
 def permutation(size: int, seed: int, epoch: int, blocks: Blocks | None = None) -> Int64[np.ndarray, "{size}"]:
     """Return the order of the examples in one epoch, a permutation of 0 … size-1.
 
-    With blocks, the blocks are permuted, and an example of a block that starts at position s is sorted by a number that
-    is uniform between s and s + window. An epoch therefore reads each block once if about window examples are kept,
-    and has a new mixture of blocks in every window. A window of `size` or more gives the order without blocks.
+    With blocks, the blocks are permuted first. Then the examples are sorted by random numbers: those of a block that
+    starts at position s are uniform between s and s + window. A reader that keeps about `window` examples therefore
+    reads each block once per epoch. A window of `size` or more gives the order without blocks.
     """
     generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     keys = generator.random_raw(size)
@@ -69,13 +69,13 @@ def example_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def draws(seed: int, stream: int, index: int, count: int) -> Draw:
-    """Return the random numbers of one generated example, from raw bits of Philox.
+    """Return a function that draws the random numbers of one generated example, from raw bits of Philox.
 
     Args:
       seed: seed of the data.
-      stream: another number gives other examples, as for the splits of data.
-      index: the example.
-      count: how many bits are drawn at a time, which changes no number.
+      stream: number of an independent stream, such as one for each split.
+      index: the index of the example.
+      count: size of the internal buffer; it does not change the numbers.
     """
     key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, index, 0], np.uint64)
     generator = np.random.Philox(key=key, counter=counter)
@@ -84,6 +84,6 @@ def draws(seed: int, stream: int, index: int, count: int) -> Draw:
 
 
 def take(items: Sequence[Item], count: int, draw: Draw) -> list[Item]:
-    """Draw different items, in random order."""
+    """Draw `count` different items, in random order."""
     rest = list(items)
     return [rest.pop(draw(len(rest))) for _ in range(count)]

@@ -142,8 +142,8 @@ def sample_window(
 def _offset(room: int, drawn: float) -> int:
     """Return a uniform integer in [0, room), or 0 if `room` is 0, from a number drawn from [0, 1).
 
-    TensorFlow never draws the last of the `room` + 1 possible offsets. Here the draws that would give it are
-    distributed over the others, so that all other draws give the same window as if it could occur.
+    There are `room` + 1 possible offsets, but TensorFlow never draws the last one. Here, draws that would give it are
+    distributed over the other offsets; all other draws give the same window as with `room` + 1 offsets.
     """
     position = drawn * (room + 1)
     return int(position) if position < room else int((position - room) * room)

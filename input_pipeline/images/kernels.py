@@ -1,4 +1,4 @@
-"""Operations on the pixels of RGB images as one compiled loop each, with the arithmetic of TensorFlow.
+"""Operations on the pixels of RGB images, each as one compiled loop, with the arithmetic of TensorFlow.
 
 The loops are in `input_pipeline.images.loops`, which needs numba; it is imported when the first of them runs. The loops
 do not check bounds. Therefore every function first checks that its arguments have the dtypes and shapes that keep all
@@ -55,7 +55,7 @@ def resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarra
 
 @functools.lru_cache(maxsize=4096)  # at most 3 kB each for an output of 224 pixels
 def _interpolation(length: int, new_length: int) -> Axis:
-    """Return the index before and after each output position of an axis, and the position's distance to the first."""
+    """Return, for each output position of an axis, both neighboring input indices and the distance to the first."""
     scale = np.float32(length) / np.float32(new_length)
     position = (np.arange(new_length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
     below = np.floor(position)

@@ -35,10 +35,10 @@ TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF tags
 
 
 class TimedStream(io.BytesIO):
-    """Bytes of a file that a decoder can read for `MAX_SECONDS` of the thread's CPU time.
+    """Bytes of a file that a decoder can read until it has used `MAX_SECONDS` of the thread's CPU time.
 
-    The decoders of Pillow read a file in pieces, and each chunk or block of a format separately, so a limit that is
-    checked at each read ends every loop over pieces of a file.
+    Pillow's decoders read each chunk or block of a file separately, so that a limit checked at each read ends every
+    loop over pieces of a file.
     """
 
     def __init__(self, data: bytes):
@@ -63,7 +63,7 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def check_tiles(image: TiffImagePlugin.TiffImageFile) -> None:
-    """Raise InputError if the tiles of a TIFF have more than MAX_PIXELS, in an image that may have few."""
+    """Raise InputError if the tiles of a TIFF have more than MAX_PIXELS; the image itself may have few pixels."""
     tiles = (image.tag_v2.get(tag, side) for tag, side in zip((TILE_WIDTH, TILE_LENGTH), image.size, strict=True))
     width, height = (-(-side // tile) * tile for tile, side in zip(tiles, image.size, strict=True))
     if width * height > MAX_PIXELS:

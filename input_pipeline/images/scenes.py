@@ -75,8 +75,8 @@ class Source:
           relations: the relations that markers ask for.
           attributes: the attributes that markers ask for.
           examples: number of scenes.
-          least_distractors: a scene has at least as many digits besides those that its question is about, 0 to 4. With
-            0, some scenes are easy, and a model learns from these first.
+          least_distractors: minimum number of digits, 0 to 4, in addition to those that the question is about. With 0,
+            some scenes are easy, and a model learns from these first.
 
         Raises:
           InputError: the split, a relation or an attribute is unknown, or a number is out of range.

@@ -20,9 +20,9 @@ def onehot(
 ) -> Op:
     """Convert one or several integer labels to a float32 vector with `on` at each label and `off` elsewhere.
 
-    A label out of range is an error, as that of several merged ones is in TensorFlow on a CPU. For a single one,
-    `tf.one_hot` and therefore big_vision yields `off` everywhere, so that a model would train without notice on targets
-    without a class.
+    A label out of range is an error, as in TensorFlow on a CPU if several labels are merged. For single labels,
+    `tf.one_hot`, and therefore big_vision, yields `off` everywhere: a model would silently train on targets without a
+    class.
 
     Args:
       depth: length of the vector, the number of classes.
@@ -55,7 +55,7 @@ def onehot(
 
 
 def keep(*keys: str) -> Op:
-    """Drop everything except some keys.
+    """Drop all keys except the given ones.
 
     Args:
       *keys: the keys to keep.
@@ -68,7 +68,7 @@ def keep(*keys: str) -> Op:
 
 
 def drop(*keys: str) -> Op:
-    """Drop some keys, as far as the example has them.
+    """Drop the given keys; a key that the example does not have is ignored.
 
     Args:
       *keys: the keys to drop.

@@ -33,7 +33,7 @@ class MarkedText(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of a line, and (first token, last token + 1, shots) of each answer as rows of an array."""
+    """The tokens of a line; `answers` is an array with a row (first token, last token + 1, shots) for each answer."""
 
     tokens: np.ndarray
     answers: np.ndarray
@@ -134,7 +134,7 @@ def read_marks(text: str, location: str) -> MarkedText:
 
 
 def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row:
-    """Return the tokens of a marked text. Raises InputError if they are no row; see `Source`."""
+    """Return the tokens of a marked text. Raises InputError if they do not make a row; see `Source`."""
     if len(text) > TOKEN_CHARACTERS * (context + 1):
         raise InputError(f"{location}: {len(text):,} characters are more than the {context + 1} tokens of a row hold")
     marked = read_marks(text, location)

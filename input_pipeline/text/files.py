@@ -30,7 +30,7 @@ class TokenizedFiles:
     def open_files(
         self, path: str, context: int, tokenizer: str | None, end_of_text: str, suffixes: Sequence[str] = texts.SUFFIXES
     ) -> tuple[texts.Files, Tokenizer]:
-        """Set the attributes, and return the files and the tokenizer, which need not be kept.
+        """Set the attributes, and return the files and the tokenizer.
 
         Raises:
           MissingDataError: the files or the tokenizer do not exist.
@@ -58,7 +58,7 @@ class TokenizedFiles:
             yield encoded
 
     def check_memory(self, nbytes: int) -> None:
-        """Raise InputError if tokens of this size use most of the available memory, as a compressed file's may do."""
+        """Raise InputError if `nbytes` of tokens, as from a compressed file, need most of the available memory."""
         if self.available is not None and nbytes > self.available * 3 // 4:
             raise InputError(
                 f"{self.path}: its tokens do not fit in the {self.available / 1e9:.1f} GB of memory left; use fewer "

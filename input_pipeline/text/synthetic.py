@@ -40,7 +40,7 @@ class Source:
     ):
         """
         Args:
-          split: "train" or "validation". No example of one has facts about the same set of words as one of the other.
+          split: "train" or "validation". The facts of their examples are about different sets of words.
           shots: number of examples before the last one of a row.
           seed: seed of all random choices.
           tasks: patterns of the names of tasks, such as "same/*" or ["*/things/*", "odd/*"].

@@ -60,7 +60,7 @@ PATTERNS = {**PERSON_PATTERNS, **{name: name for name in LIST_PATTERNS}}
 
 
 class Domain(NamedTuple):
-    """Words of one sort, and the functions of a word that tasks ask for."""
+    """Words of one sort, grouped in pools, and the relations that tasks ask for, functions of a word."""
 
     pools: tuple[tuple[tuple[str, ...], ...], ...]  # an example takes words of different groups of one pool
     relations: Mapping[str, Mapping[str, str]]  # relation -> word -> its value
@@ -96,7 +96,7 @@ def _groups(members: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]
 
 
 def _shifted(by: int) -> dict[str, str]:
-    """Return the word that many places later in the cycle of each word."""
+    """Map each word of `CYCLES` to the word `by` places later in its cycle."""
     cycles = [text.split() for text in CYCLES]
     return {word: cycle[(i + by) % len(cycle)] for cycle in cycles for i, word in enumerate(cycle)}
 
@@ -167,7 +167,7 @@ def make_example(task: Task, draw: Draw) -> list[str]:
 
 
 def in_validation(example: Sequence[str]) -> bool:
-    """Return whether an example is in the validation split, by a hash of the set of words that its facts are about.
+    """Return True if an example is in the validation split, by a hash of the set of words in its facts.
 
     Examples of all tasks, orders and persons with the same words are therefore in the same split.
     """
