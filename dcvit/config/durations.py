@@ -29,7 +29,7 @@ class Durations:
     Fields:
       batch_size: examples in a step.
       examples: examples in an epoch.
-      total_steps: the length of training, of which a percentage is a part; None if it is not known yet.
+      total_steps: the length of training, to which percentages refer; None if it is not known yet.
     """
 
     batch_size: int

@@ -75,10 +75,10 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
 
 
 def check(spec: str | None, overrides: Sequence[str]) -> None:
-    """Check what a command will load after it has imported JAX, so that an error is shown at once; logs nothing.
+    """Check a config before a command imports JAX and loads it, so that an error is shown at once; logs nothing.
 
     Raises:
-      ConfigError: the config is invalid, or there are overrides of none.
+      ConfigError: the config is invalid, or there are overrides but no config.
     """
     if spec is None:
         if overrides:

@@ -1,4 +1,4 @@
-"""Weights of a run, in the tree of unrolled layers, with a description of its model; for conversion."""
+"""Weights of a run with a description of its model, as single (unrolled) layers, for conversion."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
 
 
 def _adapted(path: Folder) -> Weights | None:
-    """Return the weights that a run of adapters adapts; None for another run."""
+    """Return the base weights of a run with adapters; None for other runs."""
     about = steps.about(checkpoint := steps.step_folder(path))
     return adapted(checkpoint, about, adapters.described(about, str(path))[1]).weights
 
@@ -87,7 +87,7 @@ def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:
 
 
 def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
-    """Return the parameters of single layers, which a scan stacks in the arrays of a checkpoint, by their paths."""
+    """Return the parameters of single layers by their paths, from a checkpoint whose arrays may stack layers."""
     parts = unrolled({path: tuple(array.shape) for path, array in arrays.items()})
     return {
         name: as_tensor(arrays[path] if layer is None else arrays[path][layer], name)

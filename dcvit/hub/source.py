@@ -1,4 +1,4 @@
-"""Sources of models: the place that a user named, what is there, recognized and opened once, and its parameters."""
+"""Sources of models: a place that a user named, recognition of what is there, and loading of its parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelSource:
     """A run, one of its checkpoints, a model of the package, weights of another library, or none of these.
 
     Fields:
-      path: the file or folder, in which names of models and `~` are resolved; see `find`.
+      path: the file or folder, after names of models and `~` were resolved; see `find`.
     """
 
     path: Folder
@@ -51,7 +51,7 @@ class ModelSource:
 
     @functools.cached_property
     def workdir(self) -> Folder | None:
-        """The run that this is, or is a checkpoint of, or the model of the package; None for others.
+        """The workdir of the run (or of its checkpoint) that this is, or the folder of the package's model; else None.
 
         Raises:
           CheckpointError, ConfigError: see `dcvit.runs.workdir.find`.
@@ -111,7 +111,7 @@ def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> T
 
     Args:
       source: a workdir (its latest checkpoint), one of its checkpoints, or weights of any format.
-      adapted_by: the checkpoints of adapters whose base this is, directly or through another one.
+      adapted_by: checkpoints of adapters that led to this base, by which a cycle is recognized.
 
     Raises:
       CheckpointError: the source is missing, damaged, or of an unknown format; or adapters have no base but themselves.
@@ -142,7 +142,7 @@ def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> T
 def adapted(checkpoint: Folder, about: Json, init: str) -> ModelSource:
     """Return the `model_init` that a checkpoint of adapters adapts.
 
-    The description has a relative one as the path from the workdir; that of an older version has none.
+    The description stores a relative path from the workdir; descriptions of older versions do not have it.
     """
     if path := about.get(BASE_PATH):
         moved = Path(absolute(checkpoint).parent.parent, path).resolve()
@@ -168,9 +168,9 @@ def load_params(
 
     Args:
       source: see `open_parameters`.
-      make_like: returns the model's parameters as `jax.ShapeDtypeStruct` with shardings, given the source's tensors.
+      make_like: function from the source's tensors to the model's parameters, `jax.ShapeDtypeStruct` with shardings.
         Layers may be stacked in one and single in the other.
-      convert: function from the tensors of the source to those of the model, which precedes `make_like`.
+      convert: function from the tensors of the source to those of the model, applied before `make_like`.
 
     Raises:
       CheckpointError: see `open_parameters`; or the parameters are not those of the model.
@@ -222,9 +222,9 @@ def load_params_into(
 
 
 def init_config(name: str) -> dict[str, Any]:
-    """Return the config of a run, or the keys that weights of another library determine; {} if the name is neither's.
+    """Return the config of a run, or the keys that follow from weights of another library; {} for other names.
 
-    `input.pp` is the preprocessing of training, with an inception crop if the model has only one of prediction.
+    `input.pp` is the preprocessing of training, with an inception crop if the model has only that of prediction.
 
     Raises:
       ConfigError: the config or the weights are damaged or unsupported.

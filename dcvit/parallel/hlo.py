@@ -79,9 +79,9 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _operation(line: Instruction) -> str | None:
-    """Return what the instructions of one collective operation have in common; None if it is this instruction alone.
+    """Return a key shared by all instructions of one collective operation; None for an operation of one instruction.
 
-    The operations of `jax.shard_map` all have the same channel. XLA numbers those that it splits.
+    It is XLA's number of a split operation, or the channel, which is the same for all operations of `jax.shard_map`.
     """
     chain = re.search(r'chain_id="(\d+)"', line.rest)
     channel = None if "shard_map" in line.op_name else re.search(r"channel_id=(\d+)", line.rest)
@@ -89,7 +89,7 @@ def _operation(line: Instruction) -> str | None:
 
 
 def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
-    """Return, for each kind of collective in a program, the executions per run and the bytes of their results."""
+    """Return (executions per run, bytes of the results) for each kind of collective in a program."""
     return {
         kind: (sum(c.times for c in found if c.kind == kind), sum(c.times * c.bytes for c in found if c.kind == kind))
         for kind in KINDS

@@ -39,7 +39,7 @@ def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
 
 
 def constrain_to(x: Float[Array, "B T H D"], spec: P) -> Float[Array, "B T H D"]:
-    """Constrain the sharding of `x` to that of an array (*B, T, H, D), whose leading axes are merged in `x`."""
+    """Constrain the sharding of `x` to `spec`, which is for (*B, T, H, D); the leading axes are merged in `x`."""
     axes: list[Axis] = [*spec, *[None] * (x.ndim - len(spec))]
     examples = [name for axis in axes[:-3] for name in axis_names(axis)]
     axes = divisible_axes(x.shape, [tuple(examples), *axes[-3:]], jax.sharding.get_abstract_mesh())
@@ -63,7 +63,7 @@ def context_parts(tokens: int) -> int:
 
 
 def explicit_mesh(*trees: object) -> AbstractMesh | None:
-    """Return the mesh with explicit axes that is current (`jax.set_mesh`) or of which arrays are, or None."""
+    """Return a mesh with explicit axes: the current one (`jax.set_mesh`), or else that of the arrays; or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
     return next((mesh for mesh in (jax.sharding.get_abstract_mesh(), *meshes) if mesh.explicit_axes), None)
 

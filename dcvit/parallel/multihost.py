@@ -189,7 +189,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def peer_failure(error: Exception) -> str | None:
-    """Return why another process caused an error of this one, in one line; None if none is known to have failed."""
+    """Return one line about another process's failure that caused this error; None if no failure is known."""
     if failure := _reported_failure():
         return failure
     lost = LOST_CONNECTION.search(str(error))

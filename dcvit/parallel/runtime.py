@@ -75,7 +75,7 @@ def check_devices() -> None:
 
 
 def has_tpu() -> bool:
-    """Return whether this machine shows any sign of a TPU; asks no backend."""
+    """Return True if this machine shows any sign of a TPU; initializes no backend."""
     if on_cloud_tpu() or any(name in os.environ for name in TPU_VARIABLES):
         return True
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

@@ -114,7 +114,7 @@ def shapes(family: str) -> list[tuple[int, ...]]:
 
 
 def nearest_slices(name: str, count: int = 4) -> list[str]:
-    """Return existing names like that of no slice: of the same family, if it exists, with about as many chips."""
+    """Return names of slices similar to an unknown `name`: of its family, if that exists, with about as many chips."""
     family, _, size = _lower_family(name[:40]).replace("-", ":", 1).partition(":")
     families = [known.name.lower() for known in CHIPS if shapes(known.name)]
     if family not in families:
@@ -131,7 +131,7 @@ def nearest_slices(name: str, count: int = 4) -> list[str]:
 
 
 def _near_name(family: str, chips: int) -> str:
-    """Return the name of a family's slice of so many chips."""
+    """Return the name of a family's slice with a number of chips."""
     return next(text for text, (known, s) in names().items() if known.name.lower() == family and math.prod(s) == chips)
 
 

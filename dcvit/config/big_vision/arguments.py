@@ -56,7 +56,7 @@ def parse_arg(arg: str | None, lazy: bool = False, **spec: object) -> ConfigDict
 
 
 def _converted(name: str, text: str, kind: Callable[[str], object]) -> object:
-    """Return the value of an argument. Raises ValueError if the text is none of this type."""
+    """Convert `text` to a value of type `kind`. Raises ValueError if that is not possible."""
     if kind is bool:
         if text.lower() not in ("true", "false", ""):
             raise ValueError(f"argument {name}={text} should be true or false")
@@ -117,7 +117,7 @@ def get_fewshot_lsr(
 
     Args:
       target_resolution: side of the crop from the middle of an image.
-      resize_resolution: side of the image before.
+      resize_resolution: side of the image before the crop.
       runlocal: evaluate only one small data set.
       **kw: further keys, in place of the defaults.
     """

@@ -128,12 +128,12 @@ def _few_shot(part: Part, name: str) -> Values:
 
 
 def translate_pp(part: Part, key: str) -> str:
-    """Remove a preprocessing string of big_vision, and return it with the keys of each `onehot` given.
+    """Remove a preprocessing string of big_vision from `part`, and return it with explicit keys in each `onehot`.
 
-    A string without such an op is returned as it is, and a missing one as "".
+    A string without this op is returned unchanged; a missing string is "".
 
     Raises:
-      ConfigError: this is no string, or it cannot be parsed.
+      ConfigError: the value is not a string, or it cannot be parsed.
     """
     from input_pipeline.preprocess import ops  # in functions: configs of dcvit load without the libraries of images
 
@@ -173,5 +173,5 @@ def _calls(pp: object, what: str) -> list[ast.Call]:
 
 
 def _name(call: ast.Call) -> str:
-    """Return the name of an op, "" for what is no name."""
+    """Return the name of an op; "" if the function of the call is not a name."""
     return call.func.id if isinstance(call.func, ast.Name) else ""

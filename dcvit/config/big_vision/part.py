@@ -51,7 +51,7 @@ class Part:
         return Part(self.values.pop(key, None), f"{self.name}.{key}", self.notes)
 
     def put(self, key: str, value: object, old: str = "") -> None:
-        """Set a key. The note names `old`, what it stands for."""
+        """Set a key, and note that it replaces `old`."""
         self.values[key] = value
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
@@ -74,13 +74,13 @@ class Part:
         return ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent: {reason}")
 
     def expect(self, key: str, known: Collection[object], reason: str) -> None:
-        """Remove a key whose value is what dcvit does anyway, one of `known`. Raises ConfigError for another value."""
+        """Remove a key whose values `known` are what dcvit does anyway. Raises ConfigError for another value."""
         if key in self.values and self.values[key] not in known:
             raise self.refuse(key, reason)
         self.values.pop(key, None)
 
     def durations(self, names: Mapping[str, str]) -> None:
-        """Rename durations, and convert those in percent, which are fractions in big_vision."""
+        """Rename durations; those in percent are fractions in big_vision, and are converted."""
         for old, new in names.items():
             for unit in UNITS:
                 value = self.values.pop(f"{old}_{unit}", None)

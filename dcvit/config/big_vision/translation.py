@@ -1,7 +1,7 @@
 """Translation of a config of big_vision to the keys of dcvit.
 
-Every key keeps its effect on the result, gets another name, or is an error. Keys in `NO_EFFECT`, which concern the
-speed of big_vision's own input pipeline or the look of its output, are dropped.
+Keys of big_vision are kept, renamed or converted so that the result is the same, or are an error. Keys in `NO_EFFECT`,
+which concern the speed of big_vision's own input pipeline or the look of its output, are dropped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_big_vision(config: Values) -> bool:
 
 
 def translate(found: Values) -> tuple[Values, list[str]]:
-    """Return a config of big_vision with the keys of dcvit, and a line for each change.
+    """Translate a config of big_vision to the keys of dcvit; return it, and a line for each change.
 
     Raises:
       ConfigError: a key or value has no equivalent; the message names it.
@@ -122,7 +122,7 @@ def _translate_model(config: Part) -> None:
 
 
 def _translate_remat(model: Part) -> None:
-    """Translate `remat_policy`, of scanned layers: those of big_vision keep nothing unless JAX has the policy."""
+    """Translate `remat_policy`; with scanned layers, big_vision stores nothing unless it names a policy of JAX."""
     policy = model.values.pop("remat_policy", None)
     if model.values.get("scan"):
         remat = "nothing_saveable" if policy in (None, "none") else policy
