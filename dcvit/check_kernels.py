@@ -6,7 +6,7 @@ implementation that passed. The cases are those of ViT-S/16, of language models,
 --config, those of a config's training step on this machine.
 
 A CPU, which has no kernels, verifies smaller cases (`CPU_LIMITS`). The exit status is 1 if a kernel is wrong, fails or
-times out. `--again` verifies again what has a verdict, `--again KERNEL` this kernel only.
+times out. `--again` also verifies kernels that have a verdict, `--again KERNEL` this kernel only.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def attention_case(
     *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
     **more: Any,
 ) -> tuple[Case, dict[str, str]]:  # fmt: skip
-    """Return the case of a call of attention on the current platform, and the reasons of those that do not support it.
+    """Return the `Case` of a call of attention on the current platform, and why others do not support the call.
 
     Args:
       queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
-      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask` and `segments`,
-        if there are; `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
+      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask` and `segments`, if
+        they exist; `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
     """
     import jax
 
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row]:
-    """Verify the cases of which the names contain one of the words; return the rows of the table."""
+    """Verify the cases whose name contains one of the words; return the rows of the table."""
     import jax
 
     from dcvit.dcmha.verdicts import Verdict
@@ -180,7 +180,7 @@ def _for_platform(sizes: Sizes) -> Sizes:
 
 
 def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -> list[Row]:
-    """Return the rows of the table for one case, the fastest implementation that passed marked."""
+    """Return the rows of the table for one case; the fastest implementation that passed is marked."""
     from dcvit.dcmha.verdicts import fastest
 
     first = fastest(found, forward_only=is_inference)

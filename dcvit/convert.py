@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(number: int, _: object) -> NoReturn:
-    """Exit as a shell reports a process that a signal ended; more signals do not interrupt the removal of files."""
+    """Handle a signal: exit with status 128 + `number`; ignore further signals, so that files are removed."""
     for other in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)

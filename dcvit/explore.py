@@ -1,6 +1,6 @@
 """Explorer of composed heads: `python -m dcvit.explore --workdir DIR FILE … --out explore.html`.
 
-Writes one HTML file that shows how the heads of a model compose on some inputs: scores and weights before and after
+Writes one HTML file that shows how the heads of a model compose on given inputs: scores and weights before and after
 each composition, the maps between heads by branch, contributions of one head to another, ablations, and comparisons of
 inputs and of two models. The page needs no network. It recomputes attention in the browser, so that branches and heads
 can be switched off.

@@ -17,7 +17,7 @@ LINUX_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def use_huge_pages(setting: Path = LINUX_SETTING) -> None:
-    """Make glibc ask the kernel for huge pages, if programs may ask and the environment has no setting of glibc.
+    """Make glibc request huge pages, if the kernel grants requests and the environment has no setting of glibc.
 
     XLA allocates the memory of a training step again in each step. glibc returns blocks of 32 MiB and more to the
     kernel, which clears them page by page when they are used again: up to 40 % of the time of a step on a CPU
@@ -25,7 +25,7 @@ def use_huge_pages(setting: Path = LINUX_SETTING) -> None:
     imports JAX, replaces its process. Nothing happens in other programs.
 
     Args:
-      setting: the file in which Linux says who gets huge pages: "always", "madvise" (who asks) or "never".
+      setting: the file with Linux' setting of huge pages: "always", "madvise" (on request) or "never".
     """
     program = Path(sys.argv[0]) if sys.argv else Path()
     is_ours = program.name == "dcvit" or program.parent == Path(__file__).parent
