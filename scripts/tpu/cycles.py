@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dcvit.parallel import hlo
 from dcvit.parallel.hlo import Instruction
 
-# FLOPs of the matrix units per cycle, and bytes of HBM per second, of one device of a chip in
+# FLOPs of the MXUs per cycle, and bytes of HBM per second, of one device of a chip in
 # `dcvit.parallel.topologies`. v4, v5e and v5p have 8, 4 and 8 units of 128×128; the compiler's estimate of a product of
 # 8192×8192 bfloat16 matrices reaches 93, 88 and 90 % of them, 70 % of the figure for v6e and 80 % of that for TPU7x
 # (libtpu 0.0.52). The clock is the chip's peak over the FLOPs per cycle. Bandwidths:

@@ -56,7 +56,7 @@ class Estimate(TypedDict):
       seconds: the same at the chip's clock.
       table: cycles by part of the model and kind of operation.
       matmul_flops: FLOPs of the compiled matrix products outside of kernels, on one chip.
-      utilization: the share of the matrix units' peak that these products reach during their own cycles.
+      utilization: the share of the MXUs' peak that these products reach during their own cycles.
       relayout_bound: the share of the relayouts' cycles that HBM needs for their bytes.
       kernels: the Pallas kernels by name.
       collectives: for each kind of collective, executions and GiB of results on a chip.
@@ -162,7 +162,7 @@ def notes(result: Estimate) -> list[str]:
         f"{result['config']}, {result['topology']}, {result['examples']} examples per chip: "
         f"{result['cycles'] / MEGA:.1f} million cycles, {result['seconds'] * 1e3:.0f} ms",
         f"matrix products: {result['matmul_flops'] / 1e12:.2f} TFLOP, "
-        f"{result['utilization']:.0%} of the peak of the matrix units while they run",
+        f"{result['utilization']:.0%} of the peak of the MXUs while they run",
         f"relayouts: HBM needs {result['relayout_bound']:.0%} of their cycles for the bytes",
     ]
     for name, kernel in result["kernels"].items():

@@ -169,8 +169,8 @@ def test_kernels_of_bfloat16_have_no_races_and_are_close_to_float32(monkeypatch,
 @pytest.mark.parametrize(
     ("family", "branches", "first"),
     [
-        pytest.param("vector", "qkp", 21, id="vector units"),
-        pytest.param("matrix", "qkp", 16, id="matrix unit"),
+        pytest.param("vector", "qkp", 21, id="VPU"),
+        pytest.param("matrix", "qkp", 16, id="MXU"),
         pytest.param("interleaved", "qkp", 16, id="interleaved", marks=pytest.mark.weekly),
         pytest.param("interleaved", "qp", 21, id="interleaved, query-wise", marks=pytest.mark.weekly),
     ],
