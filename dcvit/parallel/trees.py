@@ -19,7 +19,7 @@ MAX_NAMED = 6  # parameters in a message
 
 
 class Tensor(NamedTuple):
-    """An array in a file."""
+    """An array in a file: its shape, and a function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
@@ -46,7 +46,7 @@ def by_name(tree: object) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays by path as a tree."""
+    """Convert arrays by path, such as "head/kernel", to a tree of nested dicts."""
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
     return tree
 
