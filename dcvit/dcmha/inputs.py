@@ -310,7 +310,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def reason_of(check: Callable[..., object], *args: object) -> str | None:
-    """Return the message of the UnsupportedError that a function raises, or None."""
+    """Call check(*args); return the message of the UnsupportedError that it raises, or None."""
     try:
         check(*args)
     except UnsupportedError as error:

@@ -186,9 +186,7 @@ def _projections(
     where: Sequence[ActiveColumns],
     heads: int,
 ) -> Float[Array, "B N width"]:
-    """Return the weights of one or more sides as columns, in the order of `columns_of`.
-
-    It applies the second layers to the hidden layers, normalizes the down projections, and copies the gates.
+    """Return the weights of one or more sides as columns (`columns_of`), from hidden layers and gates.
 
     Args:
       active: first product after the activations: the hidden layers of all sides, then their gates.

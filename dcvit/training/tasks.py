@@ -61,7 +61,7 @@ class ImageTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
-        """Raise ConfigError if preprocessing, classes, loss and data do not fit each other."""
+        """Return the task and the completed config; ConfigError if preprocessing, classes, loss or data do not fit."""
         classes = config.num_classes
         if classes is None and not source.class_names:
             raise ConfigError("config.num_classes=None, but the training data does not name its classes: set a number")
@@ -136,7 +136,7 @@ class TokenTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
-        """Raise ConfigError if vocabulary, context and data do not fit each other, or for keys of image models."""
+        """Return the task and the completed config; ConfigError if vocabulary, context, data or a key do not fit."""
         for key in ("label_smoothing", "mixup", "cutmix", "reprob"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")

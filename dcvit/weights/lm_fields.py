@@ -27,9 +27,7 @@ DEFAULTS = defaults("lm", NAMES)
 
 
 def canonical(fields: Mapping[str, Any]) -> Json:
-    """Return all fields of a language model so that equal models have equal fields.
-
-    Sizes are explicit, and fields without effect have their defaults.
+    """Return all fields of a language model: sizes are explicit, and fields without effect have their defaults.
 
     Raises:
       CheckpointError: a field is unknown in files, the heads do not divide the width, or the key heads the heads.

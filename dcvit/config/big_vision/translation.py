@@ -132,7 +132,7 @@ def _translate_remat(model: Part) -> None:
 
 
 def _translate_mixup(config: Part) -> None:
-    """Translate mixup=dict(p=…) to its number."""
+    """Translate mixup=dict(p=…) to mixup=p."""
     if not isinstance(config.values.get("mixup"), Mapping):
         return
     mixup = config.inner("mixup")

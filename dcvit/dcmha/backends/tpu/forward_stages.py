@@ -89,8 +89,7 @@ def update_statistics(
 ) -> None:
     """Update the running maximum and sum of each sublane with the scores of the keys `rows`.
 
-    `is_first` replaces the statistics instead of updating them. If the traced bool `valid` is False, they stay as they
-    are.
+    `is_first` replaces the statistics instead of updating them. A traced `valid` of False leaves them unchanged.
     """
     for h in range(config.heads):
         y = split(refs["y"][h, rows, :])

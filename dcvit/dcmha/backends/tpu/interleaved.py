@@ -81,8 +81,6 @@ def query_products(
 ) -> list[Callable[[], None]]:
     """Return tasks that write Σ_s planes[s, t]·tokens[s] for each head and query t of example `e` to `out`.
 
-    Each task computes the heads whose columns fill complete registers.
-
     Args:
       config: the sizes.
       out: output or gradients of the queries.
@@ -109,10 +107,9 @@ def query_products(
 def key_products(
     config: KernelConfig, out: Ref, e: Index, tokens: Ref, planes: Ref, factor: float = 1.0
 ) -> list[Callable[[], None]]:
-    """Return tasks that write Σ_t planes[s, t]·tokens[t] for each key head and key s of example `e` to `out`.
+    """Return tasks that write Σ_t planes[s, t]·tokens[t], also summed over the query heads of each key head, to `out`.
 
-    The sum includes all query heads of a key head. The arguments are those of `query_products`, with a tile of queries
-    or of output gradients as `tokens`.
+    The arguments are those of `query_products`, with a tile of queries or of output gradients as `tokens`.
     """
     shared = config.heads // config.key_heads
 

@@ -112,10 +112,7 @@ def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *,
 
 
 def _key_wise(config: KernelConfig, tensors: MatrixTensors, planes: list[Array], half: int, tile: int) -> None:
-    """Write the gradients of the key-wise weights of 128 keys from `planes`, the result of `head_planes`.
-
-    Each call writes up projections and gates of the eight heads `half`, and adds their share to down projections.
-    """
+    """Write gradients of key-wise weights from the `head_planes` of `half`; those of down projections sum over `half`."""
     layout, weights, out = tensors.layout, not_none(tensors.weights), not_none(tensors.out)
     heads, (sublane, lane) = config.heads, positions()
     columns = slice(tile * LANES, (tile + 1) * LANES)

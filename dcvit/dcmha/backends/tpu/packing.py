@@ -172,8 +172,7 @@ def _pack_side(
 ) -> Blocked | None:
     """Pack the weights of one side of both composes for `length` tokens; None if there are none.
 
-    The family "matrix" gets key-wise weights as they are; its kernel converts them to matrices. All others are
-    `scaled`.
+    In the family "matrix", a kernel converts key-wise weights; they are packed unchanged. All others are `scaled`.
     """
     columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
@@ -208,8 +207,7 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
 def _joined(columns: Sequence[Array]) -> Array:
     """Concatenate weights along their columns, in float32.
 
-    XLA makes no copy of columns that are slices of one array (`dcvit.dcmha.packed_weights`), unless they are converted
-    to another dtype before.
+    XLA does not copy columns that are slices of one array (`dcvit.dcmha.packed_weights`) and of this dtype.
     """
     dtype = common_dtype(columns)
     return jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)

@@ -3,7 +3,7 @@
 The stages are in `forward_stages` and `backward_stages`. Kernels for one example run them in loops (`over_strips`).
 
 Kernels for blocks of interleaved examples unroll the strips of an example (`run_stage`): all addresses are static, and
-the compiler sees that the buffers of two strips are different. The products of a strip are issued some strips ahead of
+the compiler sees that the buffers of two strips are different. The products of a strip are issued `AHEAD` strips before
 the vector operations that need them, so that MXU and VPU work at the same time. Other work, of this or a neighboring
 example, is spread over the strips of a stage.
 """
@@ -54,9 +54,8 @@ def over_strips(
     In the family "vector", `buffers` are the broadcast key-wise weights of `composes`. A strip of few heads has little
     work, and the latency of the broadcasts would dominate it. Each step of the loop therefore processes several strips
     and first broadcasts the weights of all of them, each into its own buffer: the compiler assumes that a buffer
-    selected by a traced index aliases the one that is being read.
-
-    In the family "matrix", `buffers` are the results of `products`, see `over_mixed_strips`.
+    selected by a traced index aliases the one that is being read. In the family "matrix", `buffers` are the results of
+    `products`, see `over_mixed_strips`.
 
     `overlapped` is called with the index of each step while its broadcasts or products are in flight; it must not read
     what the step writes.

@@ -207,8 +207,7 @@ def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig
 def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
     """Return the configuration of the family "matrix", or None if the sizes exclude it.
 
-    The loops over a tile unroll two steps, so that the number of steps must be even. The matrix of a strip has at most
-    256 columns.
+    Loops over a tile unroll two steps, whose number must be even. The matrix of a strip has at most 256 columns.
     """
     per_step = config.strips_per_step * (config.strip // STRIP)
     found = config._replace(family="matrix", strip=STRIP, strips_per_step=max(per_step, 2))

@@ -3,11 +3,9 @@
 The packed weights of a side, query-wise or key-wise, are (tokens, columns);
 `dcvit.dcmha.backends.tpu.packing.compose_layouts` says which column is which weight. The kernels use query-wise weights
 as rows along lanes (`rows_of`), and key-wise weights as columns, in pairs of bfloat16 (`words`), or as matrices
-(`dcvit.dcmha.backends.tpu.mixing`).
-
-Kernels of the family "interleaved" convert the weights in VMEM, where a transposition costs little; they read both
-sides from one array, with the query-wise columns first. In the family "matrix", the kernel that makes the matrices
-converts key-wise weights. XLA converts all others.
+(`dcvit.dcmha.backends.tpu.mixing`). Kernels of the family "interleaved" convert the weights in VMEM, where a
+transposition costs little; they read both sides from one array, with the query-wise columns first. In the family
+"matrix", the kernel that makes the matrices converts key-wise weights. XLA converts all others.
 """
 
 from __future__ import annotations
