@@ -88,7 +88,7 @@ def check_arguments(
 
 
 def has_type(value: object, hint: object) -> bool:
-    """Return whether `value` matches a type hint.
+    """Return True if `value` matches a type hint.
 
     An int matches float, a bool matches neither int nor float, and a string does not match a sequence.
     """

@@ -101,7 +101,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def parquet_errors(path: str, what: str = "") -> Iterator[None]:
-    """Convert the errors of pyarrow; those about damaged data are of its own classes, or have no errno."""
+    """Convert errors of pyarrow: to ReadingError for an OSError with errno, else (damaged data) to InputError."""
     try:
         yield
     except (InputError, MemoryError):

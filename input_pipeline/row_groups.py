@@ -45,7 +45,7 @@ class OpenedParquet(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Sizes in bytes of the pages of some columns of a row group."""
+    """Sizes in bytes of pages of a row group: `stored` of all selected ones, `largest` of a single decoded value."""
 
     stored: int
     largest: int  # bound of a decoded value

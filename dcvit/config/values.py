@@ -100,7 +100,7 @@ def _json_object(path: Path | epath.Path) -> Json:
 
 
 def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
-    """Return a copy with some keys replaced."""
+    """Return a copy of a config with the keys given as keyword arguments replaced."""
     changed = config.copy_and_resolve_references().unlock()
     with changed.ignore_type():
         for key, value in values.items():

@@ -202,7 +202,7 @@ def tokenizer_of(config: ConfigDict, path: str | None = None) -> Tokenizer:
 
 
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:
-    """Return the options of the training data, with those that a Megatron pair of files states itself."""
+    """Return the options of the training data; those that are missing come from a Megatron pair's PREFIX.json."""
     options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
     stated: Mapping[str, object] = {}
     if options.get("kind") == "megatron":

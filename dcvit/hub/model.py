@@ -126,7 +126,7 @@ class TrainedModel:
             return at_image_size(description, tensors, self._image_size)[1]
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
-        """Raise CheckpointError if the parameters are not those of the model for inputs of a shape."""
+        """Raise CheckpointError if names or shapes of parameters do not fit the model for inputs of this shape."""
         check_tree(shapes_of(params), shapes_of(param_shapes(self.model, inputs)), what)
 
     def language_model(self) -> tuple[LM, Params]:

@@ -41,8 +41,7 @@ log = logging.getLogger(__name__)
 def read(config: Json, kind: str, image_size: tuple[int, int], channels: int) -> str:
     """Return the preprocessing of a model, for images of the size of its position embeddings.
 
-    A processor may have another size (DINOv2's has 224 pixels, its embeddings 518), for which transformers would
-    interpolate the embeddings.
+    For a processor with another size (DINOv2: 224 pixels, embeddings 518), transformers would interpolate embeddings.
 
     Args:
       config: the content of config.json, with that of preprocessor_config.json, if it exists, under the file's name.

@@ -369,7 +369,7 @@ class DCModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
 
     def _wanted(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
-        """Return whether attention weights and hidden states are asked for, by the call or by the config."""
+        """Return two bools: attention weights, and hidden states, are requested by the call or by the config."""
         weights = self.config.output_attentions if attentions is None else attentions
         return bool(weights), bool(self.config.output_hidden_states if hidden_states is None else hidden_states)
 

@@ -32,7 +32,7 @@ Pixels = UInt8[np.ndarray, "height width channels"]
 
 
 def is_jpeg(data: bytes) -> bool:
-    """Return whether the bytes start like a JPEG file."""
+    """Return True if the bytes start like a JPEG file."""
     return data[:2] == b"\xff\xd8"
 
 

@@ -118,7 +118,7 @@ def find_dataset(name: str, root: str) -> str:
 
 
 def _is_regular(file: PurePath) -> bool:
-    """Return whether a file exists and can be read; a local pipe, which could block, cannot."""
+    """Return True if a file exists and can be read; False for a local pipe, because reading it could block."""
     path = str(file)
     return bool(require("etils.epath").Path(path).exists()) if "://" in path else Path(path).is_file()
 

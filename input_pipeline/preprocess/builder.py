@@ -90,7 +90,7 @@ def decoding(spec: str) -> str:
 
 
 def checking(spec: str) -> str:
-    """Return the ops of a preprocessing string that fail for a damaged example: those of `decoding` and of labels.
+    """Return the ops of a preprocessing string that fail for a damaged example: `decoding`, and the ops on labels.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.

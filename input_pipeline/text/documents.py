@@ -141,7 +141,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
 
 def in_validation(name: str, fraction: float) -> bool:
-    """Return whether a document is in the validation split.
+    """Return True if a document is in the validation split.
 
     The split follows from a hash of the document's name, so adding or removing a document does not move others.
     """
@@ -167,7 +167,7 @@ def _texts(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ..
 
 
 def _strings(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ...]:
-    """Return the strings of some keys of a JSON object."""
+    """Return the strings of the keys `keys` of the JSON object in a line."""
     text = _decode(line, location)
     try:
         content = json.loads(text)
@@ -219,7 +219,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
-    """Yield (number, strings of some columns, bytes of the file read so far) of each row of a Parquet file."""
+    """Yield (number, strings of the columns `keys`, bytes of the file read so far) of each row of a Parquet file."""
     types = require("pyarrow.types")
     with open_parquet(str(file)) as opened:
         schema, total, size = opened.file.schema_arrow, opened.file.metadata.num_rows, file.stat().st_size

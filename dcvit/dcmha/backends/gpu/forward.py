@@ -4,8 +4,7 @@
     weights      sweep 1: planes of the post-compose; sweep 2: composed weights W
 
 L are the composed and masked scores in units of log 2. `statistics` stores the planes of the pre-compose in global
-memory as float32, and `weights` loads them. A compose without dynamic projections has no planes, and the sweep for them
-is skipped.
+memory as float32, and `weights` loads them. Without dynamic projections, there is no sweep for planes.
 """
 
 from __future__ import annotations

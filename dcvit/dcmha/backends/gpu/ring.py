@@ -204,7 +204,7 @@ def start_product(block: Block, accumulator: Ref, slot: Array, pair: int) -> Non
 def products_during(
     block: Block, slot: Array, pairs: Sequence[int], work: Callable[[], Result]
 ) -> tuple[list[Array], Result]:
-    """Return the products of some pairs of one head, and work(), which runs at the same time."""
+    """Return the matrix products of `pairs` for the head in `slot`, and the result of work(), which overlaps them."""
     if block.config.without_layouts or not pairs:
         return [product(block, slot, pair) for pair in pairs], work()
 

@@ -112,7 +112,7 @@ def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *,
 
 
 def _key_wise(config: KernelConfig, tensors: MatrixTensors, planes: list[Array], half: int, tile: int) -> None:
-    """Write gradients of key-wise weights from the `head_planes` of `half`; those of down projections sum over `half`."""
+    """Write gradients of key-wise weights from `head_planes` of `half`; those of down projections sum over `half`."""
     layout, weights, out = tensors.layout, not_none(tensors.weights), not_none(tensors.out)
     heads, (sublane, lane) = config.heads, positions()
     columns = slice(tile * LANES, (tile + 1) * LANES)

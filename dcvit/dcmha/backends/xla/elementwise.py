@@ -2,8 +2,7 @@
 
 XLA compiles the einsums of `dcvit.dcmha.compose.compose` to batched matrix products, which copy all scores into another
 layout. It compiles elementwise products and sums to loops that read the scores where they are: on a GPU, the program
-reads and writes half as many bytes (docs/gpu_traffic.json). On a CPU, the loops would compute each hidden plane again
-for each head.
+reads and writes half as many bytes (docs/gpu_traffic.json). A CPU would compute each hidden plane again for each head.
 """
 
 from __future__ import annotations

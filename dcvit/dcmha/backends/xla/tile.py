@@ -109,7 +109,7 @@ def compose_planes(
 
 @no_inline
 def softmax(scores: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
-    """Return the softmax of each row; that of a fully masked row is zero."""
+    """Return the softmax of each row; fully masked rows are zero."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
     top = jnp.where(top == -jnp.inf, 0, top)
     powers = _exponentials(scores, top)
