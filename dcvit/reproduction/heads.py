@@ -123,7 +123,7 @@ IMAGE_STEPS = 1500  # for `arms.STEPS` steps of a language model
 
 
 def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
-    """Return the model fields of the four arms for a number of key heads, by the arm's name."""
+    """Return the model fields of the arms for a number of key heads, by name: four, or three with one key head."""
     found: dict[str, dict[str, object]] = {
         PLAIN: {"compose": None},
         FOLDED: {"compose": "both", "branches": "q", "groups": key_heads},
