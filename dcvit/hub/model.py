@@ -209,17 +209,21 @@ def open_trained(
     run = None if workdir is None else ModelSource(workdir)
     source = run if checkpoint is None else ModelSource(checkpoint)
     assert source is not None
-    return open_run(source, run, None if config is None else configs.load(config, overrides), image_size)
+    return open_run(source, run, config, overrides, image_size)
 
 
 def open_run(
-    source: ModelSource, run: ModelSource | None, config: ConfigDict | None, image_size: tuple[int, int] | None
+    source: ModelSource,
+    run: ModelSource | None,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    image_size: tuple[int, int] | None = None,
 ) -> TrainedModel:
-    """Return the model of a source with the config of a run, or another one."""
+    """Return the model of a source with the config of a run, or another one; see `open_trained`."""
     if run and config is None and run.holds_weights and not pretrained.is_pretrained(run.path):
         raise ConfigError(f"{run} is not the folder of a training run; give --config CONFIG --checkpoint {run}")
     saved = run.config() if run else ConfigDict()
-    found = saved if config is None else config
+    found = saved if config is None else configs.load(config, overrides)
     check_checkpoint(source.path)
     tokenizer = stored_tokenizer((run or source).path) if trains_tokenizer(found) else None
     return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import flax.linen as nn
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, checked, nearest
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_run, open_trained
@@ -64,11 +62,11 @@ def load(
         found = ModelSource(folder(pretrained.resolve(str(source))))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    return _load(found, None if config is None else configs.load(config), sharding, size)
+    return _load(found, config, sharding, size)
 
 
 def _load(
-    source: ModelSource, config: ConfigDict | None, sharding: str | None = None, size: tuple[int, int] | None = None
+    source: ModelSource, config: str | None, sharding: str | None = None, size: tuple[int, int] | None = None
 ) -> ImageModel | LanguageModel:
     """Load the model of a source, with the config of its run or another one; see `load`."""
     workdir = source.workdir if config is None else None
@@ -79,7 +77,7 @@ def _load(
             )
         return _load_weights(source, sharding, size)
     run = None if workdir is None else source if workdir == source.path else ModelSource(workdir)
-    return _load_trained(open_run(source, run, config, size), workdir, sharding)
+    return _load_trained(open_run(source, run, config, image_size=size), workdir, sharding)
 
 
 def _height_and_width(image_size: object) -> tuple[int, int]:
