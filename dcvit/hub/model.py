@@ -31,8 +31,7 @@ from dcvit.runs.files import Folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.weights.families import Weights
-from dcvit.weights.family import Description
-from dcvit.weights.modules import at_image_size, build, errors_name_file, example
+from dcvit.weights.family import Description, at_image_size, build, errors_name_file, example
 from dcvit.weights.preprocessing import at_size
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -99,7 +98,7 @@ class TrainedModel:
         """Load the parameters.
 
         Args:
-          inputs: the shape of model inputs; by default that of `dcvit.weights.modules.example`.
+          inputs: the shape of model inputs; by default that of `dcvit.weights.family.example`.
           mesh, strategy: see `dcvit.parallel.sharding.with_shardings`.
 
         Raises:

@@ -22,9 +22,8 @@ from dcvit.runs.files import Folder
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import read_class_names
 from dcvit.weights import adapters
-from dcvit.weights.families import Weights
-from dcvit.weights.family import Description
-from dcvit.weights.modules import checked, param_shapes
+from dcvit.weights.families import Weights, verified
+from dcvit.weights.family import Description, param_shapes
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Tensor
 
@@ -37,10 +36,10 @@ def open_saved(path: Path) -> Weights:
     """
     source = ModelSource(path)
     if pretrained.is_pretrained(path):
-        return checked(source.open_weights())._replace(record=source.config().to_dict())
+        return verified(source.open_weights())._replace(record=source.config().to_dict())
     workdir = source.workdir
     if not isinstance(workdir, Path):
-        return checked(source.open_weights())
+        return verified(source.open_weights())
     trained = open_trained(workdir, checkpoint=None if workdir == path else path)
     return _from_run(path, workdir, trained)
 

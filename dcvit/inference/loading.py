@@ -25,7 +25,7 @@ from dcvit.parallel.sharding import check_model, make_mesh, with_shardings
 from dcvit.runs.files import Folder, folder
 from dcvit.runs.workdir import read_class_names
 from dcvit.weights import tensors as files
-from dcvit.weights.modules import at_image_size, build, errors_name_file, example
+from dcvit.weights.family import at_image_size, build, errors_name_file, example
 from dcvit.weights.placement import place_params
 from dcvit.weights.tensors import Json
 

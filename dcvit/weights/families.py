@@ -7,6 +7,7 @@ here; to write it, name it in `dcvit.weights.export.formats`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, checked
-from dcvit.parallel.trees import nested
+from dcvit.parallel.trees import check_tree, nested
 from dcvit.weights import (
     big_vision,
     dcformer,
@@ -37,7 +38,7 @@ from dcvit.weights import (
 )
 from dcvit.weights import links as linking
 from dcvit.weights.big_vision_files import locate
-from dcvit.weights.family import Description, Family
+from dcvit.weights.family import Description, Family, errors_name_file, example, param_shapes
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import (
     Json,
@@ -51,6 +52,7 @@ from dcvit.weights.tensors import (
     tokenizer_of,
 )
 
+log = logging.getLogger(__name__)
 FAMILIES: dict[str, Family] = {
     "own": own,
     "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
@@ -167,6 +169,37 @@ def open_weights(path: str | Path) -> Weights:
             return Weights(path, name, description, linking.parameters(links, file.tensors))
     some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
     raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+
+
+def verified(weights: Weights) -> Weights:
+    """Return weights for conversion, with a preprocessing if they are of an image model.
+
+    Raises:
+      CheckpointError: names or shapes of the parameters do not fit the description.
+    """
+    with errors_name_file(weights.path):
+        shapes = param_shapes(weights.description, weights.params)
+    check_tree({path: tensor.shape for path, tensor in weights.params.items()}, shapes, str(weights.path))
+    return weights._replace(description=_with_preprocessing(weights))
+
+
+def _with_preprocessing(weights: Weights) -> Description:
+    """Return the description, with big_vision's usual preprocessing if the weights have none.
+
+    Other libraries need an image size, which is part of the preprocessing. It is that of the position embeddings, if
+    they are a square grid and images have 1 or 3 channels; otherwise the description stays without preprocessing.
+    """
+    found, params = weights.description, weights.params
+    if found.model_name != "vit" or found.pp or "pos_embedding" not in params:
+        return found
+    _, height, width, channels = example(found, params).shape
+    patch_height, patch_width = params["embedding/kernel"].shape[:2]
+    if height * patch_width != width * patch_height or channels not in (1, 3):
+        return found
+    size = height if height == width else [height, width]
+    pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
+    log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
+    return found._replace(pp=pp)
 
 
 def _check_case(links: list[Link], path: Path) -> None:

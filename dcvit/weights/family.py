@@ -1,25 +1,27 @@
-"""Interface of a family of models of another library, and the description of a model."""
+"""Description of a model, its module, inputs and parameter shapes, and the interface of a family of models."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import importlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
+from dcvit.models import lm, trees, vit
 from dcvit.models.fields import check_largest
-from dcvit.models.trees import param_shapes
-from dcvit.parallel import trees
+from dcvit.parallel.trees import shapes_of as shapes_of_tree
+from dcvit.weights import preprocessing
 from dcvit.weights.links import Link, Shape
 from dcvit.weights.tensors import Json, Tensors
 
-MODELS = ("vit", "lm")
+MODELS: Mapping[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
 class Description(NamedTuple):
@@ -44,17 +46,12 @@ class Description(NamedTuple):
 
 def defaults(model_name: str, names: Sequence[str]) -> Json:
     """Return the default values of the fields `names` of a model, as JSON values."""
-    fields = dataclasses.fields(typing.get_type_hints(_constructor(model_name))["return"])
+    fields = dataclasses.fields(typing.get_type_hints(MODELS[model_name])["return"])
     values = {field.name: field.default for field in fields}
     return {name: list(x) if isinstance(x := values[name], tuple) else x for name in names}
 
 
-def _constructor(model_name: str) -> Any:
-    """Import and return the function `Model` of a module of `dcvit.models` (late, because it imports this package)."""
-    return importlib.import_module(f"dcvit.models.{model_name}").Model
-
-
-def build(description: Description) -> Any:
+def build(description: Description) -> vit.ViT | lm.LM:
     """Return the module of a described model, whose fields have values of their types.
 
     Raises:
@@ -63,7 +60,7 @@ def build(description: Description) -> Any:
     if description.model_name not in MODELS:
         raise CheckpointError(f"model_name={description.model_name!r:.100}; expected {' or '.join(MODELS)}")
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in description.fields.items()}
-    model, outputs = _constructor(description.model_name), description.num_outputs
+    model, outputs = MODELS[description.model_name], description.num_outputs
     try:
         check_call(typing.get_type_hints(model)["return"], fields, "fields", args=(outputs,))
         net = model(outputs, **fields)
@@ -85,25 +82,96 @@ def shapes_of(description: Description) -> Mapping[str, Shape]:
 
 
 @functools.lru_cache(maxsize=4)  # the links of a model are made several times
-def _shapes(net: Any) -> Mapping[str, Shape]:
-    is_lm = hasattr(net, "vocab_size")
-    if is_lm:
+def _shapes(net: vit.ViT | lm.LM) -> Mapping[str, Shape]:
+    if isinstance(net, lm.LM):
         example = jax.ShapeDtypeStruct((1, 2), np.int32)
     else:
         height, width = (*net.patch_size, 1, 1)[:2]  # the model refuses another number of sides
         example = jax.ShapeDtypeStruct((1, height, width, 3), np.float32)
     try:
         # All layers have the same parameters, so that one is traced.
-        params = param_shapes(net.clone(depth=min(net.depth, 1), scan=False), example)
+        params = trees.param_shapes(net.clone(depth=min(net.depth, 1), scan=False), example)
     except ConfigError as e:
         raise CheckpointError(str(e).removeprefix("config.model: ")) from None
     found: dict[str, Shape] = {}
-    for path, shape in trees.shapes_of(params).items():
+    for path, shape in shapes_of_tree(params).items():
         found[path.replace("block_0/", "block_{}/", 1)] = shape
-    if not is_lm:
+    if isinstance(net, vit.ViT):
         found["embedding/kernel"] = (height, width, None, net.width)
         found |= {"pos_embedding": (1, None, net.width)} if "pos_embedding" in found else {}
     return found
+
+
+def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of an input for one example: two tokens, or an image.
+
+    The size of the image is that of the preprocessing, or else of the position embeddings in a grid that is as square
+    as possible, or else 14×14 patches.
+
+    Raises:
+      CheckpointError: the size of the preprocessing does not fit the position embeddings, or there is no embedding.
+    """
+    if description.model_name == "lm":
+        return jax.ShapeDtypeStruct((1, 2), np.int32)
+    kernel = params.get("embedding/kernel")
+    if kernel is None or len(kernel.shape) != 4:
+        raise CheckpointError("it has no embedding/kernel of four dimensions; it is not a vision transformer")
+    height, width, channels, _ = kernel.shape
+    tokens = params["pos_embedding"].shape[1] if "pos_embedding" in params else None
+    try:
+        size = preprocessing.size_of(description.pp)
+    except CheckpointError:
+        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0) if tokens else 14
+        size = rows * height, (tokens // rows if tokens else 14) * width
+    if tokens not in (None, found := (size[0] // height) * (size[1] // width)):
+        raise CheckpointError(
+            f"the model has {tokens} position embeddings, expected {found}, for patches of {height}x{width} of images "
+            f"of {size[0]}x{size[1]}, the size in pp={description.pp!r}"
+        )
+    return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
+
+
+def at_image_size(description: Description, params: Tensors, size: tuple[int, int]) -> tuple[Description, Tensors]:
+    """Return a described model, and its parameters, for images of another height and width.
+
+    Learned position embeddings are interpolated, and the preprocessing is that of `preprocessing.at_size`.
+
+    Raises:
+      ConfigError: the model is not one of images, or its patches do not divide the size.
+      CheckpointError: see `example` and `preprocessing.at_size`.
+    """
+    if description.model_name != "vit":
+        raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found a language model")
+    old, patch = example(description, params).shape[1:3], params["embedding/kernel"].shape[:2]
+    if any(side < 1 or side % p for side, p in zip(size, patch, strict=True)):
+        raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
+    grids = [(height // patch[0], width // patch[1]) for height, width in (old, size)]
+    pp = preprocessing.at_size(description.pp, size) if description.pp else ""
+    return description._replace(pp=pp), vit.with_grid(params, *grids)
+
+
+def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a model by its path; the size of images is inferred from `params`.
+
+    Raises:
+      CheckpointError, ConfigError: see `build`, `example` and `dcvit.models.trees.param_shapes`.
+    """
+    found = example(description, params)
+    return _param_shapes(build(description), found.shape, found.dtype)
+
+
+@functools.lru_cache(maxsize=1)  # the source and the result of a conversion are the same model
+def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
+    return shapes_of_tree(trees.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
+
+
+@contextlib.contextmanager
+def errors_name_file(path: PurePath) -> Iterator[None]:
+    """Context manager that turns errors of a description into a CheckpointError that names the file."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as e:
+        raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
 
 
 class Family(Protocol):

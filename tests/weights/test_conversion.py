@@ -39,8 +39,7 @@ from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits, programs
-from dcvit.weights.family import Description
-from dcvit.weights.modules import build, example
+from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 from input_pipeline import memory

@@ -13,7 +13,7 @@ from dcvit.versions import __version__
 from dcvit.weights import dcvit_hf
 from dcvit.weights.export import formats, tokenizer_files
 from dcvit.weights.families import Weights
-from dcvit.weights.modules import example
+from dcvit.weights.family import example
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric

@@ -19,8 +19,7 @@ from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, f
 from dcvit.runs import checksums
 from dcvit.runs.files import rename
 from dcvit.weights.export import card, formats, libraries, logits, programs
-from dcvit.weights.families import Weights, open_weights
-from dcvit.weights.modules import checked
+from dcvit.weights.families import Weights, open_weights, verified
 from dcvit.weights.tensors import ADAPTER
 
 WRITTEN_BY_HAND = (card.CARD, ADAPTER)  # files without checksum; the second one names the folder of the base
@@ -194,7 +193,7 @@ def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tu
     if to == "savedmodel":
         return programs.run_savedmodel(folder / programs.SAVED_MODEL, x), "TensorFlow"
     if to == "stablehlo":
-        return programs.run_stablehlo(folder / programs.STABLEHLO, checked(open_weights(folder)), x), "jax.export"
+        return programs.run_stablehlo(folder / programs.STABLEHLO, verified(open_weights(folder)), x), "jax.export"
     if weights.size * 4 <= libraries.MAX_BYTES:
         if to == "hf" and libraries.installed("torch", "transformers"):
             found = libraries.transformers_logits(folder, x)

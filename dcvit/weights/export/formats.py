@@ -45,8 +45,7 @@ from dcvit.weights import (
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
-from dcvit.weights.family import Description, WrittenFamily
-from dcvit.weights.modules import build, example
+from dcvit.weights.family import Description, WrittenFamily, build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
 

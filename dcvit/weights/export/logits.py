@@ -20,7 +20,7 @@ from dcvit.models import lm, vit
 from dcvit.models.decoder import token_context
 from dcvit.parallel.trees import nested
 from dcvit.weights.families import Weights
-from dcvit.weights.modules import build, example
+from dcvit.weights.family import build, example
 from dcvit.weights.placement import place_params
 from input_pipeline.text.tokenizer import ByteTokenizer
 

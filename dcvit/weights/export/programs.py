@@ -21,7 +21,7 @@ from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import nested
 from dcvit.weights.export import formats
 from dcvit.weights.families import Weights
-from dcvit.weights.modules import build, example
+from dcvit.weights.family import build, example
 
 IMPLEMENTATION = "reference"  # plain operations, which every format has
 ONNX, STABLEHLO, SAVED_MODEL = "model.onnx", "model.stablehlo", "saved_model"
