@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     description = Description(name, outputs, fields, pp, tuple(names), ends)
     source, arrays = trained.source, open_params(trained.source.path)
     params = open_parameters(source) if is_adapter(arrays) else _unrolled(arrays)
-    adapts = _adapted(source.path) if is_adapter(arrays) else None
+    adapts = functools.partial(_adapted, source.path) if is_adapter(arrays) else None
     shapes = param_shapes(description, params)
     check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(source))
     record = values.read_json(workdir / "config.json").to_dict()

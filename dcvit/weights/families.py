@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ class Weights(NamedTuple):
       params: the parameters by path in the tree of unrolled layers.
       record: the content of the run's config.json; empty if the weights are not a run.
       workdir: the folder of the run.
-      adapts: the weights of another library that the run adapts.
+      adapts: function that opens the weights that a run of adapters adapts, or returns None if they are those of a run.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class Weights(NamedTuple):
     params: Tensors
     record: Mapping[str, Any] = MappingProxyType({})
     workdir: Path | None = None
-    adapts: Weights | None = None
+    adapts: Callable[[], Weights | None] | None = None
 
     @property
     def size(self) -> int:

@@ -21,7 +21,6 @@ import tensorstore as ts
 from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
-from dcvit.models.lora import is_adapter
 from dcvit.parallel.trees import nested
 from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
@@ -220,15 +219,14 @@ def write_peft(weights: Weights, folder: Path) -> None:
     Raises:
       CheckpointError: the weights are not a run with adapters of such a model, or it trained other parameters too.
     """
-    arrays = restoring.open_params(weights.path) if weights.workdir else {}
-    if not is_adapter(arrays):
+    if not weights.adapts:
         raise CheckpointError(f"{weights.path} has no adapters: --to peft needs a run with config.lora")
-    about = steps.about(steps.step_folder(weights.path))
-    lora, init = adapters.described(about, str(weights.path))
+    lora, init = adapters.described(steps.about(steps.step_folder(weights.path)), str(weights.path))
+    arrays = restoring.open_params(weights.path)
     factors = adapters.single_layers({name: restoring.as_tensor(array, name) for name, array in arrays.items()})
     if whole := sorted(name for name in factors if not name.endswith(adapters.FACTORS)):
         raise CheckpointError(f"{weights.path} trains {whole[0]} as a whole, but --to peft writes adapters only")
-    base = weights.adapts
+    base = weights.adapts()
     family = "dcvit" if not base else "peft" if adapted_base(base.path) else base.family
     if not base or family not in NATIVE["lm"]:
         raise CheckpointError(f"{weights.path} adapts {init} ({family}): --to peft needs {', '.join(NATIVE['lm'])}")
