@@ -21,10 +21,10 @@ from dcvit.models.upcycling import gained_compositions, has_compositions, identi
 from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, absolute
-from dcvit.weights import adapters, big_vision_files, preprocessing
-from dcvit.weights.families import Weights, is_weights, open_weights
+from dcvit.weights import adapters, big_vision_files, peft, preprocessing
+from dcvit.weights.families import Weights, family_of, recognized
 from dcvit.weights.placement import check_finite, in_layout, place_params
-from dcvit.weights.tensors import Json, open_file
+from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz
 from input_pipeline.files import expand
 
 BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
@@ -59,9 +59,23 @@ class ModelSource:
         return self.path if pretrained.is_pretrained(self.path) else workdir.find(self.path)
 
     @functools.cached_property
+    def file(self) -> WeightsFile:
+        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.peft.opened`."""
+        return peft.opened(Path(self.path))
+
+    @functools.cached_property
     def is_described(self) -> bool:
-        """True for weights that describe their model, unless a checkpoint is there."""
-        return isinstance(self.path, Path) and not self.is_checkpoint and is_weights(self.path)
+        """True for weights that describe their model, unless a checkpoint is there.
+
+        In big_vision's format, whose names are those of this project, few files do.
+        """
+        if not isinstance(self.path, Path) or self.is_checkpoint or not self.path.exists():
+            return False
+        if self.path.is_dir() and not big_vision_files.locate(self.path):
+            return has_files(self.path)
+        if self.path.is_file() and not is_npz(self.path):
+            return self.path.suffix != ".npz"  # the reader of archives reports a damaged one
+        return family_of(self.file) in ("own", "dcmha_vit")
 
     @functools.cached_property
     def holds_weights(self) -> bool:
@@ -77,7 +91,7 @@ class ModelSource:
         Raises:
           CheckpointError: see `dcvit.weights.families.open_weights`.
         """
-        return open_weights(self.path) if self.is_described else None
+        return recognized(self.file) if self.is_described else None
 
     def open_weights(self) -> Weights:
         """Return the weights of another library.
@@ -86,7 +100,7 @@ class ModelSource:
           CheckpointError: there are none, or they are damaged or unsupported; see `dcvit.weights.families`.
         """
         try:
-            return self.weights or open_weights(self.path)
+            return self.weights or recognized(self.file)
         except CheckpointError as e:
             is_absent = not self.path.exists() and not big_vision_files.locate(Path(self.path))
             raise CheckpointError(f"{e}{pretrained.hint(self.path)}" if is_absent else str(e)) from None
@@ -121,7 +135,7 @@ def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> T
     path = source.path
     if isinstance(path, Path) and not source.is_checkpoint:
         if big_vision_files.locate(path):
-            return open_file(path).tensors
+            return source.file.tensors
         if not path.exists():
             big_vision_files.check_named(str(path))
     arrays = restoring.open_params(path)

@@ -37,20 +37,9 @@ from dcvit.weights import (
     timm_vit,
 )
 from dcvit.weights import links as linking
-from dcvit.weights.big_vision_files import locate
 from dcvit.weights.family import Description, Family, errors_name_file, example, param_shapes
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import (
-    Json,
-    Tensor,
-    Tensors,
-    adapted_base,
-    has_files,
-    is_npz,
-    of_floats,
-    open_file,
-    tokenizer_of,
-)
+from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, of_floats, tokenizer_of
 
 log = logging.getLogger(__name__)
 FAMILIES: dict[str, Family] = {
@@ -126,20 +115,9 @@ class Weights(NamedTuple):
         return self._replace(params=params, description=self.description._replace(pp=pp))
 
 
-def is_weights(path: Path) -> bool:
-    """Return True for a file or folder that `open_weights` reads.
-
-    False for a checkpoint of big_vision's format, whose names are those of this project, unless it describes its model.
-    """
-    if path.is_dir() and not locate(path):
-        return has_files(path)
-    if path.is_file() and not is_npz(path):
-        return path.suffix != ".npz"  # the reader of archives reports a damaged one
-    if not path.exists():
-        return False
-    file = open_file(path)
-    found = next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
-    return found in ("own", "dcmha_vit")
+def family_of(file: WeightsFile) -> str:
+    """Return the name of the family of tensors; "" for an unknown one."""
+    return next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
 
 
 @checked
@@ -150,25 +128,30 @@ def open_weights(path: str | Path) -> Weights:
       CheckpointError: see `dcvit.weights.tensors.open_file`; or the tensors belong to no known family, or do not fit
         the model that they describe.
     """
-    path = Path(path)
-    base = adapted_base(path)
-    file = open_file(base or path)
-    tensors = of_floats(file.tensors, base or path)
-    file = file._replace(tensors=peft.merged(tensors, path) if base else tensors)
-    for name, family in FAMILIES.items():
-        if family.matches(file.tensors, file.config):
-            try:
-                description = names.named(family.describe(file.tensors, file.config), file.config)
-                preprocessing.check(description.pp)
-                links = family.links(description, file.tensors)
-            except CheckpointError as e:
-                raise CheckpointError(f"{path} ({name}): {e}") from None
-            linking.check_names(links, file.tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
-            linking.check_shapes(links, file.tensors, f"{path} ({name})")
-            _check_case(links, path)
-            return Weights(path, name, description, linking.parameters(links, file.tensors))
-    some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
-    raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+    return recognized(peft.opened(Path(path)))
+
+
+def recognized(file: WeightsFile) -> Weights:
+    """Return the weights that a file holds.
+
+    Raises:
+      CheckpointError: the tensors are those of no known family, or do not fit the model that they describe.
+    """
+    path, name, tensors = file.path, family_of(file), of_floats(file.tensors, file.path)
+    if not name:
+        some = ", ".join(list(tensors)[: linking.MAX_NAMED])
+        raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+    family = FAMILIES[name]
+    try:
+        description = names.named(family.describe(tensors, file.config), file.config)
+        preprocessing.check(description.pp)
+        links = family.links(description, tensors)
+    except CheckpointError as e:
+        raise CheckpointError(f"{path} ({name}): {e}") from None
+    linking.check_names(links, tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
+    linking.check_shapes(links, tensors, f"{path} ({name})")
+    _check_case(links, path)
+    return Weights(path, name, description, linking.parameters(links, tensors))
 
 
 def verified(weights: Weights) -> Weights:

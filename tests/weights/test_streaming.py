@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -22,11 +23,13 @@ import dcvit
 from dcvit.config import values
 from dcvit.errors import CheckpointError
 from dcvit.hub.kinds import make_model
+from dcvit.hub.source import ModelSource, open_parameters
 from dcvit.models import lm
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader
 from dcvit.weights import families as weights_module
+from dcvit.weights import npz
 from dcvit.weights.families import open_weights
 from dcvit.weights.placement import place_params, unrolled
 from dcvit.weights.safetensors_writer import write_shards
@@ -218,10 +221,22 @@ def test_a_stack_with_a_missing_layer_is_refused(small, missing):
 def test_an_archive_is_recognized_without_its_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", **{"params/head/kernel": np.zeros((64, 1 << 16), np.float32)})
     tracemalloc.start()
-    assert not weights_module.is_weights(tmp_path / "a.npz")  # but a checkpoint of big_vision's format
+    assert not ModelSource(tmp_path / "a.npz").is_described  # but a checkpoint of big_vision's format
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_an_archive_is_opened_once(tmp_path, monkeypatch):
+    """Also one of big_vision's format, in which a description of the model is looked for."""
+    np.savez(tmp_path / "a.npz", **{"params/head/kernel": np.zeros((4, 2), np.float32)})
+    opened = Mock(side_effect=npz.open_arrays)
+    monkeypatch.setattr(npz, "open_arrays", opened)
+    source = ModelSource(tmp_path / "a.npz")
+    assert not source.is_described
+    assert source.holds_weights
+    assert [*open_parameters(source)] == ["head/kernel"]
+    opened.assert_called_once()
 
 
 CONVERT = """
