@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, checked
-from dcvit.parallel.trees import check_tree, nested
+from dcvit.parallel.trees import MAX_NAMED, check_tree, nested
 from dcvit.weights import (
     big_vision,
     dcformer,
@@ -38,7 +38,6 @@ from dcvit.weights import (
 )
 from dcvit.weights import links as linking
 from dcvit.weights.family import Description, Family, errors_name_file, example, param_shapes
-from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, of_floats, tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ def recognized(file: WeightsFile) -> Weights:
     """
     path, name, tensors = file.path, family_of(file), of_floats(file.tensors, file.path)
     if not name:
-        some = ", ".join(list(tensors)[: linking.MAX_NAMED])
+        some = ", ".join(list(tensors)[:MAX_NAMED])
         raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
     family = FAMILIES[name]
     try:
@@ -148,9 +147,7 @@ def recognized(file: WeightsFile) -> Weights:
         links = family.links(description, tensors)
     except CheckpointError as e:
         raise CheckpointError(f"{path} ({name}): {e}") from None
-    linking.check_names(links, tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
-    linking.check_shapes(links, tensors, f"{path} ({name})")
-    _check_case(links, path)
+    linking.check(links, tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
     return Weights(path, name, description, linking.parameters(links, tensors))
 
 

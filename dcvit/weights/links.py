@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.parallel.trees import check_tree
 from dcvit.weights.tensors import Tensor, Tensors
 
 Arrays: TypeAlias = Sequence[np.ndarray]
 Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
-MAX_NAMED = 6  # tensors in a message
 
 
 class Link(NamedTuple):
@@ -37,11 +37,11 @@ class Link(NamedTuple):
     ours: tuple[str, ...]
     to_ours: Callable[..., Arrays]
     to_theirs: Callable[..., Arrays]
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[Shape, ...]
     check: Callable[..., None] | None = None
 
 
-def tensor(theirs: str, ours: str, shape: Shape | None = None, our_shape: Shape | None = None) -> Link:
+def tensor(theirs: str, ours: str, shape: Shape, our_shape: Shape | None = None) -> Link:
     """Link a tensor to a parameter with the same values in the same order.
 
     Args:
@@ -49,8 +49,8 @@ def tensor(theirs: str, ours: str, shape: Shape | None = None, our_shape: Shape 
       shape: expected shape of the tensor; sizes of None are not checked.
       our_shape: shape of the parameter; None means that of the tensor.
     """
-    if shape is None or our_shape in (None, shape):
-        return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), () if shape is None else (shape,))
+    if our_shape in (None, shape):
+        return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), (shape,))
     return Link((theirs,), (ours,), lambda x: (x.reshape(our_shape),), lambda x: (x.reshape(shape),), (shape,))
 
 
@@ -103,8 +103,8 @@ def _to_theirs(link: Link, params: Mapping[str, Tensor]) -> Arrays:
     return [np.asarray(value, order="C") for value in values]
 
 
-def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern[str] | None = None) -> None:
-    """Check that the links name all tensors of a file, and no others.
+def check(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern[str] | None = None) -> None:
+    """Check that the links name all tensors of a file, and no others, with their shapes.
 
     Args:
       links: the links of the family.
@@ -113,35 +113,14 @@ def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: re.P
       unused: matches the names of tensors that are not parameters, such as buffers.
 
     Raises:
-      CheckpointError: names occur on one side only (both sides are listed), or two tensors hold the same parameter.
+      CheckpointError: names or shapes differ; both sides are listed.
     """
-    holders: dict[str, str] = {}
-    for link in links:
-        for path in link.ours:
-            if path in holders:
-                raise CheckpointError(f"{what}: {holders[path]} and {link.theirs[0]} hold the same parameter {path}")
-            holders[path] = link.theirs[0]
-    expected = {name for link in links for name in link.theirs}
-    extra = [name for name in tensors if name not in expected and not (unused and unused.fullmatch(name))]
-    missing = sorted(expected - set(tensors))
-    parts = [
-        f"{len(names)} only in the {side}: {', '.join(names[:MAX_NAMED])}{' …' if len(names) > MAX_NAMED else ''}"
-        for side, names in (("file", extra), ("model", missing))
-        if names
-    ]
-    if parts:
-        raise CheckpointError(f"{what}: {'; '.join(parts)}")
+    shapes = {name: shape for link in links for name, shape in zip(link.theirs, link.shapes, strict=True)}
+    found = {name: x.shape for name, x in tensors.items() if name in shapes or not (unused and unused.fullmatch(name))}
+    check_tree(found, {name: _sizes(shape, found.get(name, ())) for name, shape in shapes.items()}, what)
 
 
-def check_shapes(links: Sequence[Link], tensors: Tensors, what: str) -> None:
-    """Raise CheckpointError if tensors have other shapes than their links expect; `what` names the file."""
-    different = []
-    for link in links:
-        for name, expected in zip(link.theirs, link.shapes, strict=False):
-            found = tensors[name].shape
-            if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
-                shown = str(expected).replace("None", "any")
-                different.append(f"{name} (file {found}, model {shown})")
-    if different:
-        more = " …" if len(different) > MAX_NAMED else ""
-        raise CheckpointError(f"{what}: {len(different)} of another shape: {', '.join(different[:MAX_NAMED])}{more}")
+def _sizes(shape: Shape, found: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape whose sizes of any length are those that were found, or else -1."""
+    known = found if len(found) == len(shape) else (-1,) * len(shape)
+    return tuple(other if size is None else size for size, other in zip(shape, known, strict=True))

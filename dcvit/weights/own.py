@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
-from dcvit.errors import CheckpointError, type_name
-from dcvit.weights.family import Description, build
+from dcvit.errors import CheckpointError, has_type, type_name
+from dcvit.weights.family import Description, build, shapes_of
 from dcvit.weights.links import Link, tensor
 from dcvit.weights.tensors import OWN_KEY, Json, Tensors
+from dcvit.weights.torch_layers import in_all_layers
 
 ROOT = "params/"  # before each name in the files that big_vision reads
+# The types of a description; older files do not have the lists.
+LISTS = {"class_names": Sequence[str], "end_tokens": Sequence[int]}
+TYPES = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str, **LISTS}
 
 
 def to_json(description: Description) -> Json:
@@ -29,34 +34,26 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Return the description in the file's header or config.json."""
-    found = config[OWN_KEY]
-    expected = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str}
-    lists: dict[str, type] = {"class_names": str, "end_tokens": int}  # which older files do not have
-    if not isinstance(found, dict) or found.keys() - lists.keys() != expected.keys():
-        raise CheckpointError(f"the entry {OWN_KEY!r} should have {', '.join(expected)}")
-    for key, kind in expected.items():
-        if not isinstance(found[key], kind):
-            raise CheckpointError(f"the entry {OWN_KEY!r} has {key}={found[key]!r:.100}; expected {type_name(kind)}")
-    for key, item in lists.items():
-        values = found.get(key, [])
-        if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
-            raise CheckpointError(
-                f"the entry {OWN_KEY!r} has {key}={values!r:.100}; expected a list of {type_name(item)}"
-            )
-        found = {**found, key: tuple(values)}
-    names, outputs = found["class_names"], found["num_outputs"]
+    what, found = f"the entry {OWN_KEY!r}", config[OWN_KEY]
+    if not isinstance(found, dict) or found.keys() | LISTS.keys() != TYPES.keys():
+        raise CheckpointError(f"{what} should have {', '.join(key for key in TYPES if key not in LISTS)}")
+    for key, value in found.items():
+        if not has_type(value, TYPES[key]):
+            raise CheckpointError(f"{what} has {key}={value!r:.100}; expected {type_name(TYPES[key])}")
+    values: Json = {key: tuple(value) if key in LISTS else value for key, value in found.items()}
+    description = Description(**values)
+    names, outputs = description.class_names, description.num_outputs
     if names and len(names) != outputs:
-        raise CheckpointError(
-            f"the entry {OWN_KEY!r} has {len(names)} class_names; expected {outputs}, a name per class"
-        )
-    description = Description(**found)
+        raise CheckpointError(f"{what} has {len(names)} class_names; expected {outputs}, a name per class")
     build(description)  # checks the fields
     return description
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    """Return a link for each tensor, whose name is the path of the parameter, optionally below `params/`."""
-    return [tensor(name, name.removeprefix(ROOT)) for name in tensors or ()]
+    """Return a link for each parameter, whose path is the name of the tensor, optionally below `params/`."""
+    names = {name.removeprefix(ROOT): name for name in tensors or ()}
+    same = in_all_layers([tensor(path, path, shape) for path, shape in shapes_of(description).items()], description)
+    return [link._replace(theirs=(names.get(link.ours[0], link.ours[0]),)) for link in same]
 
 
 def config(description: Description) -> Json:

@@ -230,17 +230,17 @@ CASES = {
     "another kind of model": (lambda f: save(f, {"layer1.0.conv1.weight": np.ones(3)}), "those of no known model"),
     "timm, names": (
         changed("timm", rename("blocks.1.mlp.fc2.bias", "blocks.1.mlp.fc3.bias")),
-        r"1 only in the file: blocks\.1\.mlp\.fc3\.bias; 1 only in the model: blocks\.1\.mlp\.fc2\.bias",
+        r"1 only in the checkpoint: blocks\.1\.mlp\.fc3\.bias; 1 only in the model: blocks\.1\.mlp\.fc2\.bias",
     ),
     "timm, shape": (
         changed("timm", reshape("blocks.1.attn.qkv.weight", (16, 48))),
-        r"blocks\.1\.attn\.qkv\.weight \(file \(16, 48\), model \(48, 16\)\)",
+        r"blocks\.1\.attn\.qkv\.weight \(checkpoint \(16, 48\), model \(48, 16\)\)",
     ),
     "timm, stem": (changed("timm", reshape("patch_embed.proj.weight", (16, 192))), "has shape .*expected 4 axes"),
-    "timm, distilled": (changed("timm", add("head_dist.weight")), "1 only in the file: head_dist.weight"),
+    "timm, distilled": (changed("timm", add("head_dist.weight")), "1 only in the checkpoint: head_dist.weight"),
     "timm, distilled, one head": (changed("timm", add("dist_token")), "with its two classifiers only"),
     "timm, DINOv3": (changed("timm", add("blocks.0.gamma_1")), "of DINOv3, files of transformers are read"),
-    "timm, CLIP": (changed("timm", add("norm_pre.weight")), "1 only in the file: patch_embed.proj.bias"),
+    "timm, CLIP": (changed("timm", add("norm_pre.weight")), "1 only in the checkpoint: patch_embed.proj.bias"),
     "timm, architecture": (configured("timm", architecture="vit_base_patch16_rpn_224"), "architecture 'vit_base_p"),
     "timm, argument": (configured("timm", model_args__scale_attn_norm=True), "model_args.scale_attn_norm=True"),
     "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
@@ -251,13 +251,13 @@ CASES = {
     "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
     "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
-    "ViT, biases": (configured("hf_vit", qkv_bias=False), "6 only in the file: vit.encoder.layer.0.attention.att"),
-    "ViT, width": (configured("hf_vit", hidden_size=32), r"\(file \(16, 3, 8, 8\), model \(32, any, 8, 8\)\)"),
+    "ViT, biases": (configured("hf_vit", qkv_bias=False), "6 only in the checkpoint: vit.encoder.layer.0.attention"),
+    "ViT, width": (configured("hf_vit", hidden_size=32), r"\(checkpoint \(16, 3, 8, 8\), model \(32, 3, 8, 8\)\)"),
     "ViT, huge depth": (configured("hf_vit", num_hidden_layers=10**9), "=1000000000; expected a number of layers up"),
     "ViT, image": (configured("hf_vit", image_size=32), r"has 5 rows, expected 1 \+ 16, for patches of 8x8"),
     "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
     "SigLIP, fused weight": (
-        changed("siglip", reshape("head.attention.in_proj_weight", (16, 16))), r"file \(16, 16\), model \(48, 16\)"
+        changed("siglip", reshape("head.attention.in_proj_weight", (16, 16))), r"\(16, 16\), model \(48, 16\)"
     ),
     "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
     "DINOv3, ConvNeXt": (
@@ -266,21 +266,21 @@ CASES = {
     ),
     "DINOv3, biases": (configured("dinov3", value_bias=False), "biases of query_bias alone are not supported"),
     "DINOv3, registers": (
-        configured("dinov3", num_register_tokens=2), r"register_tokens \(file \(1, 4, 16\), model \(1, 2, 16\)\)"
+        configured("dinov3", num_register_tokens=2), r"register_tokens \(checkpoint \(1, 4, 16\), model \(1, 2, 16\)\)"
     ),
     "DINOv3, gate": (configured("dinov3", use_gated_mlp=True), "hidden_act='gelu' with use_gated_mlp is not supported"),
     "DINOv3, period": (configured("dinov3", rope_theta=10000.0), "rope_theta=10000.0 is not supported, only 100.0"),
-    "big_vision, names": (without, "only in the file: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
+    "big_vision, names": (without, "only in the checkpoint: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
     "big_vision, old and new name": (
         changed_npz(lambda tensors: {**tensors, "Transformer/pos_embedding": tensors["pos_embedding"] + 1}),
         "Transformer/pos_embedding is another array of pos_embedding",
     ),
-    "own, two names": (two_names, "head/bias and params/head/bias hold the same parameter head/bias"),
+    "own, two names": (two_names, "1 only in the checkpoint: head/bias"),
     "big_vision, subtree": (lambda f: npz(f, subtree=":img"), "has no subtree 'img'; it has Transformer, cls"),
     "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
     "big_vision, damaged array": (metadata(compressor={"id": "none"}), "params~cls is damaged"),
     "big_vision, lost chunk": (lambda f: bv(f, lambda path: (path / "params~cls/0.0.0").unlink()), "cls is damaged"),
-    "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
+    "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .checkpoint .1099511627776, 1, 1"),
     "big_vision, huge chunks": (metadata(chunks=[1, 10**9, 10**9]), "of shape .1, 1000000000, 1000000000., more than"),
 }  # fmt: skip
 OF_TORCH = ("object in a file of torch", "sparse")

@@ -141,9 +141,9 @@ UNSUITABLE = [
     (dict(intermediate_size="absent"), "intermediate_size=None; expected a positive integer"),
     (dict(tie_word_embeddings=True), "tie_word_embeddings=True is not supported"),
     (dict(mgate=True), "2 only in the model: layers.0.feed_forward.mg.weight"),
-    (dict(use_qk_norm=False), "4 only in the file: layers.0.attention.q_norm.scale"),
+    (dict(use_qk_norm=False), "4 only in the checkpoint: layers.0.attention.q_norm.scale"),
     (dict(n_head=5), "5 heads should divide the width 32"),
-    (dict(vocab_size=60), "tok_embeddings.weight (file (61, 32), model (60, 32))"),
+    (dict(vocab_size=60), "tok_embeddings.weight (checkpoint (61, 32), model (60, 32))"),
 ]
 
 

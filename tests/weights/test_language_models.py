@@ -311,7 +311,7 @@ UNSUITABLE = [
     ("llama", keep, dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'; expected true or false"),
     ("llama", keep, dict(num_key_value_heads=4), "6 heads should divide the width 48, and 4 key heads the heads"),
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
-    ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the file: model.layers.0.self_attn.q_pro"),
+    ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the checkpoint: model.layers.0.self_attn"),
     ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
     ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
     ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
@@ -369,7 +369,7 @@ def test_a_tensor_of_another_shape_is_named_before_any_is_read(name, tensor, sha
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((folders / name / file).read_bytes())
     rewrite(tmp_path, lambda t: {**t, tensor: np.zeros((3, 5), np.float32)})
-    message = f"1 of another shape: {tensor} (file (3, 5), model ({shape}))"
+    message = f"1 of another shape: {tensor} (checkpoint (3, 5), model ({shape}))"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         open_weights(tmp_path)
 

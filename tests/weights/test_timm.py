@@ -139,7 +139,7 @@ def check_described(name):
         return False
     try:
         found = timm_vit.describe(tensors, config)
-        links.check_names(timm_vit.links(found, tensors), tensors, name)
+        links.check(timm_vit.links(found, tensors), tensors, name)
     except CheckpointError:
         return False
     block, fields = model.blocks[0], found.fields
