@@ -61,31 +61,21 @@ def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool 
     found = []
     for path in (path for path in shapes if path.startswith(f"{ours}/")):
         *modules, end = path.removeprefix(f"{ours}/").split("/")
-        name = ".".join([theirs, *modules, ENDS.get(end, end)])
-        found.append(_kernel(name, path, shapes[path], in_out) if end == "kernel" else _flat(name, path, shapes[path]))
+        name, shape = ".".join([theirs, *modules, ENDS.get(end, end)]), shapes[path]
+        if end == "kernel" and len(shape) == 4:
+            found.append(_convolution(name, path, shape))
+        elif end in ("kernel", "bias"):
+            found.append(_linear(name, (path,), shape, in_out))
+        else:
+            found.append(tensor(name, path, shape))
     return found
 
 
-def _flat(theirs: str, ours: str, shape: Shape) -> Link:
-    """Link a parameter other than a kernel; biases and scales have one axis in PyTorch."""
-    return tensor(theirs, ours, (_size(shape),) if ours.endswith("/bias") else shape, shape)
-
-
-def _kernel(theirs: str, ours: str, shape: Shape, in_out: bool) -> Link:
-    """Link the weight of a linear layer, or of the convolution of patches."""
-    if len(shape) == 4:
-        there = (shape[3], shape[2], *shape[:2])
-        return Link(
-            (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
-        )
-    inputs, _ = matrix_axes(ours) or (1, 1)
-    rows, columns = _size(shape[:inputs]), _size(shape[inputs:])
-    if in_out:
-        return Link(
-            (theirs,), (ours,), lambda x: (x.reshape(shape),), lambda x: (x.reshape(-1, columns),), ((rows, columns),)
-        )
+def _convolution(theirs: str, ours: str, shape: Shape) -> Link:
+    """Link the weight of the convolution of patches."""
+    there = (shape[3], shape[2], *shape[:2])
     return Link(
-        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(-1, columns).T,), ((columns, rows),)
+        (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
     )
 
 
@@ -105,14 +95,15 @@ def fused(
         paths = tuple(f"{name}/{end}" for name in ours)
         if paths[0] in shapes:
             name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
-            found.append(_fused(name, paths, shapes[paths[0]], in_out, by_head))
+            found.append(_linear(name, paths, shapes[paths[0]], in_out, by_head))
     return found
 
 
-def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
-    """Link a weight or a bias to the kernels or biases of several modules."""
+def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool = False) -> Link:
+    """Link the weight or the bias of a linear layer to the kernels or biases of one or several modules."""
     sizes = [size or 0 for size in shape]
-    inputs, outputs = sizes[: ours[0].endswith("/kernel")], sizes[ours[0].endswith("/kernel") :]
+    axes = (matrix_axes(ours[0]) or (1, 1))[0] if ours[0].endswith("/kernel") else 0
+    inputs, outputs = [math.prod(sizes[:axes])][:axes], sizes[axes:]  # a bias has no inputs
     count, size, groups = len(ours), math.prod(outputs), outputs[0] if by_head else 1
     there = (count * size, *inputs)
 
@@ -121,16 +112,12 @@ def _fused(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_he
         return [parts[:, i].reshape(size, *inputs).T.reshape(sizes) for i in range(count)]
 
     def to_theirs(*parts: np.ndarray) -> Arrays:
-        ins = parts[0].shape[: len(inputs)]
-        rows = [part.reshape(*ins, size).T.reshape(groups, size // groups, *ins) for part in parts]
-        x = np.stack(rows, axis=1).reshape(count * size, *ins)
+        rows = [part.reshape(-1, size).T if inputs else part.reshape(size) for part in parts]
+        x = np.stack([row.reshape(groups, size // groups, *row.shape[1:]) for row in rows], axis=1)
+        x = x.reshape(count * size, *rows[0].shape[1:])
         return (x.T if in_out else x,)
 
     return Link((theirs,), ours, to_ours, to_theirs, (there[::-1] if in_out else there,))
-
-
-def _size(shape: Shape) -> int:
-    return math.prod(size or 0 for size in shape)
 
 
 def embedding_and_head(
