@@ -35,41 +35,27 @@ def write_shards(
       metadata: texts for the header of each file.
 
     Raises:
-      CheckpointError: the folder already holds weights, there is no tensor or one occurs twice, or a file cannot be
-        written.
+      CheckpointError: there is no tensor or one occurs twice, or the library cannot write a tensor.
+      OSError: a file cannot be written.
     """
-    present = sorted([*folder.glob(f"{STEM}*{SUFFIX}"), *folder.glob(f"{STEM}*{INDEX_SUFFIX}")])
-    if present:
-        raise CheckpointError(f"{present[0]} exists; give a folder without weights")
     shards: list[list[str]] = []  # the names of the tensors of each
-    sizes: list[int] = []
-    written: list[Path] = []
-    try:
-        for shard in _shards(tensors, max_shard_bytes):
-            written.append(folder / f"{STEM}-{len(shards)}.tmp")
-            _save(shard, written[-1], metadata)
-            shards.append(list(shard))
-            sizes.append(sum(array.nbytes for array in shard.values()))
-            shard.clear()  # before the next one is collected
-        if not shards:
-            raise CheckpointError(f"{folder}: no tensors to write")
-        names = [f"{STEM}-{i:05d}-of-{len(shards):05d}{SUFFIX}" for i in range(1, len(shards) + 1)]
-        if len(shards) == 1:
-            names = [f"{STEM}{SUFFIX}"]
-        else:
-            places = {tensor: name for name, tensors_of in zip(names, shards, strict=True) for tensor in tensors_of}
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(places.items()))}
-            written.append(folder / f"{STEM}-index.tmp")
-            written[-1].write_text(json.dumps(index, indent=2) + "\n")
-            names.append(f"{STEM}{SUFFIX}{INDEX_SUFFIX}")
-        for i, name in enumerate(names):
-            written[i] = written[i].rename(folder / name)
-    except BaseException as e:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise CheckpointError(f"cannot write {folder}: {e.strerror or first_line(e)}") from None
-        raise
+    total = 0
+    for shard in _shards(tensors, max_shard_bytes):
+        _save(shard, folder / f"{STEM}-{len(shards)}.tmp", metadata)
+        shards.append(list(shard))
+        total += sum(array.nbytes for array in shard.values())
+        shard.clear()  # before the next one is collected
+    if not shards:
+        raise CheckpointError(f"{folder}: no tensors to write")
+    names = [f"{STEM}-{i:05d}-of-{len(shards):05d}{SUFFIX}" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [f"{STEM}{SUFFIX}"]
+    else:
+        places = {tensor: name for name, tensors_of in zip(names, shards, strict=True) for tensor in tensors_of}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / f"{STEM}{SUFFIX}{INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
+    for i, name in enumerate(names):
+        (folder / f"{STEM}-{i}.tmp").rename(folder / name)
 
 
 def _shards(tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
