@@ -26,22 +26,8 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
         "AutoModelForSequenceClassification": "DCFormerForSequenceClassification",
     },
 }  # fmt: skip
-SHARED = (
-    "width", "depth", "num_heads", "num_key_heads", "mlp_dim", "compose", "branches", "projection", "gate", "static",
-    "rank", "groups", "compose_gelu", "qk_norm", "qk_norm_epsilon",
-)  # fmt: skip
-# The fields that the modeling file reads, in the order of its config.json, with the defaults of `dcvit.models`.
-FIELDS: dict[str, Json] = {
-    "vit": defaults("vit", (
-        *SHARED, "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp", "norm_epsilon", "layer_scale",
-        "qkv_bias", "pre_norm", "pool_norm",
-    )),
-    "lm": defaults("lm", (
-        *SHARED, "context", "position", "rotary_fraction", "rotary_base", "rotary_scaling", "norm", "norm_epsilon",
-        "mlp", "mlp_groups", "use_bias", "qkv_bias", "parallel", "tied", "window_pattern", "window", "prefill_window",
-        "end_of_text",
-    )),
-}  # fmt: skip
+# The fields that the modeling file reads, with the defaults of `dcvit.models`.
+FIELDS = {name: defaults(name, "heads") for name in ("vit", "lm")}
 
 POOL = "MAPHead_0"
 TABLES: dict[str, torch_layers.Table] = {

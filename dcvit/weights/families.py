@@ -180,11 +180,3 @@ def _with_preprocessing(weights: Weights) -> Description:
     pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
     log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
     return found._replace(pp=pp)
-
-
-def _check_case(links: list[Link], path: Path) -> None:
-    """Raise CheckpointError if two parameters would have the same file on a file system that ignores case."""
-    seen = dict[str, str]()
-    for name in (name for link in links for name in link.ours):
-        if seen.setdefault(name.casefold(), name) != name:
-            raise CheckpointError(f"{path}: the names {seen[name.casefold()]!r} and {name!r} differ only in case")

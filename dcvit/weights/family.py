@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import lm, trees, vit
 from dcvit.models.fields import check_largest
@@ -22,6 +23,7 @@ from dcvit.weights.links import Link, Shape
 from dcvit.weights.tensors import Json, Tensors
 
 MODELS: Mapping[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
+NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_layers", "parent", "name")
 
 
 class Description(NamedTuple):
@@ -44,11 +46,11 @@ class Description(NamedTuple):
     end_tokens: tuple[int, ...] = ()
 
 
-def defaults(model_name: str, names: Sequence[str]) -> Json:
-    """Return the default values of the fields `names` of a model, as JSON values."""
+def defaults(model_name: str, *others: str) -> Json:
+    """Return the defaults of the fields that determine the function of a model, except `others`, as JSON data."""
     fields = dataclasses.fields(typing.get_type_hints(MODELS[model_name])["return"])
-    values = {field.name: field.default for field in fields}
-    return {name: list(x) if isinstance(x := values[name], tuple) else x for name in names}
+    values = {field.name: field.default for field in fields if field.name not in (*NOT_IN_FILES, *others)}
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 
 def build(description: Description) -> vit.ViT | lm.LM:

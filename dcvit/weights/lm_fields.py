@@ -16,14 +16,7 @@ from dcvit.weights.tensors import Json, Tensors
 # Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, or only where it
 # begins.
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "end_of_text")
-# The others, which determine the parameters and the function, in the order of files.
-NAMES = (
-    "width", "depth", "mlp_dim", "num_heads", "num_key_heads", "heads", "context", "position", "rotary_fraction",
-    "rotary_base", "rotary_scaling", "norm", "norm_epsilon", "mlp", "mlp_groups", "use_bias", "qkv_bias", "parallel",
-    "tied", "window_pattern", "window", "prefill_window", "qk_norm", "qk_norm_epsilon", "compose", "branches",
-    "projection", "gate", "static", "rank", "groups", "compose_gelu",
-)  # fmt: skip
-DEFAULTS = defaults("lm", NAMES)
+DEFAULTS = defaults("lm", "end_of_text")  # of the others, which determine the parameters and the function
 
 
 def canonical(fields: Mapping[str, Any]) -> Json:

@@ -16,11 +16,7 @@ from dcvit.weights.torch_layers import Table, links, module
 
 BLOCK = "Transformer/encoderblock_{}"
 ATTENTION = "MultiHeadDotProductAttention_0"
-DEFAULTS = defaults("vit", (
-    "width", "depth", "num_heads", "mlp_dim", "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp",
-    "norm_epsilon", "layer_scale", "compose", "heads", "qk_norm", "branches", "projection", "gate", "static", "rank",
-    "groups", "qkv_bias", "pre_norm", "pool_norm",
-))  # fmt: skip
+DEFAULTS = defaults("vit")
 
 
 class TokenNames(NamedTuple):
