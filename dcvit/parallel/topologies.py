@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import math
+import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -116,23 +116,16 @@ def shapes(family: str) -> list[tuple[int, ...]]:
 def nearest_slices(name: str, count: int = 4) -> list[str]:
     """Return names of slices similar to an unknown `name`: of its family, if that exists, with about as many chips."""
     family, _, size = _lower_family(name[:40]).replace("-", ":", 1).partition(":")
-    families = [known.name.lower() for known in CHIPS if shapes(known.name)]
-    if family not in families:
-        near = difflib.get_close_matches(family, families, n=count, cutoff=0.0)
-        return [_near_name(known, 4) for known in near]
     mark = "-" if size.isascii() and size.isdigit() else ":"
-    numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in size if c.isascii()).split()]
-    wanted: float = math.prod(number or 1 for number in numbers)
-    if mark == "-":
-        wanted /= next(known.cores for known in CHIPS if known.name.lower() == family)
-    mine = [(text, sides) for text, (known, sides) in names().items() if text.startswith(f"{family}{mark}")]
-    mine.sort(key=lambda one: abs(math.prod(one[1]) - wanted))
-    return [text for text, _ in itertools.islice(mine, count)]
+    wanted = math.prod(int(number) or 1 for number in re.findall("[0-9]+", size))
 
+    def distance(text: str) -> tuple[float, bool, int]:
+        known, sides = names()[text]
+        similarity = difflib.SequenceMatcher(None, family, known.name.lower()).ratio()
+        size = math.prod(sides) * (known.cores if mark == "-" else 1)
+        return -similarity, mark not in text, abs(size - wanted)
 
-def _near_name(family: str, chips: int) -> str:
-    """Return the name of a family's slice with a number of chips."""
-    return next(text for text, (known, s) in names().items() if known.name.lower() == family and math.prod(s) == chips)
+    return sorted(names(), key=distance)[:count]
 
 
 def _lower_family(name: str) -> str:
