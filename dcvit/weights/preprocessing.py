@@ -107,7 +107,7 @@ def from_pp(pp: str) -> Preprocessing:
 
 def check(pp: str) -> None:
     """Raise CheckpointError if a preprocessing string of a file is invalid or has an impossible size or range."""
-    for op, given in _steps(pp):
+    for _, op, given, _ in _steps(pp):
         sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
         if not all(isinstance(n, int) and 1 <= n <= LARGEST for n in sizes):
             raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not in 1 … {LARGEST}")
@@ -171,7 +171,7 @@ def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
     """
     found = [step for step in _steps(pp) if step.op in RANGES]
     try:
-        ((op, given),) = found
+        ((_, op, given, _),) = found
         names = ("mean", "std") if op == "vgg_value_range" else ("in_min", "in_max")
         low, high = (np.broadcast_to(np.ravel(given[name]).astype(float), 3) for name in names)
         if op == "vgg_value_range":
@@ -197,7 +197,7 @@ def size_of(pp: str) -> tuple[int, int]:
       CheckpointError: the size depends on the image file.
     """
     size: tuple[int, int] | None = None
-    for op, given in _steps(pp):
+    for _, op, given, _ in _steps(pp):
         if fixed := given.get("size", given.get("crop_size")):
             size = _pair(fixed)
         elif op == "pad" and size:

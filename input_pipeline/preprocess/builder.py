@@ -33,19 +33,19 @@ class ValueRange(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An op of a preprocessing string, with all its arguments by name; `inkey` and `outkey` if it changes one value."""
+    """An op of a preprocessing string.
 
-    op: str
-    arguments: dict[str, Any]
-
-
-class _Parsed(NamedTuple):
-    """An op of a preprocessing string: its text, its name, the arguments that are given, and the function."""
+    Fields:
+      text: the op in the string.
+      op: its name.
+      arguments: all its arguments by name; `inkey` and `outkey` too if it changes one value.
+      function: the op itself.
+    """
 
     text: str
-    name: str
-    given: inspect.BoundArguments
-    op: Op
+    op: str
+    arguments: dict[str, Any]
+    function: Op
 
 
 def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
@@ -61,15 +61,14 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    steps = _parse(spec)
+    steps = parsed(spec)
     for at, step in reversed([*enumerate(steps)]):
-        if step.name == "value_range":
-            given = step.given.arguments
-            scalars = not any(isinstance(value, list | tuple) for value in given.values())
-            on_image = isinstance(step.op, ops.Change) and step.op.inkey == step.op.outkey == "image"
-            if "clip_values" not in given and scalars and on_image:
-                return "|".join(other.text for other in steps[:at] + steps[at + 1 :]), ValueRange(**given)
-        if step.name not in ("keep", "onehot", "drop"):
+        if step.op == "value_range":
+            *numbers, clips, inkey, outkey = step.arguments.values()
+            scalars = not any(isinstance(value, list | tuple) for value in numbers)
+            if scalars and not clips and inkey == outkey == "image":
+                return "|".join(other.text for other in steps[:at] + steps[at + 1 :]), ValueRange(*numbers)
+        if step.op not in ("keep", "onehot", "drop"):
             break
     return spec, None
 
@@ -80,12 +79,11 @@ def decoding(spec: str) -> str:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    for step in _parse(spec):
-        if step.name == "decode":
+    for step in parsed(spec):
+        if step.op == "decode":
             return step.text
-        if step.name == "decode_jpeg_and_inception_crop":
-            exif = step.given.arguments.get("exif")
-            return "decode()" if exif is None else f"decode(exif={exif})"
+        if step.op == "decode_jpeg_and_inception_crop":
+            return "decode(exif=True)" if step.arguments["exif"] else "decode()"
     return ""
 
 
@@ -95,12 +93,12 @@ def checking(spec: str) -> str:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    steps = _parse(spec)
-    made = {step.op.outkey for step in steps if isinstance(step.op, ops.Change)} - {"image"}
+    steps = parsed(spec)
+    made = {step.arguments.get("outkey") for step in steps if step.op != "copy"} - {"image"}
     kept = [
         step.text
         for step in steps
-        if step.name in ("flatten", "onehot") or (step.name == "copy" and step.given.arguments["inkey"] not in made)
+        if step.op in ("flatten", "onehot") or (step.op == "copy" and step.arguments["inkey"] not in made)
     ]
     return "|".join([decoding(spec), *kept])
 
@@ -116,7 +114,7 @@ class Preprocess:
         Raises:
           InputError: the string cannot be parsed, or an op or argument is invalid.
         """
-        self.ops = [step.op for step in _parse(spec)]
+        self.ops = [step.function for step in parsed(spec)]
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
         """Apply the ops in order.
@@ -152,17 +150,7 @@ def parsed(spec: str) -> list[Step]:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    steps = []
-    for _, name, given, op in _parse(spec):
-        given.apply_defaults()
-        keys = {"inkey": op.inkey, "outkey": op.outkey} if isinstance(op, ops.Change) else {}
-        steps.append(Step(name, {**given.arguments, **keys}))
-    return steps
-
-
-def _parse(spec: str) -> list[_Parsed]:
-    """Parse and check a preprocessing string. Raises InputError as `Preprocess` does."""
-    return [_op(node) for node in _nodes(spec)]
+    return [_step(node) for node in _nodes(spec)]
 
 
 def _nodes(spec: str) -> list[ast.expr]:
@@ -204,7 +192,7 @@ def _call(node: ast.expr) -> ast.Call:
     return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
 
 
-def _op(node: ast.expr) -> _Parsed:
+def _step(node: ast.expr) -> Step:
     """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
     call, text = _call(node), ast.unparse(node)
     if not isinstance(call.func, ast.Name):
@@ -223,13 +211,16 @@ def _op(node: ast.expr) -> _Parsed:
     signature = inspect.signature(factory)
     keys = {key: kwargs.pop(key) for key in KEYS if key in kwargs and key not in signature.parameters}
     check_arguments(factory, args, kwargs, what)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
     op: Op = factory(*args, **kwargs)
     if isinstance(op, ops.Change):
         inkey, outkey = _checked_keys(keys, what)
         op = dataclasses.replace(op, name=name, inkey=inkey, outkey=outkey)
+        bound.arguments |= {"inkey": inkey, "outkey": outkey}
     elif keys:
         raise InputError(f"{what} has no option {next(iter(keys))!r}")
-    return _Parsed(text, name, signature.bind(*args, **kwargs), op)
+    return Step(text, name, bound.arguments, op)
 
 
 def _checked_keys(keys: Mapping[str, object], what: str) -> tuple[str, str]:
