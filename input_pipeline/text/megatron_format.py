@@ -5,7 +5,6 @@ PREFIX.bin is one stream of tokens. PREFIX.idx divides it into sequences and con
 their offsets in bytes (int64), document index (int64). PREFIX.json is not part of Megatron's format.
 """
 
-import io
 import json
 import struct
 from pathlib import Path
@@ -100,14 +99,15 @@ def read_index(prefix: str) -> MegatronIndex:
         size, tokens_size = Path(path).stat().st_size, Path(data).stat().st_size
         with Path(path).open("rb") as file:
             code, sequences = _read_header(file, path, size)
-            if not sequences or not tokens_size:
-                raise InputError(f"{path} holds no sequences, or {data} no tokens")
-            length = _equal_length(file, sequences)
-            end = _checked_end(file, path, sequences, np.dtype(DTYPES[code]).itemsize)
-            _check_documents(file, path, sequences)
+        if not sequences or not tokens_size:
+            raise InputError(f"{path} holds no sequences, or {data} no tokens")
+        numbers = np.memmap(path, np.uint8, "r", HEADER.size)
     except OSError as e:
         raise InputError(f"cannot read {e.filename or path}: {e.strerror}") from None
-    dtype = np.dtype(DTYPES[code])
+    sizes, starts, documents = np.split(numbers, [4 * sequences, 12 * sequences])
+    dtype, length = np.dtype(DTYPES[code]), _equal_length(sizes.view("<i4"))
+    end = _checked_end(sizes.view("<i4"), starts.view("<i8"), path, dtype.itemsize)
+    _check_documents(documents.view("<i8"), path, sequences)
     if end != tokens_size:
         raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
     if tokens_size % dtype.itemsize:
@@ -134,16 +134,14 @@ def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
     return code, sequences
 
 
-def _checked_end(file: BinaryIO, path: str, sequences: int, width: int) -> int:
+def _checked_end(all_sizes: np.ndarray, all_starts: np.ndarray, path: str, width: int) -> int:
     """Return the byte after the last sequence. Raises InputError if the sequences do not follow each other from 0 on.
 
     Only the first and the last CHECKED sequences are checked.
     """
     end = 0
-    for at in sorted({0, max(0, sequences - CHECKED)}):
-        count = min(CHECKED, sequences - at)
-        sizes = _numbers(file, "<i4", HEADER.size + 4 * at, count)
-        starts = _numbers(file, "<i8", HEADER.size + 4 * sequences + 8 * at, count)
+    for at in sorted({0, max(0, len(all_sizes) - CHECKED)}):
+        sizes, starts = all_sizes[at : at + CHECKED], all_starts[at : at + CHECKED]
         ends = starts + sizes.astype("<i8") * width
         expected = np.concatenate([starts[:1] if at else [0], ends[:-1]])
         wrong = (sizes < 0) | (starts < 0) | (starts != expected)
@@ -157,15 +155,13 @@ def _checked_end(file: BinaryIO, path: str, sequences: int, width: int) -> int:
     return end
 
 
-def _check_documents(file: BinaryIO, path: str, sequences: int) -> None:
+def _check_documents(documents: np.ndarray, path: str, sequences: int) -> None:
     """Raise InputError if the document index does not ascend from 0 to the number of sequences at most.
 
     Only its first and its last CHECKED numbers are checked.
     """
-    start = HEADER.size + 12 * sequences
-    documents = (file.seek(0, io.SEEK_END) - start) // 8
-    for at in sorted({0, max(0, documents - CHECKED)}):
-        numbers = _numbers(file, "<i8", start + 8 * at, min(CHECKED, documents - at))
+    for at in sorted({0, max(0, len(documents) - CHECKED)}):
+        numbers = documents[at : at + CHECKED]
         wrong = (numbers > sequences) | (np.diff(numbers, prepend=numbers[:1]) < 0)
         if not at:
             wrong[:1] |= numbers[:1] != 0
@@ -174,18 +170,7 @@ def _check_documents(file: BinaryIO, path: str, sequences: int) -> None:
             raise InputError(f"{path} is damaged: document {at + i:,} begins with sequence {numbers[i]:,}")
 
 
-def _numbers(file: BinaryIO, dtype: str, at: int, count: int) -> np.ndarray:
-    """Return integers at an offset of a file."""
-    file.seek(at)
-    return np.frombuffer(file.read(np.dtype(dtype).itemsize * count), dtype)
-
-
-def _equal_length(file: BinaryIO, sequences: int) -> int | None:
+def _equal_length(sizes: np.ndarray) -> int | None:
     """Return the length of all sequences, or None if there is only one sequence or the lengths differ."""
-    length = None
-    for at in range(0, sequences, CHUNK):
-        sizes = _numbers(file, "<i4", HEADER.size + 4 * at, min(CHUNK, sequences - at))
-        length = int(sizes[0]) if length is None else length
-        if (sizes != length).any():
-            return None
-    return length if sequences > 1 else None
+    parts = (sizes[at : at + CHUNK] for at in range(0, len(sizes), CHUNK))
+    return int(sizes[0]) if len(sizes) > 1 and all((part == sizes[0]).all() for part in parts) else None
