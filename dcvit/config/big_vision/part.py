@@ -12,30 +12,16 @@ Values: TypeAlias = dict[str, Any]  # a dict of a config
 MAX_SHOWN = 60  # characters of a value in a note
 
 
-class Notes:
-    """Lines about changes. Equal changes of several parts share a line."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, list[str]] = {}
-
-    def add(self, part: str, text: str) -> None:
-        """Add the change `text` of a part, such as "config.input"."""
-        self.parts.setdefault(text, []).append(part)
-
-    def lines(self) -> list[str]:
-        """Return the lines in the order of the changes."""
-        return [f"{', '.join(parts)}: {text}" for text, parts in self.parts.items()]
-
-
 class Part:
     """A dict of a config: the config itself, or one of its values.
 
     Attributes:
       values: the keys that are not None, which the methods change.
       name: name of the dict in messages, such as "config.input".
+      notes: the names of the parts in which each change was made, for the changes of all parts of a config.
     """
 
-    def __init__(self, values: object, name: str, notes: Notes):
+    def __init__(self, values: object, name: str, notes: dict[str, list[str]]):
         """Copy the dict. Raises ConfigError if `values` is neither a dict nor None."""
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"{name}={values!r} should be a dict")
@@ -44,7 +30,7 @@ class Part:
 
     def note(self, text: str) -> None:
         """Note a change."""
-        self.notes.add(self.name, text)
+        self.notes.setdefault(text, []).append(self.name)
 
     def inner(self, key: str) -> Part:
         """Remove a dict and return it as a part, which is empty if there is none."""

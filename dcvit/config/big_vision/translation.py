@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dcvit.config.big_vision.evaluations import pp_predict, translate_data, translate_evaluators, translate_pp
-from dcvit.config.big_vision.part import Notes, Part, Values
+from dcvit.config.big_vision.part import Part, Values
 from dcvit.config.keys import UNITS
 from dcvit.errors import ConfigError, check_regex, first_line_with_type
 
@@ -63,14 +63,14 @@ def translate(found: Values) -> tuple[Values, list[str]]:
     Raises:
       ConfigError: a key or value has no equivalent; the message names it.
     """
-    config = Part(found, "config", Notes())
+    config = Part(found, "config", {})
     try:
         _translate(config)
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as e:  # values of unexpected types
         raise ConfigError(f"this config of big_vision cannot be translated: {first_line_with_type(e)}") from e
-    return config.values, config.notes.lines()
+    return config.values, [f"{', '.join(parts)}: {text}" for text, parts in config.notes.items()]
 
 
 def _translate(config: Part) -> None:

@@ -332,8 +332,8 @@ def test_onehot_keeps_big_visions_default_keys():
     """`onehot(4)` replaces `labels`, and `onehot(4, key="label")` replaces `label`."""
 
     def translated(pp):
-        holder = part.Part({"pp": pp}, "config.input", part.Notes())
-        return evaluations.translate_pp(holder, "pp"), holder.notes.lines()
+        holder = part.Part({"pp": pp}, "config.input", {})
+        return evaluations.translate_pp(holder, "pp"), [*holder.notes]
 
     def apply(pp, **example):
         found = ip.Preprocess(translated(pp)[0])(example, np.random.default_rng(0))
@@ -345,7 +345,7 @@ def test_onehot_keeps_big_visions_default_keys():
     unchanged = 'decode||onehot(1000, key="label", key_result="labels")|'
     assert translated(unchanged) == (unchanged, [])
     assert translated(None) == ("", [])
-    assert translated("onehot(4)")[1] == ["config.input: onehot in pp -> onehot with big_vision's default keys"]
+    assert translated("onehot(4)")[1] == ["onehot in pp -> onehot with big_vision's default keys"]
 
 
 @pytest.mark.parametrize("path", configs.shipped(), ids=lambda path: path.stem)
