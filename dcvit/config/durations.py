@@ -61,15 +61,11 @@ class Durations:
             raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
         if units[0] == "percent" and self.total_steps is None:
             raise ConfigError(f"{key}: the total cannot be a percentage of itself")
-        steps = value * self._steps_per(units[0])
+        per_unit = {
+            "steps": 1.0, "epochs": self.examples / self.batch_size, "examples": 1 / self.batch_size,
+            "percent": (self.total_steps or 0) / 100,
+        }  # fmt: skip
+        steps = value * per_unit[units[0]]
         if steps > MAX_STEPS:
             raise ConfigError(f"{key}={value!r} is more than {MAX_STEPS:,} steps")
         return max(1, round(steps)) if value > 0 else 0
-
-    def _steps_per(self, unit: str) -> float:
-        return {
-            "steps": 1.0,
-            "epochs": self.examples / self.batch_size,
-            "examples": 1 / self.batch_size,
-            "percent": (self.total_steps or 0) / 100,
-        }[unit]
