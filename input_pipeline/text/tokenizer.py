@@ -274,17 +274,7 @@ def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"
 
     "bytes" is GPT-2's alphabet with one character per byte; "text" is text with tokens of single bytes as a fallback.
     """
-    types = {part.get("type") for part in (*_parts(pre_tokenizer), *_parts(decoder))}
-    if "ByteLevel" in types:
+    described = json.dumps([pre_tokenizer, decoder])
+    if '"type": "ByteLevel"' in described:
         return "bytes"
-    return "text" if "ByteFallback" in types else None
-
-
-def _parts(part: object) -> Iterator[dict[str, object]]:
-    """Yield a part of a tokenizer.json and the parts nested in it, as the tokenizers library has accepted them."""
-    if isinstance(part, dict):
-        yield part
-        for key in ("pretokenizers", "decoders"):
-            inside = part.get(key)
-            for nested in inside if isinstance(inside, list) else ():
-                yield from _parts(nested)
+    return "text" if '"type": "ByteFallback"' in described else None
