@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -67,15 +67,6 @@ class TFRecordFile:
     def nbytes(self, first: int, last: int) -> int:
         """Return the size in bytes of the records `first` to `last` - 1."""
         return int(self.offsets[last] - self.offsets[first])
-
-
-@runtime_checkable
-class _ArrayRecordReader(Protocol):
-    """The methods of `array_record_module.ArrayRecordReader` that are used here."""
-
-    def num_records(self) -> int: ...
-
-    def read(self, numbers: list[int]) -> list[bytes]: ...
 
 
 class ArrayRecordFile:
@@ -156,13 +147,12 @@ def open_files(paths: Iterable[str]) -> list[RecordFile]:
 
 
 @functools.lru_cache(maxsize=OPEN_FILES)
-def _reader(path: str, state: FileState) -> _ArrayRecordReader:
+def _reader(path: str, state: FileState) -> Any:
     """Return a cached ArrayRecord reader; the state of the file is only part of the cache key."""
     reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
     if not reader.ok():  # the constructor does not raise for a damaged file
         raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
-    opened: _ArrayRecordReader = reader
-    return opened
+    return reader
 
 
 def _offsets(path: str, state: FileState) -> np.ndarray:

@@ -15,7 +15,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -52,13 +52,6 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"head/kernel", ("tensor", None)),
 )
 STACKED = r"(.*/)?Transformer/(group|encodergroup|encoderblock)/.*"  # of a scan: the first dimension is the layer
-
-
-@runtime_checkable
-class HasShape(Protocol):
-    """An array or the shape of one."""
-
-    shape: tuple[int, ...]
 
 
 @runtime_checkable
@@ -223,7 +216,7 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
         rules = dict.fromkeys(found, rule) | rules
     default = strategy if isinstance(strategy, str) else "ddp"
 
-    def sharding(name: str, leaf: HasShape) -> NamedSharding:
+    def sharding(name: str, leaf: Any) -> NamedSharding:
         rule = rules.get(name, default)
         if isinstance(rule, str):
             return NamedSharding(mesh, P(*_strategy_spec(name, leaf.shape, rule, mesh)))
