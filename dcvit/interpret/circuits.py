@@ -1,7 +1,7 @@
 """QK and OV circuits of heads, the maps between heads of a composition, and effective circuits under composition.
 
-A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). Row h' of the
-map is the head that lends, column h the head that borrows.
+A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). Head h' (row)
+contributes to head h (column).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
-from dcvit.interpret.lending import lending
+from dcvit.interpret.contributions import average_contributions
 from dcvit.models.head_settings import VARIANTS
-from dcvit.pages.explorer import DIGITS, lending_facts, render
+from dcvit.pages.explorer import DIGITS, average_facts, render
 from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
 
@@ -93,7 +93,7 @@ def explore(
             sample.facts |= facts | {"run": number}
             samples.append(sample)
         run: Json = {"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)}
-        runs.append(run | ({"lending": averages} if averages else {}))
+        runs.append(run | ({"averages": averages} if averages else {}))
     if not samples:
         raise InputError("no input could be read")
     return render(f"{models[0].source} · explorer of composed heads", runs, samples)
@@ -230,7 +230,7 @@ def _averages(model: LoadedModel, data: str, limit: int) -> Json:
             if not left:
                 return
 
-    return lending_facts(lending(model.module, model.params, map(jnp.asarray, batches())), data)
+    return average_facts(average_contributions(model.module, model.params, map(jnp.asarray, batches())), data)
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:

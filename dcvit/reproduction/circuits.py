@@ -135,26 +135,27 @@ def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
             place, terms = f"layer {layer} {where}", terms_of(case, layer, where, key)
             for name, term in terms.items():
                 rows += [
-                    {"composition": place, "term": name, "from head": lender, **by_head(case, line)}
-                    for lender, line in enumerate(term)
+                    {"composition": place, "term": name, "from head": from_head, **by_head(case, line)}
+                    for from_head, line in enumerate(term)
                 ]
-            lent = _at(case, layer, before, key)
-            parts = {name: lent @ term for name, term in terms.items() if name != ALL}
+            own = _at(case, layer, before, key)
+            parts = {name: own @ term for name, term in terms.items() if name != ALL}
             composed = _at(case, layer, after, key)
             shares += [
                 {
-                    "composition": place, "key": label(case, key), "head": borrower,
-                    **{name: float(part[borrower]) for name, part in parts.items()}, "after": float(composed[borrower]),
+                    "composition": place, "key": label(case, key), "head": to_head,
+                    **{name: float(part[to_head]) for name, part in parts.items()}, "after": float(composed[to_head]),
                 }
-                for borrower in range(case.model.num_heads)
+                for to_head in range(case.model.num_heads)
             ]  # fmt: skip
             if where == "post":
                 most = max((name for name in parts if name != "skip"), key=lambda name: abs(parts[name][head]))
                 statements.append(f"- layer {layer}, head {head}: the {most} ({parts[most][head]:+.3f})")
     notes = (
         about(case, steps),
-        "A map multiplies the scores (pre) or weights (post) of all heads, as a row vector: rows are the heads that "
-        "lend, columns those that borrow. The key of a layer is the one with the largest composed weight of any head.",
+        "A map multiplies the scores (pre) or weights (post) of all heads, as a row vector: the head of a row "
+        "contributes to the head of a column. The key of a layer is the one with the largest composed weight of any "
+        "head.",
         "What each term adds to a head's score or weight for this pair (“skip” is its value before the "
         f"composition):\n\n{grid(shares)}",
         "In the paper's case, the key-wise projection contributes most to the weight of the head that answers, and "

@@ -1,8 +1,8 @@
 """Accuracy by pattern, and drops by ablation, of models that `scripts/bench/runs.py synthetic` has trained.
 
-A branch of the compositions is ablated in all layers, or all branches into one head of a layer, which then borrows from
-no other head. Heads are ordered by their drop in each run, because their numbers mean nothing. An ablated model is not
-trained further.
+A branch of the compositions is ablated in all layers, or all branches into one head of a layer, to which no other head
+then contributes. Heads are ordered by their drop in each run, because their numbers mean nothing. An ablated model is
+not trained further.
 """
 
 from collections.abc import Sequence

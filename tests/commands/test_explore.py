@@ -48,7 +48,7 @@ def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_work
         assert (sample["rows"], sample["columns"], sample["extra"]) == (2, 2, 0)
         assert len(sample["ablations"]) == model.module.num_heads
     for found in facts["runs"]:
-        assert found["lending"]["examples"] == 20
+        assert found["averages"]["examples"] == 20
         assert found["diversity"]["qk"][-1] == 1
         assert np.all(np.diff(found["diversity"]["ov"]) >= 0)
 
@@ -64,8 +64,8 @@ def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
     assert ["".join(sample["text"]) for sample in facts["samples"]] == ["def f(", "import sys\nimpo"]
     assert facts["samples"][0]["oldest"] == [0] * 6
     assert not facts["samples"][0]["ablations"]
-    assert facts["samples"][0]["loans"]
-    assert facts["runs"][0]["lending"]["examples"] == 3
+    assert facts["samples"][0]["contributions"]
+    assert facts["runs"][0]["averages"]["examples"] == 3
     assert facts["runs"][0]["facts"].startswith("language model, layers 1, heads 2")
 
 

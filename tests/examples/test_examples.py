@@ -83,7 +83,7 @@ def test_the_notebook_about_heads_follows_their_composition(
     assert [*names["terms"]] == ["skip", "query projection", "query gate", "key projection", "key gate"]
     assert np.abs(names["changes"]).max() > 0
     assert np.all(np.diff(names["captured"]) > -1e-5)
-    assert len({loan[:5] for loan in names["loans"]}) == len(names["loans"]) > 0
+    assert len({one[:5] for one in names["contributions"]}) == len(names["contributions"]) > 0
     assert "treescope" in names["drawn"]._repr_html_()
     assert "predicts the first image: True" in capsys.readouterr().out
 

@@ -4,8 +4,8 @@ import explorer_pages as pages
 import pytest
 from explorer_driver import MODELS
 
-from dcvit.interpret.lending import lending
-from dcvit.pages.explorer import lending_facts
+from dcvit.interpret.contributions import average_contributions
+from dcvit.pages.explorer import average_facts
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,8 @@ def file(tmp_path_factory):
     samples = [
         pages.sample_of(i, int(name == "plain image"), name, *model) for i, (name, model) in enumerate(MODELS.items())
     ]
-    averages = lending_facts(lending(net, params, [image]), "test")
+    averages = average_facts(average_contributions(net, params, [image]), "test")
     path = tmp_path_factory.mktemp("page") / "explore.html"
     curve = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
-    path.write_text(pages.page(samples, lending=averages, diversity=curve))
+    path.write_text(pages.page(samples, averages=averages, diversity=curve))
     return path

@@ -58,9 +58,9 @@ def test_all_stages_are_those_of_the_library(browser, file, name):
 def test_the_page_opens_on_the_largest_loan_of_weights_between_two_tokens(browser, file):
     browser.open(file)
     browser.value("explorer.ready.then(() => 1)")
-    loans = browser.value("facts.samples[0].loans.filter(l => l.where === 'post' && l.query !== l.key)")
-    largest = max(loans, key=lambda loan: abs(loan["amount"]))
-    names = {"layer": "layer", "query": "query", "key": "key", "head": "borrower"}
+    found = browser.value("facts.samples[0].contributions.filter(l => l.where === 'post' && l.query !== l.key)")
+    largest = max(found, key=lambda one: abs(one["amount"]))
+    names = {"layer": "layer", "query": "query", "key": "key", "head": "to_head"}
     assert {name: browser.value(f"explorer.state.{name}") for name in names} == {
         name: largest[key] for name, key in names.items()
     }
@@ -167,7 +167,7 @@ def test_every_control_works_and_none_is_an_error(browser, file):
           else for (const name of ['input', 'change']) e.dispatchEvent(new Event(name, {{bubbles: true}}));
           await explorer.set({{}});
         }})()""")
-    for selector in ("#loans button", "#tokens button", "#heads canvas", "#picture"):
+    for selector in ("#contributions button", "#tokens button", "#heads canvas", "#picture"):
         count = browser.value(f"document.querySelectorAll('{selector}').length")
         assert count, selector
         browser.value(f"document.querySelectorAll('{selector}')[{count - 1}].click()")
@@ -224,22 +224,24 @@ def test_numbers_and_picture_are_saved(browser, file, tmp_path):
 
 @pytest.fixture(scope="module")
 def planted_file(tmp_path_factory):
-    """The page of a model in which head 2 borrows from head 0 for one token only."""
+    """The page of a model in which head 0 contributes to head 2 for one token only."""
     path = tmp_path_factory.mktemp("planted") / "explore.html"
     path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted())]))
     return path
 
 
-def loans(browser, column):
-    """The texts in a column of the table of loans."""
-    names = "[...document.querySelectorAll('#loans thead th')].map(c => c.textContent)"
+def contributions(browser, column):
+    """The texts in a column of the table of contributions."""
+    names = "[...document.querySelectorAll('#contributions thead th')].map(c => c.textContent)"
     at = browser.value(names).index(column)
-    return browser.value(f"[...document.querySelectorAll('#loans tbody tr')].map(r => r.cells[{at}].textContent)")
+    return browser.value(
+        f"[...document.querySelectorAll('#contributions tbody tr')].map(r => r.cells[{at}].textContent)"
+    )
 
 
 ANSWERS = {
-    "lender": ["head 0"],
-    "borrower": ["head 2"],
+    "from": ["head 0"],
+    "to": ["head 2"],
     "layer": ["layer 1"],
     "composition": ["post"],
     "branch": ["key projection"],
@@ -250,13 +252,13 @@ ANSWERS = {
 def test_the_text_of_the_page_answers_questions_about_a_planted_model(browser, planted_file):
     opened(browser, planted_file)
     for column, answer in ANSWERS.items():
-        assert loans(browser, column) == answer
+        assert contributions(browser, column) == answer
 
 
 def test_a_planted_head_borrows_for_one_token_only(browser, planted_file):
-    """For every key of a query, the table of terms shows the loan at the planted token and zeros elsewhere."""
+    """For every key of a query, the table of terms shows the contribution at the planted token and zeros elsewhere."""
     opened(browser, planted_file)
-    query = int(loans(browser, "query")[0].split()[0])
+    query = int(contributions(browser, "query")[0].split()[0])
     for key in range(query + 1):
         change(browser, layer=1, query=query, key=key)
         names = browser.value("[...document.querySelectorAll('#post-terms thead th')].map(c => c.textContent)")

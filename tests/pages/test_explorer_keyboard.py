@@ -89,12 +89,12 @@ def test_arrows_move_in_the_map_that_has_the_focus(browser, file):
     press(browser, "ArrowRight")
     assert browser.value("document.activeElement.classList.contains('query')")
     assert at() == [1, 7, 2]
-    browser.value("document.querySelector('#loans').parentElement.focus()")
+    browser.value("document.querySelector('#contributions').parentElement.focus()")
     press(browser, "ArrowDown")
     assert at() == [1, 7, 2]
-    browser.value("document.querySelector('#loans button').focus()")
+    browser.value("document.querySelector('#contributions button').focus()")
     change(browser, layer=0)
-    assert browser.value("document.activeElement.closest('#loans') !== null")
+    assert browser.value("document.activeElement.closest('#contributions') !== null")
 
 
 def follow_link(browser, link):

@@ -37,7 +37,7 @@ def heads_of(rows):
 
 @pytest.mark.slow
 def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_path):
-    """Lenders times the sum of the terms are the composed numbers that the model computes."""
+    """The numbers of all heads times the sum of the terms are the composed numbers that the model computes."""
     table = circuits.figure7(tmp_path, [0], 5)
     assert len(table.rows) == 2 * 2 * 7 * HEADS
     for layer in range(2):
@@ -49,10 +49,10 @@ def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_p
             parts = {term: heads_of(r for r in rows if r["term"] == term) for term in {row["term"] for row in rows}}
             whole = parts.pop("all")
             np.testing.assert_allclose(sum(parts.values()), whole, atol=1e-6)
-            lent, composed = (
+            own, composed = (
                 np.asarray(case.arrays[f"block0{layer}/{name}"])[0, :, LENGTH - 1, key] for name in (before, after)
             )
-            np.testing.assert_allclose(lent @ whole, composed, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(own @ whole, composed, rtol=1e-4, atol=1e-5)
 
 
 def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, tmp_path):

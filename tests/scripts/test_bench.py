@@ -87,7 +87,7 @@ def test_tables_pair_the_complete_runs_of_arms_that_differ_in_composition_and_st
 
 @pytest.mark.slow
 def test_a_branch_or_a_head_is_ablated_alone():
-    """The composition is that of the same weights with the branch left out; the head borrows from no other."""
+    """The composition is that of the same weights with the branch left out; no other head contributes to the head."""
     net = lm.Model(11, width=12, depth=2, num_heads=3, mlp_dim=8, context=7, compose="both", init_std=0.5)
     tokens = jax.random.randint(jax.random.key(0), (2, 7), 0, 11)
     rng = np.random.default_rng(2)

@@ -59,7 +59,7 @@ def sample_of(number, run, name, net, params, inputs, layers=None, **options):
 def planted():
     """A language model in which only one thing composes, and a row of tokens; everything else is random.
 
-    In layer 1, the key-wise projection of post-compose lets head 2 borrow from head 0 where the key is token 5. Only
+    In layer 1, the key-wise projection of post-compose adds head 0 to head 2 where the key is token 5. Only
     the embedding of that token has a number other than 0 in the first place of the residual stream, and only this place
     is read by the factors.
     """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from dcvit.interpret.lending import Lending
+from dcvit.interpret.contributions import AverageContributions
 from dcvit.pages.explorer.samples import Json, Sample
 from dcvit.pages.report.html import Node, document, tag
 
@@ -39,12 +39,12 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
     return document(title, *body, style=(folder / "explorer.css").read_text(encoding="utf-8"), script=script)
 
 
-def lending_facts(lending: Lending, data: str) -> Json:
-    """Convert the averages of `dcvit.interpret.lending` to JSON data; `data` names the data."""
+def average_facts(found: AverageContributions, data: str) -> Json:
+    """Convert averages over data to JSON data; `data` names the data."""
     return {
         "data": data,
-        "examples": lending.examples,
-        "entropy": lending.entropy.round(DIGITS).tolist(),
-        "share": {where: share.round(DIGITS).tolist() for where, share in lending.share.items()},
-        "dynamic": {where: dynamic.round(DIGITS).tolist() for where, dynamic in lending.dynamic.items()},
+        "examples": found.examples,
+        "entropy": found.entropy.round(DIGITS).tolist(),
+        "share": {where: share.round(DIGITS).tolist() for where, share in found.share.items()},
+        "dynamic": {where: dynamic.round(DIGITS).tolist() for where, dynamic in found.dynamic.items()},
     }

@@ -2,24 +2,24 @@
 
 function showDataset() {
   const parts = [];
-  for (const run of facts.runs.filter((r) => r.lending)) {
-    const { lending } = run, heads = lending.entropy[0].length, wheres = Object.keys(lending.share);
-    parts.push(element("h3", {}, `${run.name}: ${lending.examples} inputs of ${lending.data}`));
-    const rows = lending.entropy.map((entropy, layer) => {
+  for (const run of facts.runs.filter((r) => r.averages)) {
+    const { averages } = run, heads = averages.entropy[0].length, wheres = Object.keys(averages.share);
+    parts.push(element("h3", {}, `${run.name}: ${averages.examples} inputs of ${averages.data}`));
+    const rows = averages.entropy.map((entropy, layer) => {
       const cells = [`layer ${layer}`, number(entropy.reduce((a, b) => a + b, 0) / heads, 3)];
       for (const where of wheres) {
-        const own = lending.share[where][layer].reduce((sum, lent, h) => sum + lent[h], 0) / heads;
-        cells.push(percent(1 - own), percent(lending.dynamic[where][layer]));
+        const own = averages.share[where][layer].reduce((sum, shares, h) => sum + shares[h], 0) / heads;
+        cells.push(percent(1 - own), percent(averages.dynamic[where][layer]));
       }
       return cells;
     });
     const table = element("table", {});
-    fillTable(table, ["layer", "entropy of weights (nats)", ...wheres.flatMap((w) => [`${w}: borrowed`, `${w}: dynamic part`])], rows);
+    fillTable(table, ["layer", "entropy of weights (nats)", ...wheres.flatMap((w) => [`${w}: from other heads`, `${w}: dynamic part`])], rows);
     parts.push(element("div", { class: "scroll" }, table));
     for (const where of wheres) {
       parts.push(element("p", { class: "note" }, `Share of each head (columns) that comes from each head (rows), ${where}-compose; ` +
         "a head's own share is left out of the colors."));
-      const maps = lending.share[where].map((share) => share.flatMap((lent, g) => lent.map((x, h) => (g === h ? 0 : x))));
+      const maps = averages.share[where].map((share) => share.flatMap((shares, g) => shares.map((x, h) => (g === h ? 0 : x))));
       const limit = Math.max(...maps.map((map) => limitOf(map)), 1e-9);
       parts.push(element("div", { class: "maps" }, ...maps.map((map, layer) => headMap(`layer ${layer}`, map, heads, limit))));
     }

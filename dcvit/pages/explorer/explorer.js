@@ -86,7 +86,7 @@ async function render(mine) {
 // Sections that do not depend on query, key and head.
 function showOnce(sample, layer) {
   buildHeads(sample, layer);
-  showLoans(sample);
+  showContributions(sample);
   showPredictions(sample);
   showAblations(sample, layer);
 }
@@ -328,27 +328,27 @@ function showAblations(sample, layer) {
   fillTable($("ablations"), ["off", "change", "first five predictions"], rows);
 }
 
-const viewOf = (sample, loan) => ({
-  layer: sample.layers.findIndex((layer) => layer.number === loan.layer), query: loan.query, key: loan.key, head: loan.borrower,
+const viewOf = (sample, { layer: number, query, key, to_head: head }) => ({
+  layer: sample.layers.findIndex((layer) => layer.number === number), query, key, head,
 });
 
-// The first view: the largest loan between a query and another key, of weights if they are composed.
+// The first view: the largest contribution between a query and another key, of weights if they are composed.
 function firstView(sample) {
-  const apart = sample.loans.filter((loan) => loan.query !== loan.key);
-  const loan = apart.find(({ where }) => where === "post") ?? apart[0];
-  return loan ? viewOf(sample, loan) : {};
+  const apart = sample.contributions.filter(({ query, key }) => query !== key);
+  const largest = apart.find(({ where }) => where === "post") ?? apart[0];
+  return largest ? viewOf(sample, largest) : {};
 }
 
-function showLoans(sample) {
-  const rows = sample.loans.map((loan) => {
-    const go = () => set(viewOf(sample, loan));
-    return [element("button", { type: "button", onclick: go }, `layer ${loan.layer}`), loan.where, loan.branch,
-      `head ${loan.lender}`, `head ${loan.borrower}`, labelOf(sample, loan.query), labelOf(sample, loan.key), number(loan.amount)];
+function showContributions(sample) {
+  const rows = sample.contributions.map((one) => {
+    const go = () => set(viewOf(sample, one));
+    return [element("button", { type: "button", onclick: go }, `layer ${one.layer}`), one.where, one.branch,
+      `head ${one.from_head}`, `head ${one.to_head}`, labelOf(sample, one.query), labelOf(sample, one.key), number(one.amount)];
   });
-  $("loans").closest("section").hidden = !rows.length;
-  if ($("loans").dataset.sample === String(state.sample)) return; // keeps the focus
-  $("loans").dataset.sample = state.sample;
-  fillTable($("loans"), ["layer", "composition", "branch", "lender", "borrower", "query", "key", "amount"], rows);
+  $("contributions").closest("section").hidden = !rows.length;
+  if ($("contributions").dataset.sample === String(state.sample)) return; // keeps the focus
+  $("contributions").dataset.sample = state.sample;
+  fillTable($("contributions"), ["layer", "composition", "branch", "from", "to", "query", "key", "amount"], rows);
 }
 
 // The vector of the pair before and after each composition by term, the maps of the terms, and the rank graph.

@@ -13,7 +13,7 @@ import numpy as np
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.interpret.ablations import ablated_outputs, all_ablations
 from dcvit.interpret.activations import run_with_cache
-from dcvit.interpret.lending import Loan, largest_loans
+from dcvit.interpret.contributions import Contribution, largest_contributions
 from dcvit.models import Params, lm
 from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM
@@ -21,7 +21,7 @@ from dcvit.models.vit import ViT
 
 FACTORS = ("static", "q1", "q2", "qg", "k1", "k2", "kg")
 TOP = 5
-LOANS = 24  # that a page lists for each composition
+CONTRIBUTIONS = 24  # that a page lists for each composition
 # Largest integers of arrays that are stored as integers. Errors of q and k add up in scores, those of v average out.
 FIXED_POINT = {"q": 16383, "k": 16383, "v": 4095, "composed_weights": 4095, "weights": 4095}
 Json = dict[str, object]
@@ -138,7 +138,7 @@ def make_sample(
         facts["oldest"] = _oldest(model, inputs)
     blocks: dict[str, str] = {}
     listed: list[Json] = []
-    loans: list[Loan] = []
+    contributions: list[Contribution] = []
     for layer in layers:
         prefix = f"block{layer:02d}/"
         kept = {name: np.asarray(arrays[prefix + name][0]) for name in ("q", "k", "v")}
@@ -148,8 +148,8 @@ def make_sample(
                     kept[f"{where}.{factor}"] = np.asarray(x if factor == "static" else x[0])
         header, blocks[block := f"sample{number}-layer{layer}"] = pack(kept)
         listed.append({"number": layer, "window": windows[layer % len(windows)], "block": block, "arrays": header})
-        loans += largest_loans(arrays, layer, groups)
-    facts |= {"layers": listed, "loans": _listed(loans)}
+        contributions += largest_contributions(arrays, layer, groups)
+    facts |= {"layers": listed, "contributions": _listed(contributions)}
     block, kinds = f"sample{number}-rollout", ("composed_weights", "weights")
     header, blocks[block] = pack({kind: rollout(arrays, model.depth, kind) for kind in kinds})
     facts["rollout"] = {"block": block, "arrays": header}
@@ -175,13 +175,13 @@ def _check_finite(arrays: Mapping[str, Array]) -> None:
             raise FloatingPointError(f"{name} is NaN or infinite; check the parameters and the input")
 
 
-def _listed(loans: Sequence[Loan]) -> list[Json]:
-    """Return the largest of the given loans for each composition, as JSON data."""
-    found: list[Loan] = []
+def _listed(contributions: Sequence[Contribution]) -> list[Json]:
+    """Return the largest of the contributions to each composition, as JSON data."""
+    found: list[Contribution] = []
     for where in ("pre", "post"):
-        some = [loan._replace(amount=round(loan.amount, 5)) for loan in loans if loan.where == where]
-        found += sorted(some, key=lambda loan: -abs(loan.amount))[:LOANS]
-    return [loan._asdict() for loan in found]
+        some = [x._replace(amount=round(x.amount, 5)) for x in contributions if x.where == where]
+        found += sorted(some, key=lambda x: -abs(x.amount))[:CONTRIBUTIONS]
+    return [x._asdict() for x in found]
 
 
 def rollout(arrays: Mapping[str, Array], depth: int, kind: str) -> Float[np.ndarray, "T T"]:

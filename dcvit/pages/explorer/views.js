@@ -102,15 +102,15 @@ function axis(sample, name) {
   return element("div", { class: `axis ${name} ${kind}`, "aria-hidden": true }, ...tokens.map((token) => element("span", {}, visible(token))));
 }
 
-// A heat map of lenders (rows) and borrowers (columns), with the numbers of the heads.
+// A heat map from heads (rows) to heads (columns), with their numbers.
 function headMap(title, map, heads, limit) {
   const canvas = element("canvas", { role: "img", "aria-label": describeMap(title, map, heads) });
   heat(canvas, map, heads, heads, { limit, signed: true });
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const at = (x, size) => Math.max(0, Math.min(heads - 1, Math.floor((x / size) * heads)));
-    const lender = at(event.clientY - box.top, box.height), borrower = at(event.clientX - box.left, box.width);
-    canvas.title = `from head ${lender} to head ${borrower}: ${number(map[lender * heads + borrower])}`;
+    const from = at(event.clientY - box.top, box.height), to = at(event.clientX - box.left, box.width);
+    canvas.title = `from head ${from} to head ${to}: ${number(map[from * heads + to])}`;
   });
   return element("figure", { class: "map" }, element("figcaption", {}, title), canvas);
 }
@@ -120,8 +120,8 @@ function describeMap(title, map, heads) {
   for (let i = 0; i < map.length; i++) {
     if (Math.floor(i / heads) !== i % heads && (best < 0 || Math.abs(map[i]) > Math.abs(map[best]))) best = i;
   }
-  if (best < 0 || !map[best]) return `${title}: no head lends to another`;
-  return `${title}: head ${Math.floor(best / heads)} lends most, ${number(map[best], 3)}, to head ${best % heads}`;
+  if (best < 0 || !map[best]) return `${title}: no head contributes to another`;
+  return `${title}: head ${Math.floor(best / heads)} contributes most, ${number(map[best], 3)}, to head ${best % heads}`;
 }
 
 function svg(name, attributes = {}, ...children) {

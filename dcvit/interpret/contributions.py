@@ -1,7 +1,7 @@
 """Contributions between heads under composition: of one input, and averages over many inputs.
 
-Composition adds a[h']·map[h', h] to head h, where a[h'] is the score (pre) or the weight (post) of another head h'.
-Here this contribution is a loan: head h' lends, head h borrows.
+Composition adds a[h']·map[h', h] to head h, where a[h'] is the score (pre) or the weight (post) of another head h': the
+contribution of head h' to head h.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from dcvit.models.vit import ViT
 COMPOSITIONS = {"pre": "scores", "post": "weights"}  # by name, the array that is composed
 
 
-class Loan(NamedTuple):
+class Contribution(NamedTuple):
     """The largest amount that a branch adds from one head to another, over all query-key pairs of an input.
 
     Fields:
       layer: the layer.
       where: the composition, "pre" or "post".
       branch: the branch, as in `dcvit.interpret.circuits.TERMS`.
-      lender, borrower: the heads.
+      from_head, to_head: the heads.
       query, key: the pair of tokens.
-      amount: the lent score ("pre") or attention weight ("post").
+      amount: the score ("pre") or attention weight ("post").
     """
 
     layer: int
     where: str
     branch: str
-    lender: int
-    borrower: int
+    from_head: int
+    to_head: int
     query: int
     key: int
     amount: float
 
 
-class Lending(NamedTuple):
+class AverageContributions(NamedTuple):
     """Averages over many inputs, for each layer. Pairs are a query and a key to which it attends.
 
     Fields:
-      share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the lenders h'; the
+      share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the heads h'; the
         diagonal is the head's own share. L H H.
       dynamic: for "pre" and "post", the variance of the maps over pairs, divided by their mean squared distance from
         the identity: 0 for a static composition, 1 for one whose mean map is the identity. L.
@@ -69,8 +69,8 @@ class Lending(NamedTuple):
     examples: int
 
 
-def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Loan]:
-    """Return the largest loan of each branch, lender and borrower of a layer, for the first example.
+def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Contribution]:
+    """Return the largest contribution of each branch and pair of heads of a layer, for the first example.
 
     Gates and the skip connection do not combine heads, so that they are not included.
 
@@ -79,7 +79,7 @@ def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[
       layer: the number of the layer.
       groups: the number of groups of heads.
     """
-    loans: list[Loan] = []
+    found: list[Contribution] = []
     for where, name in COMPOSITIONS.items():
         weights = compose_weights_of(arrays, layer, where)
         if weights is None:
@@ -89,17 +89,17 @@ def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[
         for branch, by_token in branch_maps(weights, groups).items():
             maps = np.moveaxis(np.asarray(by_token[0]), 0, -1)  # H H N
             maps = maps[:, :, None] if branch.startswith("key") else maps[..., None]  # H H #T #S
-            for lender, borrower in zip(*np.nonzero(np.abs(maps).max(axis=(2, 3)) > 0), strict=True):
-                if lender == borrower:
+            for g, h in zip(*np.nonzero(np.abs(maps).max(axis=(2, 3)) > 0), strict=True):
+                if g == h:
                     continue
-                lent = a[lender] * maps[lender, borrower]
-                query, key = np.unravel_index(np.argmax(np.abs(lent)), lent.shape)
-                amount = float(lent[query, key])
-                loans.append(Loan(layer, where, branch, int(lender), int(borrower), int(query), int(key), amount))
-    return loans
+                added = a[g] * maps[g, h]
+                query, key = np.unravel_index(np.argmax(np.abs(added)), added.shape)
+                amount = float(added[query, key])
+                found.append(Contribution(layer, where, branch, int(g), int(h), int(query), int(key), amount))
+    return found
 
 
-def lending(
+def average_contributions(
     model: ViT | LM,
     params: Params,
     batches: Iterable[Float[Array, "_ height width channels"] | Int[Array, "_ T"]],
@@ -123,14 +123,14 @@ def lending(
     if wrong:
         raise FloatingPointError(f"averages over data are NaN or infinite: {', '.join(wrong)}; check the parameters")
     share, dynamic = {}, {}
-    for where in (w for w in COMPOSITIONS if f"{w}/lent" in sums):
-        lent, pairs = sums[f"{where}/lent"], sums["pairs"][:, None, None]
-        share[where] = lent / np.maximum(lent.sum(axis=1, keepdims=True), 1e-30)
+    for where in (w for w in COMPOSITIONS if f"{w}/added" in sums):
+        added, pairs = sums[f"{where}/added"], sums["pairs"][:, None, None]
+        share[where] = added / np.maximum(added.sum(axis=1, keepdims=True), 1e-30)
         mean, square = sums[f"{where}/map"] / pairs, sums[f"{where}/square"] / pairs
         variance = np.maximum(square - mean**2, 0).sum(axis=(1, 2))
         static = ((mean - np.eye(mean.shape[-1])) ** 2).sum(axis=(1, 2))
         dynamic[where] = variance / np.maximum(variance + static, 1e-30)
-    return Lending(share, dynamic, sums["entropy"] / sums["queries"][:, None], examples)
+    return AverageContributions(share, dynamic, sums["entropy"] / sums["queries"][:, None], examples)
 
 
 def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
@@ -178,12 +178,12 @@ def _map_sums(
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H
     of_key = sum((x for branch, x in maps.items() if branch.startswith("key")), 0 * one)  # #B #S H H
 
-    def borrower(h: Array) -> tuple[Array, Array, Array]:
+    def column(h: Array) -> tuple[Array, Array, Array]:
         query, key = (jnp.swapaxes(x[..., h], 1, 2) for x in (of_query, of_key))
         maps = query[..., None] + key[:, :, None]
         pairs = maps * mask[:, None]
         axes = (0, 2, 3)
         return jnp.sum(jnp.abs(a * pairs), axis=axes), jnp.sum(pairs, axis=axes), jnp.sum(pairs * maps, axis=axes)
 
-    sums = jax.lax.map(borrower, jnp.arange(a.shape[1]))
-    return {name: x.T for name, x in zip(("lent", "map", "square"), sums, strict=True)}
+    sums = jax.lax.map(column, jnp.arange(a.shape[1]))
+    return {name: x.T for name, x in zip(("added", "map", "square"), sums, strict=True)}

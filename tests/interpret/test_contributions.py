@@ -1,4 +1,4 @@
-"""Loans and their averages are those of numpy, from the maps of single pairs."""
+"""Contributions between heads and their averages are those of numpy, from the maps of single pairs."""
 
 import functools
 
@@ -12,7 +12,7 @@ from small_models import HEADS, LENGTH, SMALL, VOCAB, logits_of, make_lm, make_t
 from dcvit.errors import InputError
 from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-from dcvit.interpret.lending import largest_loans, lending
+from dcvit.interpret.contributions import average_contributions, largest_contributions
 from dcvit.models import lm
 
 FIELDS = dict(compose="both", static=True, groups=2, window_pattern="1:1")
@@ -29,7 +29,7 @@ def pair_map(fields, query, key, groups, example):
             position = query if name[0] == "q" else key
             w = np.repeat(w[example : example + 1, position : position + 1], HEADS, axis=0)
         at[name] = w
-    return oracle.compose(unit, at, groups)[:, :, 0, 0]  # lenders first
+    return oracle.compose(unit, at, groups)[:, :, 0, 0]  # from heads (rows) to heads
 
 
 @pytest.mark.exhaustive
@@ -39,7 +39,7 @@ def test_averages_are_those_of_the_maps_of_all_pairs_that_are_attended_to():
     attention = params["Transformer"]["decoderblock_1"]["MultiHeadDotProductAttention_0"]
     attention["query"]["kernel"] = attention["query"]["kernel"].at[:, 0].multiply(60)
     tokens = make_tokens(batch=3, length=6).at[1, 2].set(0)
-    found = lending(net, params, [tokens[:2], tokens[2:]])
+    found = average_contributions(net, params, [tokens[:2], tokens[2:]])
     arrays = run_with_cache(net, params, tokens).arrays
     assert found.examples == 3
     distance = np.subtract.outer(np.arange(6), np.arange(6))
@@ -56,32 +56,32 @@ def test_averages_are_those_of_the_maps_of_all_pairs_that_are_attended_to():
             a = np.asarray(arrays[f"block{layer:02d}/{name}"], np.float64)
             pairs = np.argwhere(seen)
             maps = np.stack([pair_map(fields, t, s, net.groups, b) for b, t, s in pairs])
-            lent = sum(np.abs(a[b, :, t, s][:, None] * m) for (b, t, s), m in zip(pairs, maps, strict=True))
-            np.testing.assert_allclose(found.share[where][layer], lent / lent.sum(axis=0), rtol=1e-3, atol=1e-6)
+            added = sum(np.abs(a[b, :, t, s][:, None] * m) for (b, t, s), m in zip(pairs, maps, strict=True))
+            np.testing.assert_allclose(found.share[where][layer], added / added.sum(axis=0), rtol=1e-3, atol=1e-6)
             variance = maps.var(axis=0).sum()
             static = ((maps.mean(axis=0) - np.eye(HEADS)) ** 2).sum()
             np.testing.assert_allclose(found.dynamic[where][layer], variance / (variance + static), rtol=1e-3)
 
 
 @pytest.mark.exhaustive
-def test_a_loan_is_the_largest_amount_of_its_branch():
+def test_a_contribution_is_the_largest_amount_of_its_branch():
     net, params = make_lm(**FIELDS)
     arrays = run_with_cache(net, params, make_tokens(batch=1)).arrays
-    loans = largest_loans(arrays, 1, net.groups)
+    found = largest_contributions(arrays, 1, net.groups)
     heads = range(HEADS)
     same = [(g, h) for g in heads for h in heads if g != h and g // 2 == h // 2]
-    assert len(loans) == len({loan[:5] for loan in loans}) == 2 * 3 * len(same)
-    for loan in loans:
-        fields = compose_weights_of(arrays, 1, loan.where)._asdict()
-        kept = {"static": ("static",), "query projection": ("q1", "q2"), "key projection": ("k1", "k2")}[loan.branch]
+    assert len(found) == len({one[:5] for one in found}) == 2 * 3 * len(same)
+    for one in found:
+        fields = compose_weights_of(arrays, 1, one.where)._asdict()
+        kept = {"static": ("static",), "query projection": ("q1", "q2"), "key projection": ("k1", "k2")}[one.branch]
         fields = {name: w if name in kept else None for name, w in fields.items()}
-        a = np.asarray(arrays[f"block01/{'scores' if loan.where == 'pre' else 'weights'}"])
+        a = np.asarray(arrays[f"block01/{'scores' if one.where == 'pre' else 'weights'}"])
         amounts = np.array([
-            [a[0, loan.lender, t, s] * pair_map(fields, t, s, net.groups, 0)[loan.lender, loan.borrower]
+            [a[0, one.from_head, t, s] * pair_map(fields, t, s, net.groups, 0)[one.from_head, one.to_head]
              for s in range(LENGTH)] for t in range(LENGTH)
         ])  # fmt: skip
-        np.testing.assert_allclose(amounts[loan.query, loan.key], loan.amount, rtol=1e-4, atol=1e-7)
-        np.testing.assert_allclose(np.abs(amounts).max(), abs(loan.amount), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(amounts[one.query, one.key], one.amount, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(np.abs(amounts).max(), abs(one.amount), rtol=1e-4, atol=1e-7)
 
 
 composed = functools.cache(lambda: make_lm(compose="both"))
@@ -141,7 +141,7 @@ def test_every_head_and_branch_is_ablated(fields, branches):
 def test_averages_of_nothing_and_of_nan_are_refused():
     net, params = make_lm(compose="both", depth=1)
     with pytest.raises(InputError, match="at least one input"):
-        lending(net, params, [])
+        average_contributions(net, params, [])
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     with pytest.raises(FloatingPointError, match="averages over data are NaN or infinite: entropy, "):
-        lending(net, broken, [make_tokens(batch=1)])
+        average_contributions(net, broken, [make_tokens(batch=1)])
