@@ -1,9 +1,8 @@
 """Setup of a run: from a checked config to the objects it names, built once.
 
-`make_setup` returns a frozen `Setup`; training reads nothing else. It builds one value after the other: `parse` returns
-what the config determines alone, `open_data` the data and its task, `build_model` the model for that data, and
-`dcvit.training.plan.make_plan` the length and the optimizer. Objects that do not fit each other raise ConfigError here,
-before anything compiles.
+`make_setup` returns a frozen `Setup`; training reads nothing else. It builds one value after the other: what the config
+determines alone, the data and its task, the model for that data (`build_model`), and the length and the optimizer
+(`dcvit.training.plan.make_plan`). Objects that do not fit each other raise ConfigError here, before anything compiles.
 """
 
 from __future__ import annotations
@@ -38,26 +37,6 @@ from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, task_class
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parsed:
-    """The objects that a config determines without its data."""
-
-    config: ConfigDict
-    module: nn.Module  # without the fields that follow from the data
-    mesh: Mesh
-    batch_size: int
-    corrupt: input_pipeline.CorruptPolicy
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskData:
-    """The training data and the task that it is for."""
-
-    config: ConfigDict  # completed with the properties of the data
-    task: Task
-    data: TrainingData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,63 +91,41 @@ def make_setup(
     """
     tokenizer = own_tokenizer(config, workdir) if source is None else None
     with with_tokenizer(config, tokenizer) as located:
-        parsed = parse(located, devices)
-        found = open_data(parsed, source)
-        model = build_model(parsed, found)
-        evaluators = _evaluators_of_training(found, model) if evaluate else {}
-        plan = make_plan(found.config, found.data, model.trained, evaluators)
-        options = make_options(found.config, evaluators, plan.total_steps, model.module)
-    record = json.loads(found.config.to_json())
+        module = make_model(located, devices[0] if devices else None)
+        mesh = mesh_of(located, module, devices)
+        batch_size, corrupt = read_input(located, mesh)
+        source = open_source(located.input.data, "config.input.data") if source is None else source
+        task, completed = task_class(located).create(located, source, corrupt)  # names missing libraries
+        check_batch(source, batch_size)
+        data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt)
+        model = build_model(completed, module.clone(**task.model_fields), mesh, task.example)
+        evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
+        plan = make_plan(completed, data, model.trained, evaluators)
+        options = make_options(completed, evaluators, plan.total_steps, model.module)
+    record = json.loads(completed.to_json())
     if tokenizer is not None:  # without the path of a temporary file
         record |= {key: json.loads(config[key].to_json()) for key in ("input", "evals")}
-    return Setup(record, config.seed, found.task, found.data, model, plan, evaluators, options, tokenizer)
+    return Setup(record, config.seed, task, data, model, plan, evaluators, options, tokenizer)
 
 
-def parse(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parsed:
-    """Build the module and the mesh of a config, and check its batch size.
-
-    Raises:
-      ConfigError: a value is invalid, or model, mesh and batch do not fit each other.
-    """
-    module = make_model(config, devices[0] if devices else None)
-    mesh = mesh_of(config, module, devices)
-    batch_size, corrupt = read_input(config, mesh)
-    return Parsed(config, module, mesh, batch_size, corrupt)
-
-
-def open_data(parsed: Parsed, source: input_pipeline.Source | None = None) -> TaskData:
-    """Open the training data, by default that of `config.input.data`, and complete the config with its properties.
-
-    Raises:
-      ConfigError: task, preprocessing and data do not fit each other.
-      InputError: the data is missing or unusable.
-    """
-    source = open_source(parsed.config.input.data, "config.input.data") if source is None else source
-    task, config = task_class(parsed.config).create(parsed.config, source, parsed.corrupt)  # names missing libraries
-    check_batch(source, parsed.batch_size)
-    return TaskData(config, task, TrainingData(source, task.pp, parsed.batch_size, config.seed, parsed.corrupt))
-
-
-def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
-    """Build the model for the training data.
+def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.ShapeDtypeStruct) -> ModelSetup:
+    """Build the model for the training data, of which `example` is an input.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the data, its attention is not fused although
         `config.require_fused`, or `config.model_load` is invalid.
     """
-    config, module = found.config, parsed.module.clone(**found.task.model_fields)
-    example = found.task.example
-    check_context(parsed.mesh, module, example.shape[1] if len(example.shape) == 2 else None)
+    check_context(mesh, module, example.shape[1] if len(example.shape) == 2 else None)
     fused = fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
-    with jax.set_mesh(parsed.mesh), fused:
+    with jax.set_mesh(mesh), fused:
         if config.check_memory:
-            check_layers(parsed.mesh, module, example, trained=not config.lora)
-        shapes = param_shapes(module, found.task.example, "trust" if config.require_fused else "off")
+            check_layers(mesh, module, example, trained=not config.lora)
+        shapes = param_shapes(module, example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     lora, trained = make_adaptation(config, shapes)
     strategy = config.sharding_strategy
-    return ModelSetup(module, parsed.mesh, strategy, shapes, load_initial, upcycles(config), lora, trained)
+    return ModelSetup(module, mesh, strategy, shapes, load_initial, upcycles(config), lora, trained)
 
 
 def load_setup(
@@ -191,11 +148,13 @@ def load_setup(
         return make_setup(config, devices=devices, source=task_class(config).stand_in(config), evaluate=False)
 
 
-def _evaluators_of_training(found: TaskData, model: ModelSetup) -> dict[str, Any]:
+def _evaluators_of_training(
+    config: ConfigDict, task: Task, source: input_pipeline.Source, model: ModelSetup
+) -> dict[str, Any]:
     """Build the evaluators, and check that they fit the training data and the model."""
-    evaluators = make_evaluators(found.config, predictor(model.module), model.mesh)
+    evaluators = make_evaluators(config, predictor(model.module), model.mesh)
     for name, evaluator in evaluators.items():
-        found.task.check_evaluator(evaluator, found.data.source, f"config.evals.{name}")
-    for example in {evaluator.example for evaluator in evaluators.values()} - {found.task.example}:
+        task.check_evaluator(evaluator, source, f"config.evals.{name}")
+    for example in {evaluator.example for evaluator in evaluators.values()} - {task.example}:
         param_shapes(model.module, example)  # rows may be longer than those of training, or too long
     return evaluators
