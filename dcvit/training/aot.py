@@ -13,10 +13,9 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import jax
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.dcmha.selection import Selection, selecting
@@ -81,24 +80,6 @@ class CompiledStep(TypedDict, total=False):
     compile_seconds: float
 
 
-class LoweredStep(NamedTuple):
-    """A training step before compilation.
-
-    Fields:
-      lowered: the step as JAX lowered it.
-      mesh: the mesh of the slice.
-      state: shapes of the training state, with their shardings.
-      activations: bytes that one device keeps from the forward to the backward pass.
-      flops: floating-point operations of a step, by formula; None if the model has no formula.
-    """
-
-    lowered: jax.stages.Lowered
-    mesh: Mesh
-    state: TrainState
-    activations: int
-    flops: float | None
-
-
 def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledStep:
     """Compile the training step of a config for a TPU slice.
 
@@ -114,30 +95,32 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     with stage(f"building the model of {spec}", LOG.info, announce=False):
         setup = load_setup(spec, overrides, devices=devices, stand_in=True)
     with stage(f"tracing the training step of {spec} for {topology}", LOG.info):
-        step = lower(setup)
+        lowered, state, batch = lower(setup)
+        activations = _activations(setup, state.params, batch)
+    mesh, flops = setup.model.mesh, training_flops(setup.model.module, setup.task.example)
     result = CompiledStep(
         config=spec,
         topology=topology,
         chips=len(devices),
-        mesh=" ".join(f"{name}={size}" for name, size in step.mesh.shape.items() if size > 1) or "1",
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(step.state.params)),
-        params=shard_bytes(step.state.params) / GIB,
-        optimizer=shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
-        tflops=step.flops and step.flops / 1e12,
+        mesh=" ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "1",
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        params=shard_bytes(state.params) / GIB,
+        optimizer=shard_bytes((state.opt_state, state.ema)) / GIB,
+        tflops=flops and float(flops) * setup.data.batch_size / 1e12,
     )
     started = time.perf_counter()
     try:
         with stage("compiling it", LOG.info):
-            compiled = step.lowered.compile()
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         return {**result, **_overflow(str(e), chip), "compile_seconds": time.perf_counter() - started}
     seconds = time.perf_counter() - started
-    return {**result, **_usage(compiled, step.activations, chip), "compile_seconds": seconds}
+    return {**result, **_usage(compiled, activations, chip), "compile_seconds": seconds}
 
 
-def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, dict[str, jax.ShapeDtypeStruct]]:
+def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
     """Trace the training step of a run for the devices of its mesh; also return the shapes of its arguments."""
     data, mesh = setup.data, setup.model.mesh
     first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
@@ -150,18 +133,12 @@ def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, dict[str, jax.Sh
         return jit_update(setup, state).trace(state, batch), state, batch
 
 
-def lower(setup: Setup) -> LoweredStep:
-    """Lower the training step of a run for the devices of its mesh, with the kernels of these devices."""
-    data, example, mesh = setup.data, setup.task.example, setup.model.mesh
+def lower(setup: Setup) -> tuple[jax.stages.Lowered, TrainState, Shapes]:
+    """Lower the training step of a run for the devices of its mesh, with the kernels of these devices; see `trace`."""
     with selecting(Selection("trust")):  # the devices are not here to verify them
         traced, state, batch = trace(setup)
-        with jax.set_mesh(mesh):
-            lowered = traced.lower()
-    flops = training_flops(setup.model.module, example)
-    size = data.batch_size // setup.plan.grad_accum
-    part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    activations = _residual_bytes(setup, state.params, part) // (batch_shards(mesh) * mesh.shape["context"])
-    return LoweredStep(lowered, mesh, state, activations, flops and float(flops) * data.batch_size)
+        with jax.set_mesh(setup.model.mesh):
+            return traced.lower(), state, batch
 
 
 def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
@@ -190,9 +167,11 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
     return chip, found.devices
 
 
-def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
+def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
     """Return the bytes that the forward pass of a batch stores for the backward pass, without the parameters."""
     model: Any = setup.model.module
+    mesh, size = setup.model.mesh, setup.data.batch_size // setup.plan.grad_accum
+    part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
     if (model.implementation or "").startswith("pallas_"):
         model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -201,7 +180,7 @@ def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> i
         prepared = setup.task.prepare(batch, key)
         return jax.vjp(lambda p: setup.task.loss(model)(p, prepared, key), params)[1]
 
-    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, params, batch, key)) if hasattr(x, "dtype")]
+    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, params, part, key)) if hasattr(x, "dtype")]
     excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
     total = 0
     for leaf in residuals:
@@ -209,7 +188,7 @@ def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> i
             excluded.remove((leaf.shape, leaf.dtype))
         else:
             total += leaf.size * leaf.dtype.itemsize
-    return total
+    return total // (batch_shards(mesh) * mesh.shape["context"])
 
 
 def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chip) -> CompiledStep:

@@ -81,7 +81,7 @@ def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[s
     """Return the optimized HLO of the training step of a config, and the examples of a chip."""
     _, devices = aot.topology_devices(topology)
     setup = load_setup(spec, overrides, devices=devices, stand_in=True)
-    return aot.lower(setup).lowered.compile().as_text() or "", setup.data.batch_size // len(devices)
+    return aot.lower(setup)[0].compile().as_text() or "", setup.data.batch_size // len(devices)
 
 
 def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: int = 0) -> Estimate:
