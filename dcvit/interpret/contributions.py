@@ -103,8 +103,8 @@ def average_contributions(
     model: ViT | LM,
     params: Params,
     batches: Iterable[Float[Array, "_ height width channels"] | Int[Array, "_ T"]],
-) -> Lending:
-    """Return the averages of `Lending` over batches of inputs; each batch is weighted by its number of examples.
+) -> AverageContributions:
+    """Return the averages of contributions over batches of inputs; each batch is weighted by its number of examples.
 
     Raises:
       InputError: there is no input.
@@ -134,7 +134,7 @@ def average_contributions(
 
 
 def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
-    """Return the sums from which `lending` computes averages, over all query-key pairs of a batch, by name."""
+    """Return the sums from which `average_contributions` computes averages, over all query-key pairs of a batch, by name."""
     names = ["block*/scores", "block*/weights"]
     names += [f"block*/{where}/*" for where in COMPOSITIONS if model.compose in (where, "both")]
     arrays = forward(model, params, inputs, {}, names).arrays
@@ -172,7 +172,7 @@ def attention_mask(
 def _map_sums(
     a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
-    """Return sums over pairs of |a·map|, map and map² by name, each (lender, borrower); `a` are scores or weights."""
+    """Return sums over pairs of |a·map|, map and map² by name, each (from, to); `a` are scores or weights."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
     maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H

@@ -210,7 +210,7 @@ def _facts(model: LoadedModel) -> str:
 
 
 def _averages(model: LoadedModel, data: str, limit: int) -> Json:
-    """Return the averages of `dcvit.interpret.lending` over an evaluator's data, as JSON data."""
+    """Return the average contributions of heads over an evaluator's data, as JSON data."""
     if model.open_evaluators is None:
         raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
     evaluators = model.open_evaluators()

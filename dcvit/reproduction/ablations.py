@@ -126,12 +126,10 @@ def table8(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 def _row8(found: Comparison, data: str, name: str, steps: int | None) -> Row:
     """Return the row of a model on the stand-in `data`, after equal steps or, if `steps` is None, at equal time."""
     measured, (early, late) = (found.at_time, (None, None)) if steps is None else (found.at_steps, PAPER[name])
-    top1, difference = measured.means[name], measured.differences[name]
     return {
         "model": f"{name} on {data}{', equal time' if steps is None else ''}",
         "parameters": found.parameters[name], "steps": found.steps[name] if steps is None else steps,
-        "step ms": found.times.ms[name], "top-1 %": top1.mean, "± 95 %": top1.interval,
-        "difference": difference.mean, "difference ± 95 %": difference.interval,
+        "step ms": found.times.ms[name], **measured.cells(name, "top-1 %"),
         "ImageNet-1k, 90 epochs, paper": early, "ImageNet-1k, 300 epochs, paper": late,
     }  # fmt: skip
 

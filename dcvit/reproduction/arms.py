@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from dcvit.models import lm
 from dcvit.reproduction import speeds
-from dcvit.reproduction.seeded import Run, all_finals, folder_of
+from dcvit.reproduction.seeded import Run, all_finals, folder_of, of_model
 from dcvit.reproduction.speeds import StepTimes
 from dcvit.reproduction.tables import Cell, Row
 from dcvit.training.seeds import summarize
@@ -27,6 +27,10 @@ class Mean(NamedTuple):
 
     mean: float
     interval: float | None
+
+    def cells(self, column: str, interval: str = "") -> dict[str, Cell]:
+        """Return the cells of a column and of that of the interval, by default "COLUMN ± 95 %"."""
+        return {column: self.mean, interval or f"{column} ± 95 %": self.interval}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Group:
     def times(self) -> StepTimes:
         """Return the time of a training step of each arm, measured on the first call and stored in the folder."""
         timed = self._runs(dict.fromkeys(self.arms, self.timed))
-        return speeds.step_times({name: (run.spec, run.words(0)) for name, run in timed.items()}, self.folder)
+        return speeds.step_times(timed, self.folder)
 
     def steps_at_equal_time(self, steps: int) -> dict[str, int]:
         """Return, for each arm, the number of steps that take as long as `steps` steps of the first arm."""
@@ -88,6 +92,10 @@ class Measured(NamedTuple):
     values: Values
     means: Mapping[str, Mean]
     differences: Mapping[str, Mean]
+
+    def cells(self, name: str, column: str) -> dict[str, Cell]:
+        """Return the cells of an arm: its mean in a column, and its difference."""
+        return {**self.means[name].cells(column, "± 95 %"), **self.differences[name].cells("difference")}
 
 
 class Comparison(NamedTuple):
@@ -203,9 +211,8 @@ def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> G
 
 def language_model_run(folder: Path, fields: Mapping[str, object], steps: int) -> Run:
     """Return the run of a language model that has `fields` in addition to `MODEL`."""
-    overrides: dict[str, object] = {f"model.{key}": value for key, value in fields.items()}
-    overrides |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
-    return Run(folder, f"lm_stdlib:steps={steps}", overrides, METRIC)
+    contexts = {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
+    return Run(folder, f"lm_stdlib:steps={steps}", {**of_model(fields), **contexts}, METRIC)
 
 
 def language_model(fields: Mapping[str, Any]) -> lm.LM:
@@ -217,10 +224,8 @@ def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
     """Return the table row of a language model: its measurements, and the further columns `more`."""
     at_steps, at_time = found.at_steps, found.at_time
     return {
-        "config": name, "parameters": found.parameters[name], "bits per byte": at_steps.means[name].mean,
-        "± 95 %": at_steps.means[name].interval, "difference": at_steps.differences[name].mean,
-        "difference ± 95 %": at_steps.differences[name].interval, "at equal time": at_time.means[name].mean,
-        "at equal time ± 95 %": at_time.means[name].interval, "steps at equal time": found.steps[name],
+        "config": name, "parameters": found.parameters[name], **found.at_steps.cells(name, "bits per byte"),
+        **found.at_time.means[name].cells("at equal time"), "steps at equal time": found.steps[name],
         "step ms": found.times.ms[name], **more,
     }  # fmt: skip
 

@@ -257,11 +257,9 @@ def figure5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
                 {seed: {str(i): float(x) for i, x in enumerate(found[seed][name][kind], 1)} for seed in seeds}
             )
             rows += [
-                {
-                    "heads": f"{kind}, {name}", "components": int(i), "captured variance": mean, "± 95 %": interval,
-                }
-                for i, (mean, interval) in means.items()
-            ]  # fmt: skip
+                {"heads": f"{kind}, {name}", "components": int(i), **mean.cells("captured variance", "± 95 %")}
+                for i, mean in means.items()
+            ]
     return Table("figure5", "Figure 5: captured variance of QK and OV heads", rows,
                  (in_context.about(seeds, steps), *_notes(found)),
                  Curves("heads", "components", "captured variance", "± 95 %", scale="linear"))  # fmt: skip
@@ -278,8 +276,8 @@ def _notes(found: Mapping[int, Mapping[str, Mapping[str, np.ndarray]]]) -> tuple
                 for seed, each in found.items()
             }
             row: dict[str, Cell] = {"heads": f"{kind}, {name}"}
-            for share, (mean, interval) in arms.over_seeds(counts).items():
-                row |= {f"components for {share}": mean, f"± 95 %, {share}": interval}
+            for share, mean in arms.over_seeds(counts).items():
+                row |= mean.cells(f"components for {share}", f"± 95 %, {share}")
             rows.append(row)
         area = {seed: {"d": float(np.mean(e[COMPOSED][kind] - e[PLAIN][kind]))} for seed, e in found.items()}
         verdict = arms.decision(arms.over_seeds(area)["d"])

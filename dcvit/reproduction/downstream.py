@@ -218,7 +218,7 @@ def _measures(found: dict[str, dict[str, float]]) -> dict[str, float]:
 def _row(measure: str, paper: Sequence[float | None], means: Mapping[str, Mean]) -> Row:
     row: dict[str, Cell] = {"measure": measure}
     for name in (*FAMILIES, "difference"):
-        row |= {name: means[f"{name} {measure}"].mean, f"{name} ± 95 %": means[f"{name} {measure}"].interval}
+        row |= means[f"{name} {measure}"].cells(name)
     for size, (plain, composed) in {"2.8B": paper[:2], "6.9B": paper[2:]}.items():
         row |= {f"Pythia-{size}, paper": plain, f"DCPythia-{size}, paper": composed}
         row[f"difference {size}, paper"] = None if plain is None or composed is None else composed - plain

@@ -25,7 +25,7 @@ from dcvit.models import head_settings
 from dcvit.reproduction import arms, images, speeds
 from dcvit.reproduction.arms import Group
 from dcvit.reproduction.optimizers import OPTIMIZERS
-from dcvit.reproduction.seeded import Run
+from dcvit.reproduction.seeded import Run, of_model
 from dcvit.reproduction.tables import Chart, Row, Table
 
 Fields: TypeAlias = Mapping[str, object]  # of a model
@@ -159,8 +159,7 @@ class Stage:
             {
                 "form": form, "parameters": runs[form].parameters(seeds[0]), "step ÷ mha": ms[form] / ms["mha"],
                 "steps": int(str(runs[form].overrides["total_steps"])),
-                measure.column: found.means[form].mean, "± 95 %": found.means[form].interval,
-                "difference": differences[form].mean, "difference ± 95 %": differences[form].interval,
+                **found.means[form].cells(measure.column, "± 95 %"), **differences[form].cells("difference"),
                 "verdict": "–" if self._plain(form) else arms.verdict(differences[form], lower=measure.lower),
             } for form in ranked
         ]  # fmt: skip
@@ -181,11 +180,10 @@ class Stage:
 
     def _group(self, folder: Path) -> Group:
         def run(form: str, folder: Path, steps: int) -> Run:
-            fields = {f"model.{key}": value for key, value in self.forms[form].items()}
             slow = not self._plain(form) and self.of_compositions != 1
             mults = {"lr_mults": ((COMPOSITIONS, self.of_compositions),)} if slow else {}
             rate = {"lr": self.own_lr.get(form, self.lr)}
-            own = {**fields, **OPTIMIZERS[self.optimizer], **mults, **rate, "total_steps": steps}
+            own = {**of_model(self.forms[form]), **OPTIMIZERS[self.optimizer], **mults, **rate, "total_steps": steps}
             return Run(folder, self.spec, {**self.shared, **own}, self.measure.metric, self.first_seed)
 
         return Group(folder, [*self.forms], run, timed=1)
@@ -232,7 +230,7 @@ TEXT = Stage(
 
 def on_images(experiment: images.Experiment, pair: str, forms: Mapping[str, Fields], lr: float) -> Stage:
     """Return the stage that compares forms of the ViTs of an experiment's `pair`, with the learning rate `lr`."""
-    shared = {**experiment.overrides, **{f"model.{key}": value for key, value in experiment.pairs[pair].items()}}
+    shared = {**experiment.overrides, **of_model(experiment.pairs[pair])}
     name = f"equal_time_{experiment.name.removeprefix('image_')}"
     measure = Measure(experiment.metric, "top-1 %", 100, lower=False)
     return Stage(

@@ -19,7 +19,7 @@ from pathlib import Path
 from dcvit.models import flops, head_settings, lm
 from dcvit.reproduction import arms, costs
 from dcvit.reproduction.arms import Claim, Group
-from dcvit.reproduction.seeded import Run, folder_of
+from dcvit.reproduction.seeded import Run, folder_of, of_model
 from dcvit.reproduction.tables import Cell, Chart, Table
 
 ELSEWHERE = ("folded_post", "dcmha_post")  # measured by `dcvit.reproduction.equal_time`
@@ -45,8 +45,8 @@ def task_runs(folder: Path, steps: int) -> dict[str, Run]:
     spec = f"lm_synthetic:steps={steps_of(steps, TASK_STEPS)}"
     found = {}
     for name, fields in ARMS.items():
-        own = {f"model.{key}": value for key, value in {**fields, "num_key_heads": TASK_KEY_HEADS}.items()}
-        found[name] = Run(folder_of(folder, f"{name}=synthetic"), spec, {**own, "lr": TASK_LR}, ACCURACY)
+        overrides = {**of_model({**fields, "num_key_heads": TASK_KEY_HEADS}), "lr": TASK_LR}
+        found[name] = Run(folder_of(folder, f"{name}=synthetic"), spec, overrides, ACCURACY)
     return found
 
 
@@ -71,8 +71,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
             "cache per token": costs.cache_per_token(net, arms.CONTEXT),
             "flash": "yes" if is_flash(net) else "no",
             "405M on TPU v5e, s": seconds.get(name),
-            "accuracy on tasks %": accuracies[name].mean,
-            "accuracy on tasks ± 95 %": accuracies[name].interval,
+            **accuracies[name].cells("accuracy on tasks %", "accuracy on tasks ± 95 %"),
         }
         rows.append(arms.row(name, found, more))
     tasks = (
@@ -147,8 +146,7 @@ def key_head_vits(folder: Path) -> Group:
 
     def run(name: str, folder: Path, steps: int) -> Run:
         fields = {"num_heads": arms.MODEL["num_heads"], **compositions[name]}
-        overrides = {**{f"model.{key}": value for key, value in fields.items()}, "total_steps": steps}
-        return Run(folder, "vit_digits:attention=dcmha", overrides, IMAGE_METRIC)
+        return Run(folder, "vit_digits:attention=dcmha", {**of_model(fields), "total_steps": steps}, IMAGE_METRIC)
 
     return Group(folder / "images", [*compositions], run, timed=IMAGE_STEPS)
 
@@ -194,12 +192,9 @@ def image_columns(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, d
     vits = key_head_vits(folder)
     found, times = arms.measure(vits.at_equal_steps(steps_of(steps, IMAGE_STEPS)), seeds, scale=100), vits.times().ms
     return {
-        name: {
-            "ViT step ms": times[name], "ViT top-1 %": mean.mean, "ViT ± 95 %": mean.interval,
-            "ViT difference": found.differences[name].mean, "ViT difference ± 95 %": found.differences[name].interval,
-        }
-        for name, mean in found.means.items()
-    }  # fmt: skip
+        name: {"ViT step ms": times[name], **{f"ViT {key}": cell for key, cell in found.cells(name, "top-1 %").items()}}
+        for name in found.means
+    }
 
 
 def claims_of(key_heads: int) -> list[Claim]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dcvit.reproduction import arms
-from dcvit.reproduction.seeded import Run
+from dcvit.reproduction.seeded import Run, of_model
 from dcvit.reproduction.tables import Chart, Row, Table
 
 Fields: TypeAlias = Mapping[str, object]  # of a model
@@ -71,21 +71,16 @@ class Experiment:
         for pair, runs in self.runs(folder, steps).items():
             found = arms.measure(runs, seeds, scale=100)
             for arm, run in runs.items():
-                mean, difference = found.means[arm], found.differences[arm]
-                rows.append({
-                    "model": f"{pair} {arm}", "parameters": run.parameters(seeds[0]), "top-1 %": mean.mean,
-                    "± 95 %": mean.interval, "difference": None if arm == first else difference.mean,
-                    "difference ± 95 %": None if arm == first else difference.interval,
-                    "verdict": "–" if arm == first
-                    else arms.verdict(difference, lower=False, least=MIN_GAIN),
-                })  # fmt: skip
+                row = {"model": f"{pair} {arm}", "parameters": run.parameters(seeds[0]), **found.cells(arm, "top-1 %")}
+                verdict = arms.verdict(found.differences[arm], lower=False, least=MIN_GAIN)
+                of_first = {"difference": None, "difference ± 95 %": None, "verdict": "–"}
+                rows.append({**row, **(of_first if arm == first else {"verdict": verdict})})
         return Table(self.name, self.title, rows, (self._note(seeds, steps), CRITERION),
                      Chart("model", "top-1 %", "± 95 %"))  # fmt: skip
 
     def _run(self, folder: Path, pair: str, arm: str, steps: int) -> Run:
-        fields = {**self.pairs[pair], **self.arms[arm]}
-        overrides = {**self.overrides, **{f"model.{key}": value for key, value in fields.items()}}
-        return Run(folder / pair / arm, self.spec, {**overrides, "total_steps": steps}, self.metric)
+        overrides = {**self.overrides, **of_model({**self.pairs[pair], **self.arms[arm]}), "total_steps": steps}
+        return Run(folder / pair / arm, self.spec, overrides, self.metric)
 
     def _note(self, seeds: Sequence[int], steps: int) -> str:
         of_first = f"the {next(iter(self.arms))} model with the same seed and as many steps"

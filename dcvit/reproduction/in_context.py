@@ -79,7 +79,7 @@ def table5(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     rows: list[Row] = [
         {
             "model": name, "perplexity": found[f"{name} perplexity"].mean,
-            "accuracy %": found[f"{name} accuracy"].mean, "± 95 %": found[f"{name} accuracy"].interval,
+            **found[f"{name} accuracy"].cells("accuracy %", "± 95 %"),
             "perplexity, paper": perplexity, "accuracy %, paper": accuracy,
         }
         for name, (_, perplexity, accuracy) in ARMS.items()
@@ -94,8 +94,8 @@ def figure6(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     by_shots = {shots: means_of(folder, seeds, f"validation/{shots}-shot") for shots in range(SHOTS + 1)}
     rows: list[Row] = [
         {
-            "model": name, "shots": shots, "accuracy %": found[f"{name} accuracy"].mean,
-            "± 95 %": found[f"{name} accuracy"].interval, "perplexity": found[f"{name} perplexity"].mean,
+            "model": name, "shots": shots, **found[f"{name} accuracy"].cells("accuracy %", "± 95 %"),
+            "perplexity": found[f"{name} perplexity"].mean,
         }
         for name in ARMS
         for shots, found in by_shots.items()

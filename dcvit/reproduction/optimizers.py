@@ -48,17 +48,11 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     rows: list[Row] = []
     for (optimizer, attention, lr), run in found.items():
         plain, adamw = found[optimizer, "plain", lr], found["AdamW", attention, lr]
-        own = arms.measure({"run": run}, seeds).means["run"]
-        to_plain = arms.measure({"first": plain, "run": run}, seeds).differences["run"]
-        to_adamw = arms.measure({"first": adamw, "run": run}, seeds).differences["run"]
-        rows.append({
-            "run": f"{optimizer} {attention} {lr:g}", "bits per byte": own.mean, "± 95 %": own.interval,
-            "to plain": None if run is plain else to_plain.mean,
-            "to plain ± 95 %": None if run is plain else to_plain.interval,
-            "to AdamW": None if run is adamw else to_adamw.mean,
-            "to AdamW ± 95 %": None if run is adamw else to_adamw.interval,
-            "step ms": times.ms[f"{optimizer} {attention}"],
-        })  # fmt: skip
+        row = arms.measure({"run": run}, seeds).means["run"].cells("bits per byte", "± 95 %")
+        for column, first in (("to plain", plain), ("to AdamW", adamw)):
+            difference = arms.measure({"first": first, "run": run}, seeds).differences["run"]
+            row |= dict.fromkeys((column, f"{column} ± 95 %")) if run is first else difference.cells(column)
+        rows.append({"run": f"{optimizer} {attention} {lr:g}", **row, "step ms": times.ms[f"{optimizer} {attention}"]})
     size = ", ".join(f"{key} {value}" for key, value in arms.MODEL.items())
     note = (
         f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{arms.CONTEXT} bytes of Python's standard "
@@ -74,4 +68,4 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 def _times(folder: Path) -> speeds.StepTimes:
     timed = {f"{name} {attention}": run for (name, attention, lr), run in runs(folder, 1).items() if lr == RATES[0]}
-    return speeds.step_times({name: (run.spec, run.words(0)) for name, run in timed.items()}, folder)
+    return speeds.step_times(timed, folder)

@@ -174,7 +174,7 @@ def _row(family: str, point: Point, loss: Mean, more: Mapping[str, Cell]) -> Row
     return {
         "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
         "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
-        "bits per byte": loss.mean, "± 95 %": loss.interval, **more,
+        **loss.cells("bits per byte", "± 95 %"), **more,
     }  # fmt: skip
 
 

@@ -62,6 +62,11 @@ class Run(NamedTuple):
         return count
 
 
+def of_model(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the overrides of a config that set fields of the model."""
+    return {f"model.{key}": value for key, value in fields.items()}
+
+
 def folder_of(folder: Path, name: str) -> Path:
     """Return the folder below `folder` for the runs of `name`; characters unfit for file names are replaced."""
     return folder / re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_")

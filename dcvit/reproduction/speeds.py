@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import jax
 
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.reproduction.rounds import interleaved
-from dcvit.reproduction.seeded import machine, stored
+from dcvit.reproduction.seeded import Run, machine, stored
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
 
@@ -27,22 +27,23 @@ class StepTimes(NamedTuple):
     machine: str
 
 
-def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> StepTimes:
+def step_times(runs: Mapping[str, Run], folder: Path) -> StepTimes:
     """Measure the time of a step of each arm, or return the times that an earlier call stored in the folder.
 
     The stored times are kept, so that the same command trains for the same numbers of steps again.
 
     Args:
-      runs: the config of each arm, as for `dcvit.config.load.load`.
+      runs: the run of each arm.
       folder: the folder of the runs.
 
     Raises:
       ConfigError: the stored times are damaged, or of other configs.
     """
-    wanted = {arm: [spec, *overrides] for arm, (spec, overrides) in runs.items()}
+    wanted = {arm: [run.spec, *run.words(0)] for arm, run in runs.items()}
 
     def measure() -> dict[str, dict[str, float] | str]:
-        seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, ROUNDS)
+        steps = {arm: stepper(load_setup(spec, words)) for arm, (spec, *words) in wanted.items()}
+        seconds = interleaved(steps, ROUNDS)
         return {"ms": {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, "machine": machine()}
 
     return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]

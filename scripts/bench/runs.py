@@ -33,7 +33,7 @@ from dcvit import cli
 from dcvit.errors import ConfigError
 from dcvit.parallel import runtime
 from dcvit.reproduction.arms import Mean, Values, differences, over_seeds
-from dcvit.reproduction.seeded import Run, all_finals, final, machine, train_all
+from dcvit.reproduction.seeded import Run, all_finals, final, machine, of_model, train_all
 from dcvit.reproduction.speeds import step_times
 from dcvit.runs import metrics
 from dcvit.runs.files import replace
@@ -71,7 +71,7 @@ def synthetic(out: Path, seed: int) -> dict[str, Run]:
     """Return the runs on generated tasks."""
 
     def run(arm: str, fields: Mapping[str, object]) -> Run:
-        words = {**{f"model.{key}": value for key, value in fields.items()}, "lr": LR["synthetic"]}
+        words = {**of_model(fields), "lr": LR["synthetic"]}
         spec = f"lm_synthetic:steps={round(SYNTHETIC_STEPS * LONGER.get(arm, 1))}"
         return Run(out / arm, spec, words, "validation/accuracy")
 
@@ -163,7 +163,7 @@ def collect(name: str, out: Path) -> Row:
     scale = 1 if name == "upcycle" else 100
     values = {seed: {arm: scale * x for arm, x in each.items()} for seed, each in complete_seeds(runs).items()}
     paired = over_seeds(differences(values, bench.control))
-    times = {} if name == "upcycle" else step_times({a: (r.spec, r.words(0)) for a, r in runs.items()}, out).ms
+    times = {} if name == "upcycle" else step_times(runs, out).ms
     rows = [
         {
             "arm": arm, "steps": steps_of(arm, runs[arm]), **({"step_ms": times[arm]} if times else {}),

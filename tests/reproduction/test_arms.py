@@ -16,7 +16,7 @@ from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
 from dcvit.reproduction import ablations, arms, heads, rounds, seeded, speeds
 from dcvit.reproduction.arms import Mean
-from dcvit.reproduction.seeded import train_all
+from dcvit.reproduction.seeded import Run, train_all
 
 ARMS = {"plain": {"compose": None}, "good": {"rank": 1}, "bad one": {"rank": 3}}
 MS = {"plain": 10.0, "good": 12.5, "bad one": 5.0}
@@ -146,8 +146,11 @@ def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeyp
 def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monkeypatch):
     def all_configs(**fields):
         """Two plain models, which compile fastest."""
-        words = [f"{key}={value}" for key, value in {**LM_TINY, "model.compose": None, **fields}.items()]
-        return {arm: ("lm_stdlib:steps=1", [*words, f"model.mlp_dim={width}"]) for arm, width in (("a", 16), ("b", 24))}
+        fields = {**LM_TINY, "model.compose": None, **fields}
+        return {
+            arm: Run(tmp_path / arm, "lm_stdlib:steps=1", {**fields, "model.mlp_dim": width}, arms.METRIC)
+            for arm, width in (("a", 16), ("b", 24))
+        }
 
     monkeypatch.setattr(speeds, "ROUNDS", 2)
     found = speeds.step_times(all_configs(), tmp_path / "runs")
@@ -155,7 +158,7 @@ def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monke
     monkeypatch.setattr(speeds, "interleaved", lambda *_: pytest.fail("measured again"))
     assert speeds.step_times(all_configs(), tmp_path / "runs") == found
     with pytest.raises(ConfigError, match="was computed from other configs"):
-        speeds.step_times(all_configs(seed=1), tmp_path / "runs")
+        speeds.step_times(all_configs(lr=0.5), tmp_path / "runs")
     (tmp_path / "runs" / speeds.NAME).write_text('{"ms": {"a": 1')
     with pytest.raises(ConfigError, match=r"cannot read .*; remove it to compute it again"):
         speeds.step_times(all_configs(), tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""Inputs shown by the explorer: packed arrays of the layers, predictions, ablations, loans and attention rollout."""
+"""Inputs shown by the explorer: packed arrays of the layers, predictions, ablations, contributions and attention rollout."""
 
 from __future__ import annotations
 
