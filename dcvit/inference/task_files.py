@@ -60,37 +60,30 @@ def sandboxed_templates() -> Iterator[None]:
 
     The sandbox keeps a template from Python's internals, through which it could run code. It does not limit time.
     """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from lm_eval import utils
 
     original = utils.env
-    utils.env = _Sandbox(original)
+    environment = ImmutableSandboxedEnvironment(
+        undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline
+    )
+    environment.filters |= original.filters
+    utils.env = _Sandbox(environment)
     try:
         yield
     finally:
         utils.env = original
 
 
-class _Sandbox:
-    """Replacement of the library's Jinja environment, with the same options and filters."""
-
-    def __init__(self, original: Environment):
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        self.environment = ImmutableSandboxedEnvironment(
-            undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline
-        )
-        self.environment.filters |= original.filters
-
-    def from_string(self, template: str) -> _Template:
-        """Return a template."""
-        return _Template(self.environment, template)
-
-
-class _Template(NamedTuple):
-    """A Jinja template."""
+class _Sandbox(NamedTuple):
+    """Replacement of the library's Jinja environment, and of its templates."""
 
     environment: Environment
-    template: str
+    template: str = ""
+
+    def from_string(self, template: str) -> _Sandbox:
+        """Return a template."""
+        return self._replace(template=template)
 
     def render(self, **values: object) -> str:
         """Return the text with the values of variables. Raises ConfigError if rendering fails or the text is long."""
