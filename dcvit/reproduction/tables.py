@@ -7,9 +7,12 @@ import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dcvit.runs.files import replace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]
@@ -24,6 +27,32 @@ class Chart(NamedTuple):
     interval: str | None = None  # half the width of an interval of ours
     paper: str | None = None
 
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        """Return horizontal bars: our values on the left and, if the table has them, the paper's on the right."""
+        from matplotlib.figure import Figure  # takes long to import
+
+        sides = [("here", self.ours, self.interval)]
+        if self.paper is not None:
+            sides.append(("paper", self.paper, None))
+        size = (4.5 * len(sides), 1.2 + 0.3 * len(rows))
+        figure = Figure(size, layout="constrained")
+        axes = figure.subplots(1, len(sides), sharey=True, squeeze=False)
+        for axis, (title, column, interval) in zip(axes[0], sides, strict=True):
+            places = range(len(rows))  # names may look like dates, which matplotlib converts
+            values, errors = _numbers(rows, column), None if interval is None else _numbers(rows, interval)
+            axis.barh(places, values, xerr=errors)
+            axis.set_title(column if title in column else f"{title}: {column}")
+            axis.margins(y=0.01)
+            known = [value for value, row in zip(values, rows, strict=True) if row[column] is not None]
+            if min(known) > 0.5 * max(known):  # the differences would not show from 0
+                span = max(known) - min(known)
+                widest = max(errors or [0])
+                axis.set_xlim(min(known) - 0.5 * span - widest - 1e-9, max(known) + 0.2 * span + widest)
+            axis.grid(axis="x", alpha=0.3)
+        axes[0][0].set_yticks(range(len(rows)), [f"{row[self.label]}" for row in rows])
+        axes[0][0].invert_yaxis()
+        return figure
+
 
 class Curves(NamedTuple):
     """Columns that the picture shows as curves, one for each value of `label`."""
@@ -33,6 +62,25 @@ class Curves(NamedTuple):
     y: str
     interval: str | None = None  # half the width of an interval of y
     scale: Literal["log", "linear"] = "log"  # of both axes
+
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        """Return one curve for each value of a column, with intervals."""
+        from matplotlib.figure import Figure  # takes long to import
+
+        figure = Figure((6, 4.5), layout="constrained")
+        axis = figure.subplots()
+        for number, label in enumerate(dict.fromkeys(row[self.label] for row in rows)):
+            points = [row for row in rows if row[self.label] == label]
+            x, y = (_numbers(points, column) for column in (self.x, self.y))
+            errors = None if self.interval is None else _numbers(points, self.interval)
+            axis.errorbar(x, y, errors, marker="os^vD<>"[number % 7], capsize=2, label=f"{label}")
+        axis.set(xscale=self.scale, yscale=self.scale, xlabel=self.x, ylabel=self.y)
+        if self.scale == "log":
+            axis.yaxis.set_major_formatter("{x:.2f}")
+            axis.yaxis.set_minor_formatter("{x:.2f}")
+        axis.grid(which="both", alpha=0.3)
+        axis.legend()
+        return figure
 
 
 class Maps(NamedTuple):
@@ -48,6 +96,31 @@ class Maps(NamedTuple):
     across: str
     label: str
     columns: Sequence[str]
+
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        """Return a matrix for each pair of values of two columns."""
+        from matplotlib.figure import Figure  # takes long to import
+
+        down, across = ([*dict.fromkeys(row[column] for row in rows)] for column in (self.down, self.across))
+        panels = {
+            (i, j): [row for row in rows if (row[self.down], row[self.across]) == (a, b)]
+            for i, a in enumerate(down)
+            for j, b in enumerate(across)
+        }
+        heights = [0.8 + 0.2 * len(panels[i, 0]) for i in range(len(down))]
+        figure = Figure((1.2 + 1.6 * len(across), sum(heights)), layout="constrained")
+        axes = figure.subplots(len(down), len(across), squeeze=False, height_ratios=heights)
+        for i, a in enumerate(down):
+            matrices = [[_numbers(panels[i, j], column) for column in self.columns] for j in range(len(across))]
+            most = max(abs(x) for matrix in matrices for column in matrix for x in column) or 1.0
+            for j, (axis, matrix) in enumerate(zip(axes[i], matrices, strict=True)):
+                image = axis.imshow([*zip(*matrix, strict=True)], cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+                axis.set_title(f"{a}: {across[j]}", fontsize=8)
+                axis.set_xticks(range(len(self.columns)), self.columns, fontsize=6)
+                labels = [f"{row[self.label]}" for row in panels[i, j]] if j == 0 else []
+                axis.set_yticks(range(len(labels)), labels, fontsize=6)
+            figure.colorbar(image, ax=axes[i].tolist())
+        return figure
 
 
 class Table(NamedTuple):
@@ -72,12 +145,7 @@ def write(table: Table, out: Path) -> list[Path]:
     files = [out / f"{table.name}.md", out / f"{table.name}.csv"]
     if table.chart is not None:
         files.append(out / f"{table.name}.png")
-        if isinstance(table.chart, Chart):
-            draw(table, table.chart, files[-1])
-        elif isinstance(table.chart, Curves):
-            draw_curves(table, table.chart, files[-1])
-        else:
-            draw_maps(table, table.chart, files[-1])
+        table.chart.figure(table.rows).savefig(files[-1], dpi=120)
     return files
 
 
