@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from dcvit.config import load as configs
+from dcvit.config.values import flattened
 from dcvit.errors import ConfigError, check_values, checked
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
@@ -69,15 +70,8 @@ def train(
         raise ConfigError(str(e)) from None
     check_values(overrides, "config")
     check_no_seeds(path)
-    setup = make_setup(configs.load(config, list(_words(overrides))), workdir=path)
+    setup = make_setup(
+        configs.load(config, [f"{key}={value}" for key, value in flattened(overrides).items()]), workdir=path
+    )
     trainer.train(setup, path, accept)
     return TrainingRun(path)
-
-
-def _words(overrides: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Yield overrides as the command line has them: "a.b=value"."""
-    for key, value in overrides.items():
-        if isinstance(value, Mapping) and value:
-            yield from _words(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={value}"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
+from dcvit.config.values import flattened
 from dcvit.pages.report import measures
 from dcvit.pages.report.diagram import reliability_diagram
 from dcvit.pages.report.html import Node, document, picture, tag
@@ -71,7 +72,7 @@ def render(
     run = tag("section", tag("h2", "Run"), _values("Run", facts))
     run.append(tag("h3", "Config"))
     run.append(tag("p", "Keys that determine the parameters, unless they have their default value.", class_="note"))
-    run.append(_values("Config", _flatten(settings)))
+    run.append(_values("Config", flattened(settings)))
     return document(f"{title} · evaluation report", tag("main", *parts, run))
 
 
@@ -102,7 +103,7 @@ def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
         tag("div", _calibration(evaluation), _confusions(evaluation), class_="columns"),
         _mistakes(evaluation),
         _classes(evaluation),
-        tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", _flatten(evaluation.options))),
+        tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", flattened(evaluation.options))),
         id=f"evaluation-{number}",
     )
 
@@ -316,14 +317,3 @@ def _values(name: str, values: Mapping[str, object]) -> ET.Element:
         for key, value in values.items()
     ]
     return tag("table", tag("tbody", *rows), aria_label=name, class_="values")
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested dicts as one dict, with dotted keys."""
-    found: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flatten(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
