@@ -120,11 +120,7 @@ def by_head(case: Case, values: Float[np.ndarray, " H"]) -> dict[str, float]:
 
 
 def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the composition maps of the case, split into terms.
-
-    Raises:
-      ConfigError: see `find_case`.
-    """
+    """Return the composition maps of the case, split into terms."""
     case = find_case(runs, seeds)
     rows: list[Row] = []
     shares: list[Row] = []
@@ -167,11 +163,7 @@ def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def figure8(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the scores and weights of the query of the case, before and after each composition.
-
-    Raises:
-      ConfigError: see `find_case`.
-    """
+    """Return the scores and weights of the query of the case, before and after each composition."""
     case = find_case(runs, seeds)
     rows: list[Row] = [
         {

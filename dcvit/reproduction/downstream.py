@@ -177,11 +177,7 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
-    """
+    """Return the table of complete runs."""
     runs, tasks = models(folder, steps), folder / "tasks"
     losses = all_finals(runs, seeds)
     write_tasks(tasks, CONTEXT)

@@ -145,11 +145,7 @@ class Stage:
         return [*self._runs(folder, steps).values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-        """Return the measure of complete runs, with differences to the best plain form and the same seed.
-
-        Raises:
-          ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
-        """
+        """Return the measure of complete runs, with differences to the best plain form and the same seed."""
         measure, runs, ms = self.measure, self._runs(folder, steps), self._group(folder).times().ms
         found = arms.measure(runs, seeds, measure.scale)
         ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not measure.lower)

@@ -56,11 +56,7 @@ def steps_of(steps: int, at_default: int) -> int:
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the leaderboard of complete runs.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of a name differ in more than their seed.
-    """
+    """Return the leaderboard of complete runs."""
     found = arms.compare(arms.language_models(folder, ARMS), seeds, steps)
     accuracies = arms.measure(task_runs(folder, steps), seeds, scale=100).means
     rows, seconds = [], tpu_seconds(ESTIMATES)
@@ -160,11 +156,7 @@ def key_heads_plan(folder: Path, steps: int) -> list[Run]:
 
 
 def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the comparison of key heads of complete runs.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
-    """
+    """Return the comparison of key heads of complete runs."""
     images = image_columns(folder, seeds, steps)
     rows, statements = [], []
     for n in KEY_HEADS:

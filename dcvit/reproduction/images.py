@@ -61,11 +61,7 @@ class Experiment:
         return [run for pair in self.runs(folder, steps).values() for run in pair.values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-        """Return the accuracies of complete runs, with the difference of each pair and its verdict.
-
-        Raises:
-          ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
-        """
+        """Return the accuracies of complete runs, with the difference of each pair and its verdict."""
         rows: list[Row] = []
         first = next(iter(self.arms))
         for pair, runs in self.runs(folder, steps).items():

@@ -38,11 +38,7 @@ def plan(folder: Path, steps: int) -> list[Run]:
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the bits per byte of complete runs, with differences between attentions and between optimizers.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
-    """
+    """Return the bits per byte of complete runs, with differences between attentions and between optimizers."""
     found = runs(folder, steps)
     times = _times(folder)
     rows: list[Row] = []

@@ -142,11 +142,7 @@ def bootstrapped(
 
 
 def table(name: str, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
-    """
+    """Return the table of complete runs."""
     found = points(name, steps)
     values = all_finals(runs_of(found, folder), seeds)
     means = arms.over_seeds(values)

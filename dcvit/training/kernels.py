@@ -28,7 +28,8 @@ def select(policy: Policy | None, about: Facts) -> Selection:
       ConfigError: the processes of the run have different policies.
     """
     policy, before = policy or default_policy("verify"), about.get("kernels", {})
-    found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == _environment()})
+    environment = verdicts.environment(jax.local_devices()[0])
+    found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == environment})
     if len(policies := {each["policy"] for each in found}) > 1:
         raise ConfigError(f"processes differ in {VARIABLE}: {' and '.join(sorted(policies))}; expected one for all")
     chosen = dict(before["chosen"]) if found[0]["same"] else {}
@@ -37,11 +38,7 @@ def select(policy: Policy | None, about: Facts) -> Selection:
 
 def record(selection: Selection) -> Record:
     """Return the entry of `about` from which a resumed run restores the selection; it includes later choices."""
-    return {"environment": _environment(), "chosen": selection.chosen}
-
-
-def _environment() -> dict[str, str]:
-    return verdicts.environment(jax.local_devices()[0])
+    return {"environment": verdicts.environment(jax.local_devices()[0]), "chosen": selection.chosen}
 
 
 def _share(key: str, choose: Callable[[], str]) -> str:

@@ -139,7 +139,7 @@ def start_state(run: Run) -> TrainState:
 
     def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
         params = init_params(setup, jax.random.wrap_key_data(seed_words))
-        params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=_is_none)
+        params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=lambda x: x is None)
         return initial_state(setup, params)
 
     places = jax.tree.map(lambda s: s.sharding, start.shapes)
@@ -257,7 +257,3 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
         return dataclasses.replace(fresh, about=steps.about(checkpoint), loaded=loaded)
     restoring.check_compatible(checkpoint, fresh.shapes.items())
     return dataclasses.replace(fresh, step=step, about=steps.about(checkpoint))
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None

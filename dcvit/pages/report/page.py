@@ -169,7 +169,7 @@ def _confusions(evaluation: Evaluation) -> ET.Element:
     """Return the confusion matrix, or the most frequent confusions of many classes."""
     if len(evaluation.class_names) <= MATRIX_CLASSES:
         text = "Rows are labels, columns are predictions; the color is the share of a row."
-        return tag("div", tag("h3", "Confusion matrix"), _matrix(evaluation), tag("p", text, class_="note"))
+        return _part("Confusion matrix", text, _matrix(evaluation))
     found = measures.frequent_confusions(evaluation.outcomes.pairs)
     totals = {row.number: row.examples for row in measures.class_measures(evaluation.outcomes.pairs)}
     cells: list[list[Node]] = [
@@ -178,10 +178,12 @@ def _confusions(evaluation: Evaluation) -> ET.Element:
     ]
     header = ("Label", "Prediction", "Images", "Of the label")
     text = f"The {len(cells)} most frequent of {len(found):,} different confusions."
-    return tag(
-        "div", tag("h3", "Most frequent confusions"), _table("Confusions", header, cells, names=2),
-        tag("p", text, class_="note"),
-    )  # fmt: skip
+    return _part("Most frequent confusions", text, _table("Confusions", header, cells, names=2))
+
+
+def _part(title: str, text: str, content: ET.Element) -> ET.Element:
+    """Return a part of the page, with a note below its content."""
+    return tag("div", tag("h3", title), content, tag("p", text, class_="note"))
 
 
 def _matrix(evaluation: Evaluation) -> ET.Element:
@@ -265,9 +267,7 @@ def _classes(evaluation: Evaluation) -> ET.Element:
         text += f"Never predicted: {', '.join(never[:NEVER_SHOWN])}{more}. "
     if evaluation.outcomes.several:
         text += "Images with several labels do not count here and in the confusions. "
-    return tag(
-        "div", tag("h3", "Classes"), _table("Classes", header, cells, sortable=True), tag("p", text, class_="note")
-    )
+    return _part("Classes", text, _table("Classes", header, cells, sortable=True))
 
 
 def _overview(rows: Sequence[Mapping[str, object]], evaluations: Sequence[Evaluation]) -> ET.Element:
