@@ -28,23 +28,18 @@ doc_to_choice: [red, green]
 doc_to_target: label
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-SHORT = [
-    "--config.total_steps=2",
-    "--config.input.batch_size=4",
-    "--config.model.depth=1",
-    "--config.input.data.context=32",
-]
+SHORT = "--config.total_steps=2 --config.input.batch_size=4 --config.model.depth=1 --config.input.data.context=32"
 # name of the part -> its extra, and the arguments of `dcvit` in a folder with the files of `prepare`
 PARTS = {
     "digits": ("none", "train --config vit_digits:epochs=1,attention=mha --workdir run"),
-    "embedded text": ("none", ["train", "--config", "lm_stdlib", "--workdir", "lm", *SHORT]),
+    "embedded text": ("none", f"train --config lm_stdlib --workdir lm {SHORT}"),
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
     "tfds": ("data", "check-data --config vit_i1k"),
     "Parquet": ("data", "check-data --config vit_i1k:data=parquet"),
-    "BPE tokenizer": ("lm", ["train", "--config", "lm_text:data_dir=text,tokenizer=train,vocab_size=300", "--workdir",
-                             "bpe", *SHORT]),
-    "zstd": ("lm", ["train", "--config", "lm_text:data_dir=zstd", "--workdir", "zst", *SHORT]),
+    "BPE tokenizer": ("lm", "train --config lm_text:data_dir=text,tokenizer=train,vocab_size=300 --workdir bpe "
+                      f"{SHORT}"),
+    "zstd": ("lm", f"train --config lm_text:data_dir=zstd --workdir zst {SHORT}"),
     "lm_eval": ("eval", "lm_eval --workdir lm --tasks colors --include_path tasks"),
     "gs://": ("gcs", "evaluate --workdir gs://dcvit-does-not-exist/run"),
     "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
@@ -88,9 +83,8 @@ def prepare(folder):
 def use(part, python, folder, installed):
     """Use one part; return a cell of the table, and whether it is as it should be."""
     extra, words = PARTS[part]
-    words = words.split() if isinstance(words, str) else words
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "NO_GCE_CHECK": "true"}
-    status, output = run([python, "-m", "dcvit", *words], cwd=folder, env=environment, timeout=900)
+    status, output = run([python, "-m", "dcvit", *words.split()], cwd=folder, env=environment, timeout=900)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     named = re.search(r"dcvit\[(\w+)\]", lines[0]) if len(lines) == 1 else None
     if named and status == 2:

@@ -103,11 +103,6 @@ def text(strategy: st.SearchStrategy[str]) -> st.SearchStrategy[bytes]:
     return strategy.map(lambda found: found.encode(errors="surrogatepass"))
 
 
-def as_text(data: bytes) -> str:
-    """Return bytes as the text of a word of a command line."""
-    return data.decode(errors="surrogateescape")
-
-
 def into(name: str, read: Callable[[Path], object]) -> Read:
     """Return a function that writes the bytes to a file and calls `read` with its path."""
 
@@ -137,7 +132,7 @@ def pp_strings() -> st.SearchStrategy[bytes]:
 
 def read_pp(data: bytes, folder: Path) -> None:
     example = {"image": np.zeros((9, 7, 3), np.uint8), "label": np.int64(1), "tfds_id": b"x"}
-    spec, _ = input_pipeline.defer_value_range(as_text(data))
+    spec, _ = input_pipeline.defer_value_range(data.decode(errors="surrogateescape"))
     input_pipeline.Preprocess(spec)(example, np.random.default_rng(0))
 
 
@@ -151,10 +146,6 @@ def complete_configs() -> list[Json]:
 def read_config(path: Path) -> None:
     values.read_json(path)
     open_trained(path.parent, None, None)
-
-
-def read_setup(path: Path) -> None:
-    make_setup(values.read_json(path))
 
 
 def image_files() -> list[bytes]:
@@ -254,7 +245,9 @@ def targets() -> dict[str, Target]:
     return {
         "pp": Target(pp_strings(), read_pp),
         "config.json": Target(json_files(complete_configs()), into("config.json", read_config)),
-        "setup": Target(json_files(complete_configs()), into("config.json", read_setup)),
+        "setup": Target(
+            json_files(complete_configs()), into("config.json", lambda path: make_setup(values.read_json(path)))
+        ),
         "about": Target(json_files(abouts()), read_about),
         "image": Target(damaged(image_files()), read_image),
         "text": Target(json_lines(lines), into("a.jsonl", read_text)),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 from PIL import Image
@@ -43,12 +43,7 @@ IMAGENET_EXAMPLES = 1_281_167
 CORES = len(os.sched_getaffinity(0))
 
 
-class Range(TypedDict):
-    """Median, minimum and maximum of the rounds."""
-
-    median: float
-    min: float
-    max: float
+Range: TypeAlias = dict[str, float]  # median, minimum and maximum of the rounds, as "median", "min" and "max"
 
 
 class Result(TypedDict):
@@ -104,12 +99,10 @@ def prepare(folder: str, count: int) -> ip.Source:
     image, label = tfds.features.Image(encoding_format="jpeg"), tfds.features.ClassLabel(num_classes=1000)
     with contextlib.redirect_stdout(io.StringIO()):  # tensorflow-datasets prints its progress
         tfds.dataset_builders.store_as_tfds_dataset(
-            name="photos",
-            version="1.0.0",
-            data_dir=folder,
+            name="photos", version="1.0.0", data_dir=folder,
             features=tfds.features.FeaturesDict({"image": image, "label": label}),
             split_datasets={"train": [(i, {"image": photo(i), "label": i % 1000}) for i in range(count)]},
-        )
+        )  # fmt: skip
     return ip.open_source("tfds", name="photos", split="train", data_dir=folder)
 
 

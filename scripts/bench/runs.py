@@ -163,10 +163,12 @@ def collect(name: str, out: Path) -> Row:
     scale = 1 if name == "upcycle" else 100
     values = {seed: {arm: scale * x for arm, x in each.items()} for seed, each in complete_seeds(runs).items()}
     paired = over_seeds(differences(values, bench.control))
+    steps = {arm: int(run.spec.rpartition("steps=")[2]) for arm, run in runs.items() if arm not in CONTINUED}
+    steps |= dict.fromkeys(CONTINUED, f"{FIRST} + {MORE}")
     times = {} if name == "upcycle" else step_times(runs, out).ms
     rows = [
         {
-            "arm": arm, "steps": steps_of(arm, runs[arm]), **({"step_ms": times[arm]} if times else {}),
+            "arm": arm, "steps": steps[arm], **({"step_ms": times[arm]} if times else {}),
             "parameters": runs[arm].parameters(min(values)), "mean": mean, "interval": interval,
             "difference": paired[arm].mean, "difference_interval": paired[arm].interval,
         }
@@ -182,11 +184,6 @@ def collect(name: str, out: Path) -> Row:
     if name == "upcycle":
         more["step_0"] = max(jump(out, seed, runs[bench.control].metric) for seed in values)
     return {"machine": machine(), "seeds": sorted(values), **more, "rows": rows}
-
-
-def steps_of(arm: str, run: Run) -> int | str:
-    """Return the steps of an arm as its table shows them."""
-    return f"{FIRST} + {MORE}" if arm in CONTINUED else int(run.spec.rpartition("steps=")[2])
 
 
 def jump(out: Path, seed: int, metric: str) -> float:

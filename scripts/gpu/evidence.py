@@ -97,17 +97,14 @@ def generate(path: Path, tiny: bool) -> None:
 
     fields = {"depth": 1, "width": 64, "num_heads": 4} if tiny else {}
     presets = {"plain": "Transformer++-405M", "DC": "DCFormer++-405M", "folded": "DCFlash-405M"}
+    own = {"folded": {"num_key_heads": 1, "groups": 1}} if tiny else {}
     nets = {
-        name: lm.Model(50_257, preset=preset, context=512, dtype_mm="bfloat16", **fields, **_key_heads(name, tiny))
+        name: lm.Model(50_257, preset=preset, context=512, dtype_mm="bfloat16", **fields, **own.get(name, {}))
         for name, preset in presets.items()
     }
     new, rounds = (4, 1) if tiny else (128, 5)
     rates = {batch: decoding_rates(nets, batch, 128, new, rounds) for batch in (1, 8)}
     path.write_text(json.dumps({"machine": device(), "tokens per second": rates}, indent=1) + "\n")
-
-
-def _key_heads(name: str, tiny: bool) -> dict[str, int]:
-    return {"num_key_heads": 1, "groups": 1} if tiny and name == "folded" else {}
 
 
 def start(part: Part, out: Path, more: Sequence[str] = ()) -> subprocess.Popen:
@@ -124,13 +121,8 @@ def start(part: Part, out: Path, more: Sequence[str] = ()) -> subprocess.Popen:
     stem = f"{part.name}_compiling" if more else part.name
     printed = out / f"{stem}.{'json' if part.name == 'kernels' else 'txt'}"
     with printed.open("w") as stdout, (out / f"{stem}.log").open("w") as stderr:
-        return subprocess.Popen(
-            [*part.before, sys.executable, *words, *more],
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+        command = [*part.before, sys.executable, *words, *more]
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
 
 
 def wait(process: subprocess.Popen, seconds: float) -> str:

@@ -226,9 +226,7 @@ def main() -> int:
         args.batch, args.heads, args.key_heads or args.heads, args.width, args.queries, args.keys or args.queries,
         args.window, not args.plain,
     )  # fmt: skip
-    found = bundles(
-        args.topology, shape, backward=True, dtype=args.dtype, causal=args.causal, rank=args.rank
-    )  # fmt: skip
+    found = bundles(args.topology, shape, backward=True, dtype=args.dtype, causal=args.causal, rank=args.rank)
     print(json.dumps(found))
     return 0
 

@@ -30,16 +30,8 @@ UNKNOWN = 2**63 - 1
 KINDS = ("matmul", "relayout", "elementwise", "kernel")
 MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse"}
 PASSIVE = {
-    "parameter",
-    "constant",
-    "bitcast",
-    "reshape",
-    "broadcast",
-    "convert",
-    "tuple",
-    "get-tuple-element",
-    "fusion",
-}
+    "parameter", "constant", "bitcast", "reshape", "broadcast", "convert", "tuple", "get-tuple-element", "fusion",
+}  # fmt: skip
 # Parts of a model: the first whose pattern is found in the name of the JAX operation, followed by its source line.
 PARTS = {
     "qkv products": r"\.project/",
