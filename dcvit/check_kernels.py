@@ -149,6 +149,7 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
     """Verify the cases whose name contains one of the words; return the rows of the table."""
     import jax
 
+    from dcvit.dcmha.device import platform
     from dcvit.dcmha.verdicts import Verdict
     from dcvit.dcmha.verification import check_idle, examine
 
@@ -156,11 +157,13 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
     if not chosen:
         raise ConfigError(f"no case contains {' or '.join(words)}; there are {', '.join(CASES)}")
     rows: list[Row] = []
+    limits = CPU_LIMITS if platform() == "cpu" else {}
     mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])
     for number, (name, sizes) in enumerate(chosen.items(), 1):
         LOG.info("case %d of %d: %s", number, len(chosen), name)
         with jax.set_mesh(mesh):
-            case, reasons = attention_case(**_for_platform(sizes))
+            limited = {key: min(size, limits[key]) if key in limits else size for key, size in sizes.items()}
+            case, reasons = attention_case(**limited)
         unsupported = {name: Verdict("unsupported", reason=reason) for name, reason in reasons.items()}
         some = _rows(name, examine(case, store, seconds) | unsupported, case.is_inference)
         for row in some:
@@ -169,14 +172,6 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
         if number < len(chosen):
             check_idle()
     return rows
-
-
-def _for_platform(sizes: Sizes) -> Sizes:
-    """Return the sizes of a case, on a CPU at most `CPU_LIMITS`."""
-    from dcvit.dcmha.device import platform
-
-    limits = CPU_LIMITS if platform() == "cpu" else {}
-    return {name: min(size, limits[name]) if name in limits else size for name, size in sizes.items()}
 
 
 def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -> list[Row]:

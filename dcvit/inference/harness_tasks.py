@@ -111,19 +111,16 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
         for task in found["tasks"].values():
             if task.task_name in tasks:
                 raise ConfigError(f"the task {task.task_name!r} of {name!r} is named twice")
-            _check_supported(task)
+            if getattr(task, "MULTIMODAL", False):
+                raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
+            if getattr(task, "UNSAFE_CODE", False):  # executed by the library
+                raise ConfigError(
+                    f"the task {task.task_name!r} runs code that the model writes, which is not supported"
+                )
             tasks.add(task.task_name)
         group = found.get("groups", {}).get(name)
         loaded += [group] if group is not None else found["tasks"].values()
     return loaded
-
-
-def _check_supported(task: Library) -> None:
-    """Raise ConfigError for a task that executes generated code or has inputs other than text."""
-    if getattr(task, "MULTIMODAL", False):
-        raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
-    if getattr(task, "UNSAFE_CODE", False):
-        raise ConfigError(f"the task {task.task_name!r} runs code that the model writes, which is not supported")
 
 
 def to_json_data(value: Any) -> Any:

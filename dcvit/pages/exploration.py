@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,20 +155,16 @@ def _image_samples(
     first = next(batches, None)
     if first is None:
         return [], iter(())
-    sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
-    tokens = extra + math.prod(size // patch for size, patch in sizes)
-    return [tokens] * len(found), _images(model, itertools.chain([first], batches), extra)
+    rows, columns = (size // patch for size, patch in zip(first[1].shape[1:3], module.patch_size, strict=True))
+    label = (lambda i: str(model.class_names[i])) if module.num_classes else None
 
+    def inputs() -> Iterator[Input]:
+        for names, images in itertools.chain([first], batches):
+            for name, image in zip(names, images, strict=True):
+                facts: Json = {"name": Path(name).name, "picture": picture(image, name).get("src")}
+                yield facts | {"rows": rows, "columns": columns, "extra": extra}, image[None], label
 
-def _images(model: ImageModel, batches: Iterable[tuple[Sequence[str], np.ndarray]], extra: int) -> Iterator[Input]:
-    """Yield the inputs of batches of images; `extra` is the number of tokens before the patches."""
-    module = model.module
-    for names, images in batches:
-        for name, image in zip(names, images, strict=True):
-            rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
-            source = picture(image, name).get("src")
-            facts = {"name": Path(name).name, "picture": source, "rows": rows, "columns": columns, "extra": extra}
-            yield facts, image[None], (lambda i: str(model.class_names[i])) if module.num_classes else None
+    return [extra + rows * columns] * len(found), inputs()
 
 
 def _text_samples(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from dcvit.errors import ConfigError, nearest
 from dcvit.reproduction import (
@@ -44,7 +44,10 @@ class Trained(NamedTuple):
     plan: Callable[[Path, int], list[Run]]
     table: Callable[[Path, Sequence[int], int], Table]
     steps: int
-    folder: str
+    name: str
+
+
+Computation: TypeAlias = Trained | images.Experiment | equal_time.Stage  # which have `plan`, `table`, `steps`, `name`
 
 
 class Entry(NamedTuple):
@@ -60,7 +63,7 @@ class Entry(NamedTuple):
     title: str
     desk: str
     full: str = NOTHING
-    compute: Callable[[], Table] | Trained | None = None
+    compute: Callable[[], Table] | Computation | None = None
 
 
 def on_tasks(table: Callable[[Path, Sequence[int], int], Table]) -> Trained:
@@ -75,10 +78,8 @@ def scaled(name: str) -> Trained:
     )  # fmt: skip
 
 
-def unpublished(title: str, desk: str, compute: Trained | images.Experiment | equal_time.Stage) -> Entry:
+def unpublished(title: str, desk: str, compute: Computation) -> Entry:
     """Return the entry of a comparison that is not in the paper."""
-    if not isinstance(compute, Trained):
-        compute = Trained(compute.plan, compute.table, compute.steps, compute.name)
     return Entry(f"{title}, not in the paper", desk, compute=compute)
 
 
@@ -227,13 +228,13 @@ def reproduce(
     compute = ENTRIES[name].compute
     if scale == "full" or compute is None:
         table = full.table(name)
-    elif isinstance(compute, Trained):
-        folder = out / "runs" / compute.folder
+    elif callable(compute):
+        table = compute()
+    else:
+        folder = out / "runs" / compute.name
         steps = compute.steps if steps is None else steps
         if status := seeded.train_all(compute.plan(folder, steps), seeds, train):
             return status, None
         table = compute.table(folder, seeds, steps)
-    else:
-        table = compute()
     tables.write(table, out)
     return 0, table

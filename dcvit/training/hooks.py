@@ -50,8 +50,12 @@ class MetricsHook(Hook):
         """Record the parameters and all evaluations before the first step, or a row that a resumed run lacks."""
         if self.run.start.step:
             self._catch_up(state)
-        else:
-            self._record_initial(state)
+            return
+        if self.run.writer:
+            write_overview(self.run.workdir, state.params)
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        self.run.display.line(f"{count:,} parameters, {self.total_steps} steps")
+        self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
 
     def after_step(self, result: StepResult) -> None:
         """Write the row of a step that logs or evaluates."""
@@ -63,20 +67,14 @@ class MetricsHook(Hook):
         with self.progress.clock.paused():
             self._record(result.step, result.state, result.numbers, evaluators, timing)
 
-    def _record_initial(self, state: TrainState) -> None:
-        if self.run.writer:
-            write_overview(self.run.workdir, state.params)
-        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        self.run.display.line(f"{count:,} parameters, {self.total_steps} steps")
-        self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
-
     def _catch_up(self, state: TrainState) -> None:
         """Record the row of the checkpoint's step if the run stopped before writing it; recall the earlier rows."""
         run, start = self.run, self.run.start
         recalled = run.writer and (self.progress.best.metric or self.progress.early.best.metric)
         history = run.writer.metrics.resumed if run.writer and recalled else []
         for row in multihost.gather("history", history)[0]:
-            self.progress.recall(row["step"], row)
+            self.progress.best.update(row["step"], row)
+            self.progress.early.update(row["step"], row)
         last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
         evaluators, logs = self._due(start.step)
         if last < start.step and (evaluators or logs):

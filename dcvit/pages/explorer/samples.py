@@ -135,7 +135,9 @@ def make_sample(
     windows: Sequence[int | None] = [None]
     if isinstance(model, LM):
         windows = [window and (model.prefill_window or window) for window in lm.layer_windows(model)]
-        facts["oldest"] = _oldest(model, inputs)
+        if model.end_of_text is not None:  # the first token of each token's document
+            positions = token_context(inputs, model.end_of_text).positions[0]
+            facts["oldest"] = (np.arange(tokens) - np.asarray(positions)).tolist()
     blocks: dict[str, str] = {}
     listed: list[Json] = []
     contributions: list[Contribution] = []
