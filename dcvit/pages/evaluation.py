@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
-from dcvit.runs.files import Folder
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.versions import __version__
 
@@ -56,13 +54,14 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     if out and multihost.is_first():
         append_csv(out, columns)
     source = trained.source
+    step = step_folder(source.path).name if source.is_checkpoint else ""
     first, *others = evaluators.values()
     params = trained.params(first.example, mesh, strategy)
     for evaluator in others:
         trained.check_params(params, evaluator.example, str(source))
     shared = {
         "model": trained.label,
-        "step": _step(source.path) if source.is_checkpoint else None,
+        "step": int(step) if is_step(step) else None,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
     rows: list[Row] = []
@@ -100,31 +99,21 @@ def _report(
     return render(title, facts, trained.settings(), rows, evaluations)
 
 
-def _step(checkpoint: Folder) -> int | None:
-    """Return the training step of a checkpoint folder, which is the folder's name."""
-    name = step_folder(checkpoint).name
-    return int(name) if is_step(name) else None
-
-
 def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]] = ()) -> None:
     """Append rows to a CSV file. A new or empty file first gets its header.
 
     Raises:
       ConfigError: the file has other columns.
     """
-    header, last = "", b"\n"
-    with path.open("a+b") as file:
-        if file.tell():
-            file.seek(0)
-            header = file.readline().decode(errors="replace").strip()
-            file.seek(-1, os.SEEK_END)
-            last = file.read()
-    if header and header != ",".join(columns):
-        raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
-    with path.open("a", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
+    with path.open("a+", newline="", encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        written = file.read()
+        header = written.partition("\n")[0].strip()
+        if header and header != ",".join(columns):
+            raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if not header:
             writer.writeheader()
-        elif last != b"\n":
-            text.write("\n")
+        elif not written.endswith("\n"):
+            file.write("\n")
         writer.writerows(rows)

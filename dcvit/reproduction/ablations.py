@@ -114,8 +114,24 @@ def table8(folder: Path, seeds: Sequence[int], steps: int) -> Table:
         for equal, measured in (("steps", found.at_steps), ("time", found.at_time)):
             verdict = arms.decision(measured.differences[COMPOSED], lower=False, decimals=2)
             verdicts.append(f"- DCViT is more accurate than ViT on {data} at equal {equal}: {verdict}")
-    return Table("table8", "Table 8: image classification on stand-ins for ImageNet-1k", rows,
-                 (_about8(comparisons["digits"], steps), _statements8(verdicts)),
+    found, lines = comparisons["digits"], "\n".join(verdicts)
+    about = (
+        "Stand-ins for ImageNet-1k: scikit-learn's handwritten digits (configs/vit_digits.py, 360 test images) and "
+        "scenes of them that ask for a relation (configs/vit_scenes.py, 1,024 test images), both of ten classes, with "
+        f"models of two layers, width 64 and four heads after {steps} steps of 64 images. Top-1 accuracy on the test "
+        f"split; seeds {', '.join(map(str, found.seeds))}; intervals of Student's t distribution. Differences are to "
+        "the ViT with the same seed. “Equal time” is another run, for as many steps as take the time of the ViT, with "
+        f"a complete schedule of the learning rate. Times of a step are medians of {speeds.ROUNDS} interleaved rounds, "
+        f"without compilation, data and evaluations, on {found.times.machine}; other processes change them."
+    )
+    statements = (
+        "The paper's columns are the top-1 accuracy of (DC)ViT-S/16 on ImageNet-1k after equal epochs; it says that "
+        "DCViT-S/16 outperforms ViT-S/16. With the differences of paired seeds in percentage points:\n\n"
+        f"{lines}\n\nNot tested here: that DCViT-S/16 is on par with ViT-M/16 (67.1 and 80.3), a model 1.72 "
+        "times as large, and the top-5 accuracy. `dcvit reproduce table8 --scale full` prints the commands of the "
+        "runs on ImageNet-1k."
+    )
+    return Table("table8", "Table 8: image classification on stand-ins for ImageNet-1k", rows, (about, statements),
                  Chart("model", "top-1 %", "± 95 %", "ImageNet-1k, 300 epochs, paper"))  # fmt: skip
 
 
@@ -128,28 +144,3 @@ def _row8(found: Comparison, data: str, name: str, steps: int | None) -> Row:
         "step ms": found.times.ms[name], **measured.cells(name, "top-1 %"),
         "ImageNet-1k, 90 epochs, paper": early, "ImageNet-1k, 300 epochs, paper": late,
     }  # fmt: skip
-
-
-def _about8(found: Comparison, steps: int) -> str:
-    """Return the settings of the runs as a note."""
-    return (
-        "Stand-ins for ImageNet-1k: scikit-learn's handwritten digits (configs/vit_digits.py, 360 test images) and "
-        "scenes of them that ask for a relation (configs/vit_scenes.py, 1,024 test images), both of ten classes, with "
-        f"models of two layers, width 64 and four heads after {steps} steps of 64 images. Top-1 accuracy on the test "
-        f"split; seeds {', '.join(map(str, found.seeds))}; intervals of Student's t distribution. Differences are to "
-        "the ViT with the same seed. “Equal time” is another run, for as many steps as take the time of the ViT, with "
-        f"a complete schedule of the learning rate. Times of a step are medians of {speeds.ROUNDS} interleaved rounds, "
-        f"without compilation, data and evaluations, on {found.times.machine}; other processes change them."
-    )
-
-
-def _statements8(verdicts: Sequence[str]) -> str:
-    """Return the paper's statements with their results."""
-    lines = "\n".join(verdicts)
-    return (
-        "The paper's columns are the top-1 accuracy of (DC)ViT-S/16 on ImageNet-1k after equal epochs; it says that "
-        "DCViT-S/16 outperforms ViT-S/16. With the differences of paired seeds in percentage points:\n\n"
-        f"{lines}\n\nNot tested here: that DCViT-S/16 is on par with ViT-M/16 (67.1 and 80.3), a model 1.72 "
-        "times as large, and the top-5 accuracy. `dcvit reproduce table8 --scale full` prints the commands of the "
-        "runs on ImageNet-1k."
-    )

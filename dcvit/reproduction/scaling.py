@@ -17,9 +17,9 @@ from jaxtyping import Float64
 
 from dcvit.models.presets import COMPOSED, GPT3, LLAMA, PYTHIA
 from dcvit.reproduction import arms, costs
-from dcvit.reproduction.arms import CONTEXT, Mean
+from dcvit.reproduction.arms import CONTEXT
 from dcvit.reproduction.seeded import Run, all_finals, folder_of
-from dcvit.reproduction.tables import Cell, Curves, Row, Table
+from dcvit.reproduction.tables import Cell, Curves, Table
 
 STEPS = 1200  # of the largest models
 BATCH, WINDOW = 16, CONTEXT // 8  # the paper's windows are an eighth of the context, too
@@ -161,17 +161,13 @@ def table(name: str, folder: Path, seeds: Sequence[int], steps: int) -> Table:
                 if family == composed:
                     low, high = intervals[i]
                     more = {"compute equivalent": ratios[i], "95 % interval": f"{low:.2f}–{high:.2f}", "paper": paper}
-                rows.append(_row(family, point, means[f"{family} {i}"], more))
+                rows.append({
+                    "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
+                    "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
+                    **means[f"{family} {i}"].cells("bits per byte", "± 95 %"), **more,
+                })  # fmt: skip
     return Table(name, FIGURES[name].title, rows, _notes(name, found, losses, seeds, steps),
                  Curves("family", "training FLOPs", "bits per byte", "± 95 %"))  # fmt: skip
-
-
-def _row(family: str, point: Point, loss: Mean, more: Mapping[str, Cell]) -> Row:
-    return {
-        "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
-        "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
-        **loss.cells("bits per byte", "± 95 %"), **more,
-    }  # fmt: skip
 
 
 def _notes(
