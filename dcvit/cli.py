@@ -40,14 +40,6 @@ EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPoin
 Main = Callable[[Sequence[str] | None], int]
 
 
-class _Console(Console):
-    """A console that raises BrokenPipeError as `print` does, instead of ending the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise the current BrokenPipeError again."""
-        raise
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
@@ -382,7 +374,7 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     """
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
     columns = [[_cell(row[name]) for row in rows] for name in names]
-    console = _Console()
+    console = Console()
 
     def width(table: Table) -> int:
         return table.__rich_measure__(console, console.options.update(width=10_000)).maximum
@@ -396,7 +388,9 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     if width(table) > console.width:
         first, *others = zip(names, *zip(*columns, strict=True), strict=True)
         table = min(table, _table(title, first, others), key=width)
-    console.print(table)
+    with console.capture() as printed:  # `print` raises BrokenPipeError, where the console would end the process
+        console.print(table)
+    print(printed.get(), end="")
     if same:
         print("in every row: " + ", ".join(f"{name} {value}" for name, value in same.items()))
 
