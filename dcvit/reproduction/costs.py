@@ -28,8 +28,7 @@ def row_of(length: int) -> jax.ShapeDtypeStruct:
 
 def parameters(net: nn.Module) -> int:
     """Return the number of parameters of a language model."""
-    shapes = jax.eval_shape(net.init, jax.random.key(0), row_of(2))["params"]
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(net, row_of(2))))
 
 
 def cache_per_token(net: lm.LM, context: int) -> float:
@@ -50,7 +49,7 @@ def program_operations(net: lm.LM, context: int) -> float:
 
     With the implementation "reference" they include masked query-key pairs and element-wise operations.
     """
-    shapes = jax.eval_shape(net.init, jax.random.key(0), row_of(2))
+    shapes = {"params": param_shapes(net, row_of(2))}
     lowered = jax.jit(lambda variables, tokens: net.apply(variables, tokens)[0]).lower(shapes, row_of(context))
     counted = lowered.cost_analysis()
     assert counted is not None
