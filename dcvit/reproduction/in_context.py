@@ -38,11 +38,7 @@ def plan(folder: Path, steps: int) -> list[Run]:
 
 
 def measured(workdir: Path) -> dict[str, dict[str, float]]:
-    """Return the metrics of a run's evaluations by name; they are stored in the workdir.
-
-    Raises:
-      ConfigError: see `dcvit.reproduction.seeded.stored`.
-    """
+    """Return the metrics of a run's evaluations by name; they are stored in the workdir."""
 
     def compute() -> dict[str, dict[str, float]]:
         rows, _ = evaluate(open_trained(workdir, None, None))

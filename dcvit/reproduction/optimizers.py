@@ -6,6 +6,7 @@ one may differ between optimizers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,13 +22,11 @@ RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 def runs(folder: Path, steps: int) -> dict[tuple[str, str, float], Run]:
     """Return the runs by optimizer, attention and learning rate."""
     found = {}
-    for optimizer, overrides in OPTIMIZERS.items():
-        for attention, compose in COMPOSE.items():
-            for lr in RATES:
-                path = folder_of(folder, f"{optimizer} {attention} {lr:g}")
-                run = arms.language_model_run(path, {**arms.MODEL, "compose": compose}, steps)
-                key = optimizer, attention, lr
-                found[key] = run._replace(overrides={**run.overrides, **overrides, "lr": lr})
+    for optimizer, attention, lr in itertools.product(OPTIMIZERS, COMPOSE, RATES):
+        path = folder_of(folder, f"{optimizer} {attention} {lr:g}")
+        run = arms.language_model_run(path, {**arms.MODEL, "compose": COMPOSE[attention]}, steps)
+        overrides = {**run.overrides, **OPTIMIZERS[optimizer], "lr": lr}
+        found[optimizer, attention, lr] = run._replace(overrides=overrides)
     return found
 
 

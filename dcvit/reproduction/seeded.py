@@ -65,11 +65,7 @@ def folder_of(folder: Path, name: str) -> Path:
 
 
 def train_all(runs: Iterable[Run], seeds: Iterable[int], train: Train) -> int:
-    """Train all runs that are not complete, seed by seed; return the exit status of the first that fails, or 0.
-
-    Raises:
-      ConfigError, MetricsError: see `train_run`.
-    """
+    """Train all runs that are not complete, seed by seed; return the exit status of the first that fails, or 0."""
     chosen = [*runs]
     for seed in seeds:
         for run in chosen:
