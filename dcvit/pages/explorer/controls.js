@@ -107,9 +107,7 @@ function readHash() {
   const sample = sampleOf(state.sample), branches = new Set(facts.samples.flatMap(({ layers: all }) => all.flatMap(branchesOf)));
   const layer = sample.layers.findIndex(({ number: at }) => String(at) === words.get("layer"));
   if (layer >= 0) state.layer = layer;
-  read("query", sample.tokens);
-  read("key", sample.tokens);
-  read("head", sample.heads);
+  for (const [name, count] of countsOf(sample)) if (name !== "layer") read(name, count);
   read("stage", STAGES.length);
   read("follow", 2);
   read("other", facts.samples.length, -1);

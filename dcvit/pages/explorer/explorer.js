@@ -35,13 +35,12 @@ function loadRollout(index) {
 
 const clamp = (value, most) => Math.max(0, Math.min(Math.trunc(Number(value) || 0), most));
 
+// How many values the numbers of the state have that depend on the sample.
+const countsOf = ({ layers: all, tokens, heads }) => Object.entries({ layer: all.length, query: tokens, key: tokens, head: heads });
+
 function normalize() {
   state.sample = clamp(state.sample, facts.samples.length - 1);
-  const sample = sampleOf(state.sample);
-  state.layer = clamp(state.layer, sample.layers.length - 1);
-  state.query = clamp(state.query, sample.tokens - 1);
-  state.key = clamp(state.key, sample.tokens - 1);
-  state.head = clamp(state.head, sample.heads - 1);
+  for (const [name, count] of countsOf(sampleOf(state.sample))) state[name] = clamp(state[name], count - 1);
   state.stage = clamp(state.stage, STAGES.length - 1);
   state.other = clamp(Number(state.other) + 1, facts.samples.length) - 1;
 }
@@ -93,8 +92,8 @@ function showOnce(sample, layer) {
 
 function showControls(sample) {
   const layer = sample.layers[state.layer], run = facts.runs[sample.run];
-  for (const [id, most] of [["query", sample.tokens], ["key", sample.tokens], ["head", sample.heads], ["layer", sample.layers.length]]) {
-    $(id).max = most - 1;
+  for (const [id, count] of countsOf(sample)) {
+    $(id).max = count - 1;
     $(id).value = state[id];
   }
   for (const id of ["sample", "stage", "scale", "other"]) $(id).value = String(state[id]);

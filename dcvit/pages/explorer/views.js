@@ -49,12 +49,8 @@ function heat(canvas, values, rows, columns, { limit, signed, isOverlay, hidden 
   context.putImageData(pixels, 0, 0);
 }
 
-// The largest absolute value, without keys that are not seen.
-function limitOf(values, from = 0, to = values.length) {
-  let most = 0;
-  for (let i = from; i < to; i++) most = Math.max(most, Math.abs(values[i]));
-  return most;
-}
+// The largest absolute value.
+const limitOf = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 
 // The absolute value that 99.5 % of the numbers other than 0 do not exceed, so that few outliers do not hide the others.
 function robustLimit(values) {
@@ -68,8 +64,10 @@ const visible = (text) => text.replaceAll("\n", "\u21b5").replaceAll(" ", "\u00b
 const number = (x, digits = 4) => x.toFixed(digits).replace(/^-(0\.0*)$/, "$1");
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
-function element(name, attributes = {}, ...children) {
-  const found = document.createElement(name);
+const element = (name, ...content) => filled(document.createElement(name), ...content);
+const svg = (name, ...content) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), ...content);
+
+function filled(found, attributes = {}, ...children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) found.addEventListener(key.slice(2), value);
     else found.setAttribute(key, value);
@@ -124,17 +122,9 @@ function describeMap(title, map, heads) {
   return `${title}: head ${Math.floor(best / heads)} contributes most, ${number(map[best], 3)}, to head ${best % heads}`;
 }
 
-function svg(name, attributes = {}, ...children) {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.append(...children);
-  return found;
-}
-
 // Flow from heads through the ranks of the dynamic projections to heads, for one pair of tokens.
 function rankGraph(flows, heads, label) {
-  const height = Math.max(140, 22 * heads + 20), root = svg("svg", { viewBox: `0 0 360 ${height}`, role: "img" });
-  root.setAttribute("aria-label", label);
+  const height = Math.max(140, 22 * heads + 20), root = svg("svg", { viewBox: `0 0 360 ${height}`, role: "img", "aria-label": label });
   const most = Math.max(1e-9, ...flows.flatMap(({ into, out }) => [...into, ...out].map(Math.abs)));
   const at = (i, count) => (height * (i + 0.5)) / count;
   const line = (x1, y1, x2, y2, value, text) => {
@@ -164,8 +154,7 @@ function rankGraph(flows, heads, label) {
 
 // Line chart of curves [{name, values, color, dash}] with values in [0, 1].
 function lineChart(curves, label, xLabel) {
-  const root = svg("svg", { viewBox: "0 0 420 250", role: "img", class: "chart" });
-  root.setAttribute("aria-label", label);
+  const root = svg("svg", { viewBox: "0 0 420 250", role: "img", class: "chart", "aria-label": label });
   const x = (i, n) => 40 + (370 * i) / Math.max(1, n - 1), y = (v) => 215 - 200 * v;
   for (const v of [0, 0.25, 0.5, 0.75, 1]) {
     root.append(svg("line", { x1: 40, x2: 410, y1: y(v), y2: y(v), class: "grid" }));
