@@ -14,7 +14,8 @@ function showDataset() {
       return cells;
     });
     const table = element("table", {});
-    fillTable(table, ["layer", "entropy of weights (nats)", ...wheres.flatMap((w) => [`${w}: from other heads`, `${w}: dynamic part`])], rows);
+    const columns = wheres.flatMap((where) => [`${where}: from other heads`, `${where}: dynamic part`]);
+    fillTable(table, ["layer", "entropy of weights (nats)", ...columns], rows);
     parts.push(element("div", { class: "scroll" }, table));
     for (const where of wheres) {
       parts.push(element("p", { class: "note" }, `Share of each head (columns) that comes from each head (rows), ${where}-compose; ` +
