@@ -107,13 +107,20 @@ def upcycle(out: Path, seed: int) -> dict[str, Run]:
 
 
 class Benchmark(NamedTuple):
-    """A comparison."""
+    """A comparison.
 
-    runs: Callable[[Path, int], dict[str, Run]]  # of each arm in the order of training, from the folder and a seed
-    control: str  # the arm that differences refer to
-    tuned: Sequence[str]  # the arms that `--tune` trains
-    tuning: Mapping[str, object]  # what they override to be evaluated on other data than the table
-    first: str  # the header of the column of arms
+    Fields:
+      runs: from the folder and a seed to the run of each arm, in the order of their training.
+      control: the arm that differences refer to.
+      tuned: the arms that `--tune` trains, and what they override to be evaluated on other data than the table.
+      first: the header of the column of arms.
+    """
+
+    runs: Callable[[Path, int], dict[str, Run]]
+    control: str
+    tuned: Sequence[str]
+    tuning: Mapping[str, object]
+    first: str
 
 
 BENCHMARKS = {

@@ -76,11 +76,17 @@ Carry: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
 class Arm(NamedTuple):
-    """The programs of an arm."""
+    """The programs of an arm.
 
-    initial: Callable[..., Carry]  # from a seed to the initial carry
-    train: Callable[..., Carry]  # a chunk of steps: carry, text, the rows of each step and its factor of the rate
-    nats: Callable[..., jax.Array]  # from the parameters and the text held out to the sum of the losses of all tokens
+    Fields:
+      initial: from a seed to the initial carry.
+      train: a chunk of steps, from the carry, the text, the rows of each step and its factor of the learning rate.
+      nats: from the parameters and the text held out to the sum of the losses of all tokens.
+    """
+
+    initial: Callable[..., Carry]
+    train: Callable[..., Carry]
+    nats: Callable[..., jax.Array]
 
 
 def text(split: str, size: Size) -> jax.Array:

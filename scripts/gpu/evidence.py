@@ -34,14 +34,23 @@ PROFILER = (
 
 
 class Part(NamedTuple):
-    """A command of the package or a script, and its limit."""
+    """A command of the package or a script, and its limit.
 
-    name: str  # the stem of its files in the output folder
-    words: tuple[str, ...]  # after `python`; "{out}" is the output folder
-    seconds: int  # limit of its time
-    compiles: tuple[str, ...] = ()  # words that are added to compile its programs only; none if it cannot
-    needs: str = "jax"  # a module or program without which it does not run
-    before: tuple[str, ...] = ()  # words before `python`
+    Fields:
+      name: the stem of its files in the output folder.
+      words: the words after `python`; "{out}" is the output folder.
+      seconds: limit of its time.
+      compiles: words that are added to compile its programs only; none if it cannot.
+      needs: a module or program without which it does not run.
+      before: words before `python`.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    seconds: int
+    compiles: tuple[str, ...] = ()
+    needs: str = "jax"
+    before: tuple[str, ...] = ()
 
 
 def parts(tiny: bool) -> list[Part]:

@@ -49,19 +49,34 @@ OTHER = "other"
 
 
 class Cost(NamedTuple):
-    """One instruction of a program."""
+    """One instruction of a program.
 
-    name: str  # in the program
-    part: str  # one of `PARTS`, or `OTHER`
-    kind: str  # one of `KINDS`
-    cycles: float  # of all its executions; of a kernel, at least those in which HBM moves its arrays once
-    times: int  # its executions per run of the program
-    flops: float  # of its matrix products and convolutions, in all executions
-    moved: float  # the least bytes that a relayout reads from HBM and writes to it, in all executions; 0 in place
-    shape: str  # of its result in HLO's notation
-    op_name: str  # the JAX operation it comes from; the last one, if the compiler has fused several
-    source: str  # "file.py:line" of the call that made the operation, or an empty string
-    schedule: str  # the name under which the schedule of a kernel is known, or an empty string
+    Fields:
+      name: its name in the program.
+      part: one of `PARTS`, or `OTHER`.
+      kind: one of `KINDS`.
+      cycles: the estimate for all its executions; of a kernel, at least those in which HBM moves its arrays once.
+      times: how often it is executed per run of the program.
+      flops: floating-point operations of its matrix products and convolutions, in all executions.
+      moved: the least number of bytes that a relayout reads from HBM and writes to it, in all executions; 0 for an
+        update in place.
+      shape: the shape of its result in HLO's notation.
+      op_name: the JAX operation it comes from; that of the last operation, if the compiler has fused several.
+      source: "file.py:line" of the call that made the operation, or an empty string.
+      schedule: the name under which the schedule of a kernel is known, or an empty string.
+    """
+
+    name: str
+    part: str
+    kind: str
+    cycles: float
+    times: int
+    flops: float
+    moved: float
+    shape: str
+    op_name: str
+    source: str
+    schedule: str
 
 
 def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math.inf) -> list[Cost]:

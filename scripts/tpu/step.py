@@ -46,7 +46,7 @@ class Kernel(TypedDict):
 
 
 class Estimate(TypedDict):
-    """The estimate of a training step."""
+    """The estimate of a training step.
 
     Fields:
       config: the config with its overrides.
