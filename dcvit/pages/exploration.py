@@ -34,7 +34,7 @@ MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
 
 
 class Options(NamedTuple):
-    """The contents of the page."""
+    """The contents of the page.
 
     Fields:
       layers: indices of the layers to show; negative ones count from the end. None means all.

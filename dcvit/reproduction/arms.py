@@ -35,7 +35,7 @@ class Mean(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arms in one folder, which are compared with the first of them."""
+    """Arms in one folder, which are compared with the first of them.
 
     Fields:
       folder: the folder of the arms' folders.
@@ -83,9 +83,15 @@ class Group:
 class Measured(NamedTuple):
     """The metric of several arms at the end of training.
 
-    values: Values  # by seed and arm
-    means: Mapping[str, Mean]  # over seeds by arm
-    differences: Mapping[str, Mean]  # to the first arm with the same seed
+    Fields:
+      values: the metric by seed and arm.
+      means: its mean over seeds by arm.
+      differences: the mean of the differences to the first arm with the same seed.
+    """
+
+    values: Values
+    means: Mapping[str, Mean]
+    differences: Mapping[str, Mean]
 
     def cells(self, name: str, column: str) -> dict[str, Cell]:
         """Return the cells of an arm: its mean in a column, and its difference."""
@@ -93,7 +99,7 @@ class Measured(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Measurements of the arms of a group."""
+    """Measurements of the arms of a group.
 
     Fields:
       seeds: the seeds, the same for all arms.
@@ -109,7 +115,7 @@ class Comparison(NamedTuple):
     at_time: Measured
     steps: Mapping[str, int]
     times: StepTimes
-    parameters: Mapping[str, int]  # their number
+    parameters: Mapping[str, int]
 
 
 class Claim(NamedTuple):

@@ -51,12 +51,19 @@ Computation: TypeAlias = Trained | images.Experiment | equal_time.Stage  # which
 
 
 class Entry(NamedTuple):
-    """A table or figure."""
+    """A table or figure.
+
+    Fields:
+      title: its title.
+      desk: what scale "desk" computes, or `NOTHING`.
+      full: what scale "full" computes, or `NOTHING`.
+      compute: the computation of scale "desk".
+    """
 
     title: str
-    desk: str  # what scale "desk" computes, or `NOTHING`
-    full: str = NOTHING  # the same for scale "full"
-    compute: Callable[[], Table] | Computation | None = None  # at scale "desk"
+    desk: str
+    full: str = NOTHING
+    compute: Callable[[], Table] | Computation | None = None
 
 
 def on_tasks(table: Callable[[Path, Sequence[int], int], Table]) -> Trained:

@@ -32,13 +32,23 @@ ALL = "all"  # the sum of the terms of a map
 class Case(NamedTuple):
     """A validation example that only the composed model answers correctly, with the composed model's arrays.
 
-    seed: int  # of both models
-    words: Sequence[str]  # of the row up to the query, whose next word is the answer
-    answer: str  # that of the composed model, which is right
+    Fields:
+      seed: the seed of both models.
+      words: the words of the row up to the query, whose next word is the answer.
+      answer: the answer, which the composed model gives.
+      plain_answer: the word that the plain model gives.
+      shots: the number of examples before the answer's.
+      model: the composed model.
+      arrays: its arrays for this row up to the query, see `dcvit.interpret.activations`.
+    """
+
+    seed: int
+    words: Sequence[str]
+    answer: str
     plain_answer: str
-    shots: int  # the number of examples before the answer's
-    model: LM  # the composed one
-    arrays: dict[str, jnp.ndarray]  # its arrays for this row up to the query, see `dcvit.interpret.activations`
+    shots: int
+    model: LM
+    arrays: dict[str, jnp.ndarray]
 
 
 def find_case(runs: Path, seeds: Sequence[int]) -> Case:

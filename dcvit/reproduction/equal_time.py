@@ -87,7 +87,7 @@ CONFIRMED: dict[str, Fields] = {
 
 
 class Measure(NamedTuple):
-    """A measure that a stage compares."""
+    """A measure that a stage compares.
 
     Fields:
       metric: "EVALUATOR/METRIC" of a run.

@@ -34,13 +34,21 @@ OF_A_SEED = ("seed", "model_init")  # keys in which the runs of one arm may diff
 
 
 class Run(NamedTuple):
-    """A config that is trained with several seeds."""
+    """A config that is trained with several seeds.
 
-    folder: Path  # of the workdirs, one per seed
-    spec: str  # the config with its arguments
-    overrides: Mapping[str, object]  # values of the config by key
-    metric: str  # "EVALUATOR/METRIC", which is compared after the last step
-    first_seed: int = 0  # added to the seed of a workdir, to train with seeds that another comparison does not use
+    Fields:
+      folder: the folder of the workdirs, one per seed.
+      spec: the config with its arguments.
+      overrides: values of the config by key.
+      metric: "EVALUATOR/METRIC", which is compared after the last step.
+      first_seed: added to the seed of a workdir, to train with seeds that another comparison does not use.
+    """
+
+    folder: Path
+    spec: str
+    overrides: Mapping[str, object]
+    metric: str
+    first_seed: int = 0
 
     def words(self, seed: int) -> list[str]:
         """Return the overrides of a seed's run, by which the evaluator runs before the first step and at the end."""

@@ -38,12 +38,12 @@ class Sample:
     """
 
     facts: Json
-    blocks: dict[str, str]  # packed arrays by the id of an element of the page
+    blocks: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Description of the predictions of a model with a head, for one input."""
+    """Description of the predictions of a model with a head, for one input.
 
     Fields:
       label: function from the index of an output to its name.

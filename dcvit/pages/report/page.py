@@ -25,14 +25,23 @@ DIRECTION_CONTROLS = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of one classification evaluator."""
+    """The result of one classification evaluator.
 
-    name: str  # in the config
-    row: Mapping[str, object]  # the metrics that `dcvit evaluate` prints, by column
+    Fields:
+      name: its name in the config.
+      row: the metrics that `dcvit evaluate` prints, by column.
+      outcomes: the observed outcomes.
+      class_names: a name for each class of the model.
+      describe: from the index of an example to its location.
+      options: the evaluator's options in the config.
+    """
+
+    name: str
+    row: Mapping[str, object]
     outcomes: Outcomes
-    class_names: Sequence[str]  # of the classes of the model
-    describe: Callable[[int], str]  # from the index of an example to its location
-    options: Mapping[str, object]  # of the evaluator in the config
+    class_names: Sequence[str]
+    describe: Callable[[int], str]
+    options: Mapping[str, object]
 
     def class_name(self, index: int) -> ET.Element:
         """Return the name of a class; its direction of writing does not affect the text around it."""
