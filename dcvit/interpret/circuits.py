@@ -107,7 +107,8 @@ def effective_circuits(plain: Circuits, pre: Float[Array, "H H"], post: Float[Ar
     """Return the circuits of a query-key pair under composition (Figure 1 of the paper).
 
     The composed score of head h is given by the bilinear form Σ_h' pre[h', h]·qk[h']. The attention weight of head h'
-    before post-compose multiplies the values of every head that it contributes to: its OV circuit is Σ_h post[h', h]·ov[h].
+    before post-compose multiplies the values of every head that it contributes to: its OV circuit is
+    Σ_h post[h', h]·ov[h].
 
     Args:
       plain: the circuits of the layer.

@@ -134,7 +134,7 @@ def average_contributions(
 
 
 def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
-    """Return the sums from which `average_contributions` computes averages, over all query-key pairs of a batch, by name."""
+    """Return the sums of `average_contributions` over all query-key pairs of a batch, by name."""
     names = ["block*/scores", "block*/weights"]
     names += [f"block*/{where}/*" for where in COMPOSITIONS if model.compose in (where, "both")]
     arrays = forward(model, params, inputs, {}, names).arrays

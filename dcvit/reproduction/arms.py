@@ -222,7 +222,6 @@ def language_model(fields: Mapping[str, Any]) -> lm.LM:
 
 def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
     """Return the table row of a language model: its measurements, and the further columns `more`."""
-    at_steps, at_time = found.at_steps, found.at_time
     return {
         "config": name, "parameters": found.parameters[name], **found.at_steps.cells(name, "bits per byte"),
         **found.at_time.means[name].cells("at equal time"), "steps at equal time": found.steps[name],

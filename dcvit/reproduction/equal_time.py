@@ -108,21 +108,37 @@ ANSWERS = Measure("validation/accuracy", "accuracy %", 100, lower=False)
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A comparison of forms at equal time. Forms with `compose=None` are plain."""
+    """A comparison of forms at equal time.
 
-    name: str  # of the entry, its files and the folder of its runs
-    title: str  # of the table
-    forms: Mapping[str, Fields]  # of the model of each form; the first is `mha`
-    steps: int  # those of the first form
-    limit: float = math.inf  # multiple of the time of a step of the first form, above which forms are not trained
+    Fields:
+      name: name of the entry, its files and the folder of its runs.
+      title: title of the table.
+      forms: the model's fields by form; the first form is `mha`, and forms with `compose=None` are plain.
+      steps: number of steps of the first form.
+      limit: forms whose step takes more than `limit` times as long as the first form's are timed and not trained.
+      spec: the config of all forms.
+      shared: overrides of all forms.
+      measure: what is compared.
+      optimizer: a name in `OPTIMIZERS`.
+      lr: the learning rate.
+      own_lr: learning rates of forms that learn better with another one than `lr`.
+      of_compositions: factor of the learning rate of the compositions' parameters.
+      first_seed: added to the seeds of the workdirs, so that stages train with different seeds.
+    """
+
+    name: str
+    title: str
+    forms: Mapping[str, Fields]
+    steps: int
+    limit: float = math.inf
     spec: str = "lm_stdlib:size=small"
-    shared: Mapping[str, object] = dataclasses.field(default_factory=dict)  # overrides of all forms
+    shared: Mapping[str, object] = dataclasses.field(default_factory=dict)
     measure: Measure = BITS
-    optimizer: str = "Muon"  # a name in `OPTIMIZERS`
+    optimizer: str = "Muon"
     lr: float = 3e-3
-    own_lr: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of forms that learn better with another
-    of_compositions: float = 0.1  # multiplier of the learning rate of the parameters of compositions
-    first_seed: int = 0  # added to the seeds of the workdirs, so that stages use different ones
+    own_lr: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    of_compositions: float = 0.1
+    first_seed: int = 0
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
         """Return all runs, after the times of their steps are measured."""

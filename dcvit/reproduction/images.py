@@ -28,7 +28,7 @@ SOLAR_CELLS = "runs/solar_cells"  # the folder that scripts/solar_cells.py makes
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Pairs of models on one dataset. The difference is the second model's measure minus the first's."""
+    """Pairs of models on one dataset.
 
     Fields:
       name: name of the entry, its files and the folder of its runs.
@@ -45,12 +45,12 @@ class Experiment:
     name: str
     title: str
     spec: str
-    overrides: Mapping[str, object]  # of all models
-    pairs: Mapping[str, Fields]  # of both models of each pair
-    metric: str  # "EVALUATOR/METRIC", a fraction of correct answers
+    overrides: Mapping[str, object]
+    pairs: Mapping[str, Fields]
+    metric: str
     steps: int
-    about: str  # the data and the models in a sentence
-    arms: Mapping[str, Fields] = dataclasses.field(default_factory=lambda: COMPOSE)  # of one model of a pair
+    about: str
+    arms: Mapping[str, Fields] = dataclasses.field(default_factory=lambda: COMPOSE)
 
     def runs(self, folder: Path, steps: int) -> dict[str, dict[str, Run]]:
         """Return the runs of both models of each pair."""

@@ -64,19 +64,19 @@ class CompiledStep(TypedDict, total=False):
     """
 
     config: str
-    topology: str  # the TPU slice
+    topology: str
     chips: int
-    mesh: str  # the axes of the mesh that are larger than 1
-    parameters: int  # their number
-    params: float  # size of the parameters
-    optimizer: float  # size of the optimizer state and of averaged parameters
-    tflops: float | None  # of a step of all chips, by formula; None if the model has no formula
-    activations: float  # kept from the forward to the backward pass, if the mesh axis "tensor" splits none of them
-    temporaries: float  # size of all other values that the compiler allocates
+    mesh: str
+    parameters: int
+    params: float
+    optimizer: float
+    tflops: float | None
+    activations: float
+    temporaries: float
     total: float
-    memory: float  # of the chip
-    verdict: str  # "fits", or by how much the step does not fit
-    collectives: dict[str, Collective]  # of a step, by kind
+    memory: float
+    verdict: str
+    collectives: dict[str, Collective]
     compile_seconds: float
 
 

@@ -1,4 +1,4 @@
-"""Inputs shown by the explorer: packed arrays of the layers, predictions, ablations, contributions and attention rollout."""
+"""Inputs shown by the explorer: packed arrays of layers, predictions, ablations, contributions, attention rollout."""
 
 from __future__ import annotations
 
