@@ -74,7 +74,7 @@ class ArrayRecordFile:
 
     def __init__(self, path: str):
         self.path, self.state = path, file_state(path)
-        self.length = _reader(path, self.state).num_records()
+        self.length: int = _reader(path, self.state).num_records()
 
     def __len__(self) -> int:
         return self.length
@@ -83,9 +83,10 @@ class ArrayRecordFile:
         """Return the data of a record. Raises InputError if it is damaged."""
         check_unchanged(self.path, self.state)
         try:
-            return _reader(self.path, self.state).read([number])[0]
+            (data,) = _reader(self.path, self.state).read([number])
         except (RuntimeError, ValueError, IndexError) as e:
             raise InputError(f"{self.path}: cannot read record {number}: {first_line(e)}") from None
+        return bytes(data)
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the size in bytes of the records `first` to `last` - 1, assuming that all have the same size."""

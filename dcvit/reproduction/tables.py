@@ -184,53 +184,6 @@ def shown(value: Cell) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def draw(table: Table, chart: Chart, path: Path) -> None:
-    """Draw horizontal bars: measured values on the left and, if the table has them, the paper's on the right."""
-    from matplotlib.figure import Figure  # takes long to import
-
-    sides = [("here", chart.ours, chart.interval)]
-    if chart.paper is not None:
-        sides.append(("paper", chart.paper, None))
-    size = (4.5 * len(sides), 1.2 + 0.3 * len(table.rows))
-    figure = Figure(size, layout="constrained")
-    axes = figure.subplots(1, len(sides), sharey=True, squeeze=False)
-    for axis, (title, column, interval) in zip(axes[0], sides, strict=True):
-        places = range(len(table.rows))  # names may look like dates, which matplotlib converts
-        values, errors = _numbers(table.rows, column), None if interval is None else _numbers(table.rows, interval)
-        axis.barh(places, values, xerr=errors)
-        axis.set_title(column if title in column else f"{title}: {column}")
-        axis.margins(y=0.01)
-        known = [value for value, row in zip(values, table.rows, strict=True) if row[column] is not None]
-        if min(known) > 0.5 * max(known):  # the differences would not show from 0
-            span = max(known) - min(known)
-            widest = max(errors or [0])
-            axis.set_xlim(min(known) - 0.5 * span - widest - 1e-9, max(known) + 0.2 * span + widest)
-        axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
-    axes[0][0].invert_yaxis()
-    figure.savefig(path, dpi=120)
-
-
-def draw_curves(table: Table, chart: Curves, path: Path) -> None:
-    """Draw one curve for each value of a column, with intervals."""
-    from matplotlib.figure import Figure  # takes long to import
-
-    figure = Figure((6, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for number, label in enumerate(dict.fromkeys(row[chart.label] for row in table.rows)):
-        rows = [row for row in table.rows if row[chart.label] == label]
-        x, y = (_numbers(rows, column) for column in (chart.x, chart.y))
-        errors = None if chart.interval is None else _numbers(rows, chart.interval)
-        axis.errorbar(x, y, errors, marker="os^vD<>"[number % 7], capsize=2, label=f"{label}")
-    axis.set(xscale=chart.scale, yscale=chart.scale, xlabel=chart.x, ylabel=chart.y)
-    if chart.scale == "log":
-        axis.yaxis.set_major_formatter("{x:.2f}")
-        axis.yaxis.set_minor_formatter("{x:.2f}")
-    axis.grid(which="both", alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=120)
-
-
 def draw_maps(table: Table, chart: Maps, path: Path) -> None:
     """Draw a matrix for each pair of values of two columns."""
     from matplotlib.figure import Figure  # takes long to import

@@ -60,11 +60,6 @@ class Progress:
         self.row: dict[str, Any] = {}
         self.row_step = -1
 
-    def recall(self, step: int, row: Row) -> None:
-        """Update the best step and early stopping with a row that was recorded before the run was resumed."""
-        self.best.update(step, row)
-        self.early.update(step, row)
-
 
 class StepClock:
     """Mean wall time of a step, without the pauses for evaluation and saving."""

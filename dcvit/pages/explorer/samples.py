@@ -160,16 +160,6 @@ def make_sample(
     return Sample(facts, blocks)
 
 
-def _oldest(model: LM, tokens: Int[Array, "1 T"]) -> list[int] | None:
-    """Return, for each token, the index of its document's first token; None if the model has no document mask."""
-    if model.end_of_text is None:
-        return None
-    found: list[int] = (
-        np.arange(tokens.shape[1]) - np.asarray(token_context(tokens, model.end_of_text).positions[0])
-    ).tolist()
-    return found
-
-
 def _check_finite(arrays: Mapping[str, Array]) -> None:
     """Raise FloatingPointError if one of the named arrays has numbers that are not finite."""
     for name, x in arrays.items():
