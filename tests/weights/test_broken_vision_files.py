@@ -185,11 +185,7 @@ def sparse(folder):
     return folder
 
 
-def add(name, shape=(16,)):
-    return lambda tensors, config: tensors.update({name: np.ones(shape, np.float32)})
-
-
-def reshape(name, shape):
+def ones(name, shape=(16,)):
     return lambda tensors, config: tensors.update({name: np.ones(shape, np.float32)})
 
 
@@ -233,21 +229,21 @@ CASES = {
         r"1 only in the checkpoint: blocks\.1\.mlp\.fc3\.bias; 1 only in the model: blocks\.1\.mlp\.fc2\.bias",
     ),
     "timm, shape": (
-        changed("timm", reshape("blocks.1.attn.qkv.weight", (16, 48))),
+        changed("timm", ones("blocks.1.attn.qkv.weight", (16, 48))),
         r"blocks\.1\.attn\.qkv\.weight \(checkpoint \(16, 48\), model \(48, 16\)\)",
     ),
-    "timm, stem": (changed("timm", reshape("patch_embed.proj.weight", (16, 192))), "has shape .*expected 4 axes"),
-    "timm, distilled": (changed("timm", add("head_dist.weight")), "1 only in the checkpoint: head_dist.weight"),
-    "timm, distilled, one head": (changed("timm", add("dist_token")), "with its two classifiers only"),
-    "timm, DINOv3": (changed("timm", add("blocks.0.gamma_1")), "of DINOv3, files of transformers are read"),
-    "timm, CLIP": (changed("timm", add("norm_pre.weight")), "1 only in the checkpoint: patch_embed.proj.bias"),
+    "timm, stem": (changed("timm", ones("patch_embed.proj.weight", (16, 192))), "has shape .*expected 4 axes"),
+    "timm, distilled": (changed("timm", ones("head_dist.weight")), "1 only in the checkpoint: head_dist.weight"),
+    "timm, distilled, one head": (changed("timm", ones("dist_token")), "with its two classifiers only"),
+    "timm, DINOv3": (changed("timm", ones("blocks.0.gamma_1")), "of DINOv3, files of transformers are read"),
+    "timm, CLIP": (changed("timm", ones("norm_pre.weight")), "1 only in the checkpoint: patch_embed.proj.bias"),
     "timm, architecture": (configured("timm", architecture="vit_base_patch16_rpn_224"), "architecture 'vit_base_p"),
     "timm, argument": (configured("timm", model_args__scale_attn_norm=True), "model_args.scale_attn_norm=True"),
     "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
     "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
     "timm, crop to nothing": (configured("timm", pretrained_cfg__crop_pct=1e-320), "pretrained_cfg is not as timm wr"),
     "timm, heads": (configured("timm", model_args__num_heads=5), "5 heads do not divide the width 16"),
-    "timm, positions": (changed("timm", reshape("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
+    "timm, positions": (changed("timm", ones("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
     "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
     "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
@@ -257,7 +253,7 @@ CASES = {
     "ViT, image": (configured("hf_vit", image_size=32), r"has 5 rows, expected 1 \+ 16, for patches of 8x8"),
     "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
     "SigLIP, fused weight": (
-        changed("siglip", reshape("head.attention.in_proj_weight", (16, 16))), r"\(16, 16\), model \(48, 16\)"
+        changed("siglip", ones("head.attention.in_proj_weight", (16, 16))), r"\(16, 16\), model \(48, 16\)"
     ),
     "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
     "DINOv3, ConvNeXt": (
@@ -350,8 +346,8 @@ def test_half_precision_is_loaded_as_float32(tmp_path, dtype):
 def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
     """ViTForImageClassification classifies the class token, with any other tensors in its file."""
     tensors, config = model("hf_vit")
-    add("vit.pooler.dense.weight", (16, 16))(tensors, config)
-    add("vit.pooler.dense.bias")(tensors, config)
+    ones("vit.pooler.dense.weight", (16, 16))(tensors, config)
+    ones("vit.pooler.dense.bias")(tensors, config)
     weights = open_weights(save(tmp_path, tensors, config))
     assert not weights.description.fields.get("rep_size")
     assert "pre_logits" not in weights.tree()
