@@ -7,7 +7,7 @@ import pytest
 from dcvit.models import lm
 from dcvit.weights import links
 from dcvit.weights.families import FAMILIES
-from dcvit.weights.tensors import Tensor, open_file
+from dcvit.weights.tensors import open_file
 
 
 def libraries():
@@ -44,10 +44,6 @@ def our_logits(weights, tokens, **fields):
 def largest_difference(a, b):
     """The largest difference of two arrays of logits in units of their standard deviation."""
     return float(np.abs(a - b).max() / b.std())
-
-
-def as_tensors(arrays):
-    return {name: Tensor(np.shape(array), lambda array=array: np.asarray(array)) for name, array in arrays.items()}
 
 
 def tensors_of(weights):

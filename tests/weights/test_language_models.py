@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from foreign_models import (
-    as_tensors,
     largest_difference,
     libraries,
     our_logits,
@@ -17,6 +16,7 @@ from foreign_models import (
     with_random_weights,
     written_back,
 )
+from small_models import assert_trees_equal
 
 from dcvit.errors import CheckpointError
 from dcvit.inference import generation
@@ -116,10 +116,9 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert difference < 2e-5
 
     (tmp_path / "ours").mkdir()
-    params = {k: x.read() for k, x in weights.params.items()}
     family = FAMILIES[weights.family]
-    back = family.links(weights.description)
-    write_shards(tmp_path / "ours", links.write(back, as_tensors(params)), max_shard_bytes=40_000)
+    back = links.write(family.links(weights.description), weights.params)
+    write_shards(tmp_path / "ours", back, max_shard_bytes=40_000)
     (tmp_path / "ours" / "config.json").write_text(json.dumps(family.config(weights.description)))
     original, written = (open_file(tmp_path / side).tensors for side in ("theirs", "ours"))
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
@@ -130,13 +129,6 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
 
     again = libraries()[1].AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     np.testing.assert_array_equal(their_logits(again.eval(), tokens), expected)
-
-
-def same_params(a, b):
-    a, b = ({k: x.read() for k, x in weights.params.items()} for weights in (a, b))
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name])
 
 
 @pytest.mark.interop
@@ -165,7 +157,7 @@ def test_shards_and_files_of_pytorch_hold_the_same_model(name, tmp_path):
     for folder in folders.values():
         found = open_weights(folder)
         assert found.description == expected.description
-        same_params(found, expected)
+        assert_trees_equal(dict(found.read()), dict(expected.read()))
 
 
 def rewrite(folder, change=lambda tensors: tensors, **config):
@@ -192,7 +184,7 @@ def saved(tmp_path):
 @pytest.mark.slow
 def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_parameters(saved):
     folder = saved("gpt2 tied")
-    expected = {name: x.read() for name, x in open_weights(folder).params.items()}
+    expected = dict(open_weights(folder).read())
 
     def old(tensors):
         tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
@@ -203,10 +195,7 @@ def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_paramet
 
     rewrite(folder, old, tie_word_embeddings="absent")
     found = open_weights(folder)
-    params = found.params
-    assert params.keys() == expected.keys()
-    for name, value in ((name, tensor.read()) for name, tensor in params.items()):
-        np.testing.assert_array_equal(value, expected[name])
+    assert_trees_equal(dict(found.read()), expected)
     buffers = {f"h.{i}.attn.{name}" for i in range(DEPTH) for name in ("bias", "masked_bias")}
     assert tensors_of(found).keys() - buffers == written_back(found).keys()
 
@@ -237,7 +226,7 @@ def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
     folder = saved("llama grouped tied")
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].copy()})
     weights = open_weights(folder)
-    assert "head/kernel" not in {k: x.read() for k, x in weights.params.items()}
+    assert "head/kernel" not in weights.params
     assert written_back(weights).keys() == tensors_of(weights).keys()
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
