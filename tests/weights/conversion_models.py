@@ -12,7 +12,7 @@ import small_models
 from dcvit.hub.saved import open_saved
 from dcvit.models import lm, vit
 from dcvit.weights import dcvit_hf
-from dcvit.weights.export import conversion, formats
+from dcvit.weights.export import conversion
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensor
@@ -59,8 +59,8 @@ def convert(source, target, to):
     return conversion.convert(source, target, to, open_saved)
 
 
-def write(model, folder):
-    """Write a model with this project's names and return the folder."""
-    folder.mkdir()
-    formats.write_safetensors(model, folder)
+def write(model, folder, to="safetensors"):
+    """Write a model, by default with this project's names, and return the folder, which may exist."""
+    folder.mkdir(exist_ok=True)
+    conversion.WRITERS[to](model, folder)
     return folder

@@ -314,8 +314,7 @@ def test_scanned_layers_are_written_one_by_one(tmp_path):
 
 def write_run(folder, source, params, **config):
     """Write a workdir with the parameters of a model in another tree, and other values in its config."""
-    folder.mkdir()
-    formats.write_dcvit(source, folder)
+    conversion_models.write(source, folder, "dcvit")
     config = {**json.loads((folder / "config.json").read_text()), **config}
     (folder / "config.json").write_text(json.dumps(config))
     shutil.rmtree(folder / "checkpoints")
@@ -508,8 +507,7 @@ def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, t
 
 @pytest.mark.slow
 def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_path, monkeypatch, caplog):
-    (tmp_path / "hf").mkdir()
-    formats.write_hf(conversion_models.language_model(**NATIVE["gpt2"])[2], tmp_path / "hf")
+    conversion_models.write(conversion_models.language_model(**NATIVE["gpt2"])[2], tmp_path / "hf", "hf")
 
     def fail(*_):
         raise RuntimeError("no kernel\nat line 7")
@@ -548,8 +546,7 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     np.savez(tmp_path / "params.npz", **arrays)
     with caplog.at_level("INFO", "dcvit"):
         model = open_saved(tmp_path / "params.npz")
-        (tmp_path / "hf").mkdir()
-        formats.write_hf(model, tmp_path / "hf")
+        conversion_models.write(model, tmp_path / "hf", "hf")
     assert (model.family, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
     assert f"class of the model: {NATIVE_VIT}" in caplog.text

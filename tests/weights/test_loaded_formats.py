@@ -5,6 +5,7 @@ import json
 import conversion_models
 import pytest
 import small_models
+from conversion_models import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +14,8 @@ from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
-from dcvit.weights.export import formats
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 
-WRITERS = {"safetensors": formats.write_safetensors, "hf": formats.write_hf, "timm": formats.write_timm}
 LETTERS = [*(chr(ord("a") + i) for i in range(small_models.VOCAB - 1)), "<end>"]
 NAMES = tuple(f"class {i}" for i in range(10))
 PLAIN = dict(compose=None, pool_type="tok", mlp="gelu", norm_epsilon=1e-6)
@@ -37,7 +36,7 @@ def described(model, **values):
 )
 def test_errors_of_a_description_name_the_file(read, fields, message, tmp_path):
     model = conversion_models.image_model(depth=1, **PLAIN)[2]
-    formats.write_safetensors(described(model, fields={**model.description.fields, **fields}), tmp_path)
+    write(described(model, fields={**model.description.fields, **fields}), tmp_path)
     with pytest.raises(CheckpointError, match=message) as error:
         read(tmp_path)
     assert str(error.value).startswith(str(tmp_path))
@@ -45,19 +44,17 @@ def test_errors_of_a_description_name_the_file(read, fields, message, tmp_path):
 
 
 def test_classes_without_names_have_numbers(tmp_path):
-    for to, write in WRITERS.items():
-        (tmp_path / to).mkdir()
-        write(conversion_models.image_model(depth=1, **PLAIN)[2], tmp_path / to)
-        assert dcvit.load(tmp_path / to).class_names == [str(i) for i in range(10)]
+    for to in ("safetensors", "hf", "timm"):
+        folder = write(conversion_models.image_model(depth=1, **PLAIN)[2], tmp_path / to, to)
+        assert dcvit.load(folder).class_names == [str(i) for i in range(10)]
 
 
 @pytest.mark.interop
 def test_transformers_reads_the_names(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
     for fields in ({}, PLAIN):
-        folder = tmp_path / str(len(fields))
-        folder.mkdir()
-        formats.write_hf(described(conversion_models.image_model(**fields)[2], class_names=NAMES), folder)
+        model = described(conversion_models.image_model(**fields)[2], class_names=NAMES)
+        folder = write(model, tmp_path / str(len(fields)), "hf")
         config = json.loads((folder / "config.json").read_text())
         kind = transformers.AutoConfig if fields else transformers.PretrainedConfig  # our class needs remote code
         found = kind.from_pretrained(folder) if fields else kind.from_dict(config)
@@ -71,8 +68,7 @@ def text(tmp_path):
     """A folder of transformers with a tokenizer whose tokens are the letters of a language model."""
     model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
     save_tokenizer(tmp_path, {})
-    formats.write_hf(model, tmp_path)
-    return tmp_path, model
+    return write(model, tmp_path, "hf"), model
 
 
 def continued(model):
@@ -126,16 +122,12 @@ GIVEN = {
 def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, fields, by_run, tmp_path, monkeypatch):
     """A batch is padded and keeps its tokens on the right; no code is asked for, and none is executed."""
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-    source, run, folder = (tmp_path / name for name in ("source", "run", "hf"))
-    for made in (source, run, folder):
-        made.mkdir()
-    save_tokenizer(source, given)
+    save_tokenizer(tmp_path, given)
     model = conversion_models.language_model("DCFormer++-405M", depth=1, **fields)[2]
-    model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=source)
+    model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=tmp_path)
     if by_run:
-        formats.write_dcvit(model, run)
-        model = open_saved(run)
-    formats.write_hf(model, folder)
+        model = open_saved(write(model, tmp_path / "run", "dcvit"))
+    folder = write(model, tmp_path / "hf", "hf")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks to run code"))
     found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     assert (found.eos_token, found.pad_token) == ((LETTERS[-2], LETTERS[-1]) if given else (LETTERS[-1],) * 2)
@@ -151,11 +143,10 @@ def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, 
 def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
     modeling = pytest.importorskip("dcvit.weights.modeling_dcvit", reason="needs transformers 5")
-    folder = tmp_path / "hf"
-    folder.mkdir()
     save_tokenizer(tmp_path, {})
     model = conversion_models.language_model("DCFormer++-405M", depth=1)[2]
-    formats.write_hf(described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=tmp_path), folder)
+    model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=tmp_path)
+    folder = write(model, tmp_path / "hf", "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     net = modeling.DCFormerForCausalLM.from_pretrained(folder)
     pipeline = transformers.pipeline("text-generation", model=net, tokenizer=tokenizer, device="cpu")
@@ -167,13 +158,12 @@ def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
 @pytest.fixture(scope="module")
 def bytes_folder(tmp_path_factory):
     """Return the folder for transformers of a model that a run trained with text, and without a tokenizer."""
-    folder = tmp_path_factory.mktemp("hf")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_models, "VOCAB", ByteTokenizer.vocab_size)
         model = conversion_models.language_model("Transformer++-405M", depth=1)[2]
     record = {"input": {"data": {"kind": "text", "path": "*.txt"}}}
-    formats.write_hf(described(model, end_tokens=(BYTE_END_OF_TEXT,))._replace(record=record), folder)
-    return folder
+    model = described(model, end_tokens=(BYTE_END_OF_TEXT,))._replace(record=record)
+    return write(model, tmp_path_factory.mktemp("hf"), "hf")
 
 
 @pytest.mark.slow
@@ -209,15 +199,11 @@ def test_transformers_opens_the_tokenizer_of_bytes(bytes_folder):
 @pytest.mark.slow
 def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_path, caplog):
     folder, model = text
-    (tmp_path / "run").mkdir()
-    formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1, 3))._replace(path=folder), tmp_path / "run")
+    run = write(described(model, end_tokens=(len(LETTERS) - 1, 3))._replace(path=folder), tmp_path / "run", "dcvit")
     assert f"one token that ends a text, here {len(LETTERS) - 1}; others are lost: [3]" in caplog.text
-    assert dcvit.load(tmp_path / "run").tokenizer.end_of_text == len(LETTERS) - 1
-    assert open_saved(tmp_path / "run").description.end_tokens == (len(LETTERS) - 1,)  # of a later export
-    (tmp_path / "tokens").mkdir()
-    formats.write_dcvit(described(model, end_tokens=(3,)), tmp_path / "tokens")
-    assert open_saved(tmp_path / "tokens").description.end_tokens == (3,)  # without a tokenizer
+    assert dcvit.load(run).tokenizer.end_of_text == len(LETTERS) - 1
+    assert open_saved(run).description.end_tokens == (len(LETTERS) - 1,)  # of a later export
+    tokens = write(described(model, end_tokens=(3,)), tmp_path / "tokens", "dcvit")
+    assert open_saved(tokens).description.end_tokens == (3,)  # without a tokenizer
     images = described(conversion_models.image_model(depth=1, **PLAIN)[2], class_names=NAMES)
-    (tmp_path / "images").mkdir()
-    formats.write_dcvit(images, tmp_path / "images")
-    assert list(dcvit.load(tmp_path / "images").class_names) == list(NAMES)
+    assert list(dcvit.load(write(images, tmp_path / "images", "dcvit")).class_names) == list(NAMES)

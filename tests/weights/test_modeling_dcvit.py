@@ -17,7 +17,6 @@ import small_models
 from dcvit.hub.saved import open_saved
 from dcvit.weights import dcvit_hf
 from dcvit.weights import links as linking
-from dcvit.weights.export import formats
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
@@ -59,9 +58,7 @@ def cases(table):
 
 def to_torch(model, tmp_path):
     """Write the folder of a model and load it as a user does, without executing code of the folder."""
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    formats.write_hf(model, folder)
+    folder = conversion_models.write(model, tmp_path / "hf", "hf")
     kind = dcvit_hf.IMAGE if model.description.model_name == "vit" else dcvit_hf.TEXT
     if not (folder / f"{dcvit_hf.MODULE}.py").exists():  # a native class could express the model
         pytest.fail("expected the modeling file")

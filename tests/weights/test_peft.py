@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conversion_models import tensors
+from conversion_models import tensors, write
 from foreign_models import largest_difference, libraries, random_tokens, with_random_weights
 from safetensors.numpy import load_file, save_file
 from small_models import param_shapes, random_params
@@ -18,7 +18,7 @@ from dcvit.hub.saved import open_saved
 from dcvit.models import lm
 from dcvit.runs import checksums
 from dcvit.weights import peft
-from dcvit.weights.export import formats, logits
+from dcvit.weights.export import logits
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import ADAPTER
@@ -45,11 +45,8 @@ def make_base(family, folder):
     """Write a model of transformers with random weights and return its folder."""
     net = lm.Model(VOCAB, **FIELDS, **FAMILIES[family])
     params = random_params(param_shapes(net, jnp.zeros((1, 2), jnp.int32)))
-    folder.mkdir()
-    formats.write_hf(
-        Weights(folder, "dcvit", Description("lm", VOCAB, FIELDS | FAMILIES[family]), tensors(params)), folder
-    )
-    return folder
+    description = Description("lm", VOCAB, FIELDS | FAMILIES[family])
+    return write(Weights(folder, "dcvit", description, tensors(params)), folder, "hf")
 
 
 def adapt(base, workdir, *words, targets=ALL):

@@ -14,17 +14,9 @@ from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.training.model import make_loader
-from dcvit.weights.export import formats
 from dcvit.weights.families import open_weights
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-FORMATS = {"safetensors": formats.write_safetensors, "npz": formats.write_npz, "dcvit": formats.write_dcvit}
-
-
-def written(model, kind, folder):
-    folder.mkdir()
-    FORMATS[kind](model, folder)
-    return folder
 
 
 def loaded(config, example, **outputs):
@@ -37,11 +29,11 @@ def loaded(config, example, **outputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compose", [None, "both"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_images_start_from_weights_without_further_arguments(kind, compose, tmp_path):
+@pytest.mark.parametrize("to", ["safetensors", "npz", "dcvit"])
+def test_images_start_from_weights_without_further_arguments(to, compose, tmp_path):
     """With all but the head; the upcycled model computes the features of the plain one."""
     net, params, model = image_model(compose=None)
-    folder = written(model, kind, tmp_path / "weights")
+    folder = write(model, tmp_path / "weights", to)
     config = configs.load(f"transfer:init={folder},data_dir=x" + (f",compose={compose}" if compose else ""))
     assert config.pp_predict == PP
     assert config.input.pp.startswith("decode|inception_crop(16)|flip_lr|value_range(-1, 1)|onehot(")
@@ -84,7 +76,7 @@ def test_language_model_starts_from_weights_without_further_arguments(attention,
 )
 def test_what_does_not_fit_is_one_line(spec, message, tmp_path):
     image = image_model(compose=None)[2]
-    places = {"vit": write(image, tmp_path / "vit"), "run": written(image, "dcvit", tmp_path / "run")}
+    places = {"vit": write(image, tmp_path / "vit"), "run": write(image, tmp_path / "run", "dcvit")}
     places |= {"lm": write(language_model()[2], tmp_path / "lm"), "other": tmp_path / "other"}
     places["other"].mkdir()
     (places["other"] / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
