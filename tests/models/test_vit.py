@@ -12,7 +12,6 @@ import pytest
 from marks import exhaustive
 from small_models import (
     assert_trees_close,
-    assert_trees_equal,
     jit,
     name_of,
     param_shapes,
@@ -60,19 +59,6 @@ def test_parameter_counts_of_the_paper_and_big_vision():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "width", "rank"), [(6, 384, 2), (8, 1024, 2), (16, 1024, 4), (32, 2048, 1)])
-def test_composition_adds_the_parameters_of_appendix_e(heads, width, rank):
-    """4·(M·2RH + (2RH)² + M·H) a layer, exactly; (2R+1)/(3·D_h) of the model, plus the term that the paper drops."""
-    fields = dict(width=width, depth=1, num_heads=heads, mlp_dim=4 * width, rank=rank)
-    added = count(**fields, compose="both")[0] - count(**fields)[0]
-    inner = 2 * rank * heads
-    assert added == 4 * (width * inner + inner**2 + width * heads)
-    head_dim = width // heads
-    ratio = added / (12 * width**2)
-    assert ratio == pytest.approx((2 * rank + 1) / (3 * head_dim) + 4 * rank**2 / (3 * head_dim**2))
-
-
-@pytest.mark.slow
 def test_plain_tree_is_big_visions():
     """The expected names and shapes are written down from the public interface of big_vision's vit.py."""
     block = {f"LayerNorm_{i}/{p}": (16,) for i in (0, 1) for p in ("scale", "bias")}
@@ -94,16 +80,6 @@ def test_plain_tree_is_big_visions():
         "MAPHead_0/probe": (1, 1, 16)
     }
     assert shapes(**plain, pool_type="map") == expected | head
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 2])
-def test_composition_adds_only_its_own_names(groups):
-    fields = dict(images=IMAGES.shape, num_classes=7, static=True, groups=groups, **SMALL)
-    added = shapes(**fields, compose="both").keys() - shapes(**fields).keys()
-    names = ["w_q1", "w_q2", "w_qg", "w_k1", "w_k2", "w_kg", "w_b"]
-    where = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/{}/{}"
-    assert added == {where.format(i, side, n) for i in range(2) for side in ("pre", "post") for n in names}
 
 
 def attention_params(module, *inputs):
@@ -171,10 +147,15 @@ def test_rematerialization_changes_no_result_even_with_dropout(remat, scan, comp
 
 
 @pytest.mark.slow
-def test_bfloat16_is_near_float32_with_parameters_and_logits_in_float32(params):
+def test_bfloat16_is_in_every_block_and_near_float32_with_parameters_and_logits_in_float32(params):
     small = {n: p for n, p in params["Transformer"].items() if n != "encoderblock_1"}
     small = jax.tree.map(lambda p: p / 2, {**params, "Transformer": small})
-    logits, _ = evaluate(vit.Model(7, **{**SMALL, "depth": 1}, compose="both"), small, IMAGES)
+    net = vit.Model(7, **{**SMALL, "depth": 1}, compose="both")
+    logits, _ = evaluate(net, small, IMAGES)
+    _, out = jax.eval_shape(net.clone(dtype_mm="bfloat16").apply, {"params": small}, IMAGES)
+    inside = [out["stem"], out["with_posemb"], out["encoded"], *jax.tree.leaves(out["encoder"])]
+    assert {x.dtype for x in inside} == {jnp.dtype("bfloat16")}
+    assert out["pre_logits"].dtype == jnp.float32
     narrow, grads = gradients(small, dtype_mm="bfloat16", depth=1)
     assert narrow.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
@@ -326,14 +307,12 @@ def test_variants_by_name():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 3}, "num_heads=3 does not divide width=16"),
         ({"patch_size": (3, 3)}, r"patch_size=\(3, 3\) does not divide the image, 8x8"),
         ({"pool_type": "max"}, "pool_type='max'"),
         ({"posemb": "rope"}, "posemb='rope'"),
         ({"width": 18, "num_heads": 2, "posemb": "sincos2d"}, "multiple of 4"),
         ({"mlp": "relu"}, "mlp='relu'; known"),
         ({"registers": -1}, "registers=-1 should not"),
-        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 should be above 0"),
         ({"layer_scale": -0.1}, "layer_scale=-0.1 should"),
     ],
 )
@@ -343,18 +322,6 @@ def test_errors_name_the_invalid_field(fields, message):
 
 
 class TestLoad:
-    @pytest.fixture
-    def file(self, tmp_path, params):
-        return save_npz(tmp_path / "model.npz", {"params": params})
-
-    @pytest.mark.slow
-    def test_big_vision_files_load_into_unrolled_and_scanned_models(self, file, params):
-        loaded = vit.load(jax.tree.map(np.zeros_like, params), file, {})
-        assert_trees_equal(loaded, params)
-        stacked = stack_blocks(params)
-        loaded = vit.load(jax.tree.map(np.zeros_like, stacked), file, {"scan": True})
-        assert_trees_equal(loaded, stacked)
-
     def test_plain_checkpoint_in_a_composed_model_lists_the_missing_parameters(self, tmp_path, params):
         plain = random_params(param_shapes(vit.Model(7, **SMALL), IMAGES))
         file = save_npz(tmp_path / "plain.npz", plain)
@@ -406,11 +373,3 @@ class TestTraining:
         dropped = np.asarray(out["encoder"]["pre_ln"] == 0)
         assert 0.3 < dropped.mean() < 0.7
         np.testing.assert_allclose(out["encoder"]["pre_ln"][~dropped], 2 * out["with_posemb"][~dropped], rtol=1e-5)
-
-    @pytest.mark.slow
-    def test_bfloat16_is_used_in_every_block(self):
-        net = vit.Model(None, **SMALL, compose="both", dtype_mm="bfloat16")
-        (_, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
-        inside = [out["stem"], out["with_posemb"], out["encoded"], *jax.tree.leaves(out["encoder"])]
-        assert {x.dtype for x in inside} == {jnp.dtype("bfloat16")}
-        assert out["pre_logits"].dtype == jnp.float32
