@@ -14,7 +14,6 @@ from dcvit.models import flops, lm
 from dcvit.models.presets import PRESETS
 
 VOCAB = 50_257  # GPT-2's
-PYTHIA_VOCAB = {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}  # as padded when they were trained
 COMPOSED = sorted(name for name in PRESETS if name.startswith(("DCFormer", "DCPythia")))
 FLASH = sorted(name for name in PRESETS if name.startswith("DCFlash"))
 
@@ -59,17 +58,15 @@ def test_table_3_counts_the_matrices_of_the_transformer(size, layers, width, hea
 
 
 @pytest.mark.parametrize(
-    ("size", "number"), [("2.8B", 2_775_208_960), ("6.9B", 6_857_302_016), ("12B", 11_846_072_320)]
-)
-def test_pythia_has_its_published_number_of_parameters(size, number):
-    assert count(make(f"Pythia-{size}", PYTHIA_VOCAB[size])) == number
-
-
-@pytest.mark.parametrize(
-    ("size", "number"), [("6.9B", 6_738_415_616), ("13B", 13_015_864_320), ("33B", 32_528_943_616)]
-)
-def test_transformer_plus_plus_with_llamas_vocabulary_has_llamas_number_of_parameters(size, number):
-    assert count(make(f"Transformer++-{size}", 32_000)) == number
+    ("preset", "vocab", "number"),
+    [  # of Pythia, as padded when they were trained, and of LLaMA
+        ("Pythia-2.8B", 50_304, 2_775_208_960), ("Pythia-6.9B", 50_432, 6_857_302_016),
+        ("Pythia-12B", 50_688, 11_846_072_320), ("Transformer++-6.9B", 32_000, 6_738_415_616),
+        ("Transformer++-13B", 32_000, 13_015_864_320), ("Transformer++-33B", 32_000, 32_528_943_616),
+    ],
+)  # fmt: skip
+def test_models_with_published_vocabularies_have_the_published_numbers_of_parameters(preset, vocab, number):
+    assert count(make(preset, vocab)) == number
 
 
 @pytest.mark.slow
