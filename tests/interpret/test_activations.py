@@ -6,19 +6,15 @@ import numpy as np
 import oracle
 import pytest
 from small_models import HEADS, LENGTH, jit, logits_of, make_lm, make_tokens
-from test_attention_maps import captured
+from test_attention_maps import block, captured
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-
-
-def attention_of(params, layer):
-    return params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
 
 
 def changed(params, layer, change):
     """Parameters with the attention module of a layer after `change`, which edits a copy of its dict in place."""
     copy = jax.tree.map(np.array, params)
-    change(attention_of(copy, layer))
+    change(block(copy, layer))
     return copy
 
 
@@ -66,7 +62,7 @@ def test_ablated_branches_are_those_of_a_model_without_them():
     for layer in range(net.depth):
         for where in ("pre", "post"):
             for name in ("w_k1", "w_k2", "w_kg"):
-                del attention_of(without, layer)[where][name]
+                del block(without, layer)[where][name]
     expected = logits_of(net.clone(branches="q"), without, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -8,6 +8,7 @@ import lm_oracle
 import numpy as np
 import oracle
 import pytest
+from head_oracle import softmax
 from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes, random_params
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
@@ -83,11 +84,6 @@ VITS = {
     "ablation, registers": dict(compose="pre", branches="q", static=True, pool_type="tok", registers=2),
     "QK-norm, LayerScale": dict(compose="post", gate=False, rank=1, qk_norm="layernorm", layer_scale=0.3),
 }
-
-
-def softmax(scores):
-    shifted = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
 def expected_matrices(p, x, heads, rank):
