@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from browser import CHROMIUM
-from explorer_driver import MODELS, change, opened
+from explorer_driver import MODELS, change, make, opened
 from PIL import Image
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
@@ -48,7 +48,7 @@ def assert_equal(browser, arrays, layer, query):
 def test_all_stages_are_those_of_the_library(browser, file, name):
     opened(browser, file)
     number = [*MODELS].index(name)
-    arrays = run_with_cache(*MODELS[name]).arrays
+    arrays = run_with_cache(*make(name)).arrays
     length = arrays["block00/scores"].shape[2]
     for layer, query in itertools.product((0, 1), range(length)):
         change(browser, sample=number, layer=layer, query=query)
@@ -85,9 +85,9 @@ def test_switches_recompute_the_layer_as_hooks_do(browser, file, name, switch):
     hooks = {pattern.replace("*/static", "block01/*/static"): hook for pattern, hook in hooks.items()}
     opened(browser, file)
     change(browser, sample=[*MODELS].index(name), layer=1, query=6, off=off, ablated=ablated)
-    arrays = run_with_cache(*MODELS[name], hooks).arrays
+    arrays = run_with_cache(*make(name), hooks).arrays
     assert_equal(browser, arrays, 1, 6)
-    plain = run_with_cache(*MODELS[name]).arrays
+    plain = run_with_cache(*make(name)).arrays
     before, after = (np.asarray(some["block01/heads"])[0, 6] for some in (plain, arrays))
     changes = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
     shown = browser.value("[...document.querySelectorAll('#effects tbody tr')].map(r => r.cells[2].textContent)")
@@ -97,7 +97,7 @@ def test_switches_recompute_the_layer_as_hooks_do(browser, file, name, switch):
 @pytest.mark.parametrize("name", ["image", "text"])
 def test_maps_and_terms_of_a_pair_are_those_of_the_library(browser, file, name):
     opened(browser, file)
-    net, params, inputs = MODELS[name]
+    net, params, inputs = make(name)
     arrays = run_with_cache(net, params, inputs).arrays
     for query, key in ((6, 5), (9, 6)):
         change(browser, sample=[*MODELS].index(name), layer=1, query=query, key=key)

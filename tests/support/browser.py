@@ -1,6 +1,5 @@
 """A headless Chromium, controlled by the DevTools protocol over two pipes."""
 
-import base64
 import json
 import os
 import shutil
@@ -91,8 +90,3 @@ class Browser:
         """Return the URLs requested since the page was opened, the page's own included, without its data URLs."""
         urls = [params["request"]["url"] for method, params in self.events if method == "Network.requestWillBeSent"]
         return [url for url in urls if not url.startswith("data:")]
-
-    def screenshot(self, path):
-        """Write a picture of the whole page."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))

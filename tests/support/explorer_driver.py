@@ -2,11 +2,10 @@
 
 import functools
 import json
-from collections.abc import Mapping
 
 import explorer_pages as pages
 
-MAKERS = {
+MODELS = {
     "image": pages.image_model,
     "plain image": functools.partial(pages.image_model, compose=None, groups=1, static=False),
     "text": pages.text_model,
@@ -15,23 +14,8 @@ MAKERS = {
 
 @functools.cache
 def make(name):
-    return MAKERS[name]()
-
-
-class Models(Mapping):
-    """The models of the page by name, each made on its first use."""
-
-    def __getitem__(self, name):
-        return make(name)
-
-    def __iter__(self):
-        return iter(MAKERS)
-
-    def __len__(self):
-        return len(MAKERS)
-
-
-MODELS = Models()
+    """A model of the page with its parameters and inputs."""
+    return MODELS[name]()
 
 
 def opened(browser, file, **options):
