@@ -7,8 +7,8 @@ import math
 import corpora
 import numpy as np
 import pytest
-from trained_workdirs import TEXT
-from training_runs import LM_TINY, nats, perturbed_params, small_lm_setup
+from trained_workdirs import LM_TINY, TEXT
+from training_runs import nats, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
 from dcvit.config import load as configs

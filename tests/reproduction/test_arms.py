@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_training import FakeTraining, set_times
-from training_runs import LM_TINY
+from trained_workdirs import LM_TINY
 
 from dcvit.config.load import load
 from dcvit.config.values import read_json

@@ -38,23 +38,22 @@ DIGITS = {
     "model.compose": None,
     "model.patch_size": (4, 4),
 }
-TEXT = {
+LM_TINY = {
     "tensorboard": False,
     "total_steps": 6,
     "log_steps": 2,
     "ckpt_steps": 3,
-    "document_mask": True,
-    "z_loss": 1e-4,
     "input.data.context": 24,
     "input.data.limit": 400,
     "model.width": 16,
-    "model.depth": 1,
+    "model.depth": 2,
     "model.num_heads": 2,
     "model.mlp_dim": 16,
     "evals.validation.data.context": 24,
     "evals.validation.data.limit": 21,
     "evals.validation.log_steps": 3,
 }
+TEXT = {**LM_TINY, "model.depth": 1, "document_mask": True, "z_loss": 1e-4}
 
 
 def load_params(source):

@@ -8,20 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_models import jit
-from trained_workdirs import TINY
+from trained_workdirs import LM_TINY, TINY
 
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.training import hooks, step
 from dcvit.training.setup import make_setup
-
-LM_TINY = {
-    "tensorboard": False, "total_steps": 6, "log_steps": 2, "ckpt_steps": 3,
-    "input.data.context": 24, "input.data.limit": 400,
-    "model.width": 16, "model.depth": 2, "model.num_heads": 2, "model.mlp_dim": 16,
-    "evals.validation.data.context": 24, "evals.validation.data.limit": 21, "evals.validation.log_steps": 3,
-}  # fmt: skip
 
 
 def same(a, b):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from trained_workdirs import TINY
-from training_runs import LM_TINY, small_setup
+from trained_workdirs import LM_TINY, TINY
+from training_runs import small_setup
 
 from dcvit.config import load as configs
 from dcvit.dcmha import device
