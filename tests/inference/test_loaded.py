@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 from PIL import Image
+from refusals import refused
 from trained_workdirs import load_params
 
 import dcvit
@@ -181,10 +182,8 @@ class TestErrors:
         ],
     )
     def test_unusable_image_is_one_line(self, model, images, facts):
-        with pytest.raises(InputError) as e:
+        with refused(InputError, facts):
             model.predict(images)
-        assert facts in str(e.value)
-        assert "\n" not in str(e.value)
 
     @pytest.mark.parametrize("mode", ["I", "F"])
     def test_picture_of_32_bits_is_refused_as_its_file(self, model, tmp_path, mode):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 from small_models import (
     LENGTH,
     SMALL,
@@ -164,12 +165,10 @@ def test_plain_checkpoint_without_the_option_is_one_line_that_names_it(tmp_path,
     load = vit.load if models is image_models else lm.load
     file = save_npz(tmp_path / "plain.npz", random_params(param_shapes(plain, inputs)))
     init = param_shapes(composed, inputs)
-    with pytest.raises(CheckpointError, match=r"only in the model.*identity: --config\.model_load\.upcycle=True$") as e:
+    with refused(CheckpointError, match=r"only in the model.*identity: --config\.model_load\.upcycle=True$"):
         load(init, file, {})
-    assert "\n" not in str(e.value)
-    with pytest.raises(CheckpointError, match=r"has no QK-norm.*set --config\.model\.qk_norm=None$") as e:
+    with refused(CheckpointError, match=r"has no QK-norm.*set --config\.model\.qk_norm=None$"):
         load(param_shapes(composed.clone(qk_norm="rmsnorm"), inputs), file, {}, upcycle=True)
-    assert "\n" not in str(e.value)
     with pytest.raises(CheckpointError, match=r"composes nothing.*set --config\.model\.compose=both"):
         load(param_shapes(plain, inputs), file, {}, upcycle=True)
     with pytest.raises(CheckpointError, match=r"does not fit the model; .*only in the checkpoint"):

@@ -6,6 +6,7 @@ import foreign_models
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_processor, preprocessing
@@ -179,9 +180,8 @@ def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
 def test_size_is_that_of_the_images_which_the_ops_yield(pp, expected):
     """None: it is that of the file or unknown, which is an error of one line."""
     if expected is None:
-        with pytest.raises(CheckpointError, match="pp=") as error:
+        with refused(CheckpointError, match="pp="):
             preprocessing.size_of(pp)
-        assert "\n" not in str(error.value)
         return
     assert preprocessing.size_of(pp) == expected
     pytest.importorskip("tensorflow", reason="needs TensorFlow; pip install -e .[data]")
@@ -204,9 +204,8 @@ def test_size_is_that_of_the_images_which_the_ops_yield(pp, expected):
     ],
 )
 def test_steps_that_no_processor_has_are_refused_in_one_line(pp, message):
-    with pytest.raises(CheckpointError, match=message) as error:
+    with refused(CheckpointError, match=message):
         hf_processor.write(pp)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("op", [

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 pytestmark = pytest.mark.interop
 pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
@@ -116,9 +117,8 @@ def test_all_features_of_dinov3_equal_those_of_transformers_at_every_size(tmp_pa
             expected = of_torch(model, pixels, lambda out, kind=kind: getattr(out, kind))
             difference = np.abs(found.features(pixels, key) - expected).max() / np.abs(expected).max()
             assert difference <= 2e-6
-    with pytest.raises((ConfigError, CheckpointError), match="does not divide the image") as error:
+    with refused((ConfigError, CheckpointError), match="does not divide the image"):
         found.features(images((trained + 1, trained)))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -192,6 +192,5 @@ def test_values_that_transformers_refuses_are_an_error_of_one_line(tmp_path):
     create("SigLIP").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": None}))
-    with pytest.raises(CheckpointError, match="transformers cannot evaluate the model: ") as error:
+    with refused(CheckpointError, match="transformers cannot evaluate the model: "):
         libraries.transformers_logits(tmp_path, images((32, 32)))
-    assert "\n" not in str(error.value)

@@ -16,6 +16,7 @@ from foreign_models import (
     with_random_weights,
     written_back,
 )
+from refusals import refused
 from small_models import assert_trees_equal
 
 from dcvit.errors import CheckpointError
@@ -409,10 +410,8 @@ def test_an_absurd_number_is_refused_at_once(family, key, value, message):
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):
-    with pytest.raises(CheckpointError) as raised:
+    with refused(CheckpointError, message):
         FAMILIES[family].config(Description("lm", 61, fields))
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_the_fields_of_files_are_those_of_the_model():

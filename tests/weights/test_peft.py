@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conversion_models import tensors, write
 from foreign_models import largest_difference, libraries, random_tokens, with_random_weights
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 from small_models import param_shapes, random_params
 
@@ -229,10 +230,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_damaged_or_unknown_adapter_is_one_line(name, adapted, tmp_path):
     change, properties, message = BAD[name]
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, message):
         dict(open_weights(edited(adapted / "adapter", tmp_path / "adapter", change, **properties)).read())
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_merged_model_beside_its_adapter_opens_as_a_model(adapted, tmp_path):
