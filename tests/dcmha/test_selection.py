@@ -95,7 +95,11 @@ def outcome(policy="verify", **options):
 
 @pytest.mark.parametrize(
     "kernel",
-    [wrong_rows, wrong_gradient, ignores_post, ignores_causality, exhausts_vmem, slow],
+    [  # by default, test_verification has kernels that are wrong, slow or do not compile
+        ignores_causality,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (wrong_rows, wrong_gradient, ignores_post)),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (exhausts_vmem, slow)),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(kernel, chip, caplog):
