@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import call_of
 from jax.experimental import pallas as pl
+from pallas_checks import weights_like
 
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.backends.tpu import api, backward_interleaved, tiling
@@ -64,58 +65,50 @@ def choose(q, k, weights, options, limit):
     return configs[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "head_dim", "tokens", "rank", "groups", "static", "dtype"),
-    [
-        (6, 6, 64, 197, 2, 1, False, jnp.float32),
-        (12, 12, 64, 197, 2, 1, True, jnp.bfloat16),
-        (8, 2, 64, 250, 8, 2, True, jnp.float32),
-        (4, 4, 32, 64, 1, 1, True, jnp.float32),
-        (16, 16, 8, 40, 1, 1, True, jnp.float32),
-    ],
-)
-def test_the_estimate_is_at_least_what_is_declared(
-    monkeypatch, heads, key_heads, head_dim, tokens, rank, groups, static, dtype
-):
-    monkeypatch.setattr(tiling, "vmem_limit", lambda: LIMIT)
-    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    q, k = array(8, tokens, heads, head_dim), array(8, tokens, key_heads, head_dim)
-    side = [array(8, tokens, rank, heads), array(8, tokens, rank, heads), array(8, tokens, heads)]
-    weights = ComposeWeights(*side, *side, array(groups, heads // groups, heads // groups) if static else None)
-    mask = array(8, 1, tokens, tokens, dtype=jnp.bool_)
-    config = choose(q, k, weights, Options(groups=groups), LIMIT)
-    assert config.family == "interleaved"
-    estimate = backward_interleaved.vmem_bytes(config)
-    assert estimate + tiling.COMPILER_BYTES <= LIMIT
-    assert 0.95 * estimate < declared(monkeypatch, q, k, weights, groups, mask) <= estimate
+BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
+SIZES = ("heads", "key_heads", "head_dim", "tokens", "dtype")
+CASES = [  # the family of kernels, and sizes; one example is in several tiles
+    *[("interleaved", dict(zip(SIZES, sizes, strict=True)) | {"batch": 8, **more}) for sizes, more in (
+        ((6, 6, 64, 197, FLOAT32), {}),
+        ((12, 12, 64, 197, BFLOAT16), {"static": True}),
+        ((8, 2, 64, 250, FLOAT32), {"rank": 8, "groups": 2, "static": True}),
+        ((4, 4, 32, 64, FLOAT32), {"rank": 1, "static": True}),
+        ((16, 16, 8, 40, FLOAT32), {"rank": 1, "static": True}),
+    )],
+    *[("matrix", dict(zip(SIZES, sizes, strict=True)) | {"limit": limit}) for sizes, limit in (
+        ((32, 32, 128, 2048, BFLOAT16), 60 * 2**20),
+        ((16, 16, 64, 2048, BFLOAT16), LIMIT),
+        ((12, 12, 64, 577, FLOAT32), 60 * 2**20),
+        ((18, 18, 64, 1024, BFLOAT16), LIMIT),
+        ((8, 2, 64, 1024, FLOAT32), LIMIT),
+    )],
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "head_dim", "tokens", "limit", "dtype"),
-    [
-        (32, 32, 128, 2048, 60, jnp.bfloat16),
-        (16, 16, 64, 2048, 120, jnp.bfloat16),
-        (12, 12, 64, 577, 60, jnp.float32),
-        (18, 18, 64, 1024, 120, jnp.bfloat16),
-        (8, 2, 64, 1024, 120, jnp.float32),
-    ],
-)
-def test_the_estimate_of_several_tiles_is_at_least_what_is_declared(
-    monkeypatch, heads, key_heads, head_dim, tokens, limit, dtype
-):
-    monkeypatch.setattr(tiling, "vmem_limit", lambda: limit * 2**20)
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    q, k = array(1, tokens, heads, head_dim), array(1, tokens, key_heads, head_dim)
-    side = [array(1, tokens, 2, heads), array(1, tokens, 2, heads), array(1, tokens, heads)]
-    weights = ComposeWeights(*side, *side)
-    config = choose(q, k, weights, Options(), limit * 2**20)
-    assert config.family == "matrix"
-    estimate = tiling.backward_vmem_bytes(config) - tiling.COMPILER_BYTES
-    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    assert 0.8 * estimate < declared(monkeypatch, q, k, weights, 1) <= estimate
-    assert declared(monkeypatch, q, k, weights, 1, None, Segments(ids, ids)) <= estimate
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_the_estimate_is_at_least_what_is_declared(monkeypatch, family, case):
+    c = {"batch": 1, "rank": 2, "groups": 1, "static": False, "limit": LIMIT, **case}
+    monkeypatch.setattr(tiling, "vmem_limit", lambda: c["limit"])
+    batch, tokens, heads, groups = c["batch"], c["tokens"], c["heads"], c["groups"]
+    array = lambda *shape, dtype=c["dtype"]: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    q, k = (array(batch, tokens, n, c["head_dim"]) for n in (heads, c["key_heads"]))
+    weights = weights_like(array, batch, tokens, tokens, heads, c["rank"])
+    if c["static"]:
+        weights = weights._replace(static=array(groups, heads // groups, heads // groups))
+    config = choose(q, k, weights, Options(groups=groups), c["limit"])
+    assert config.family == family
+    ids = array(batch, tokens, dtype=jnp.int32)
+    if family == "interleaved":
+        estimate, least = backward_interleaved.vmem_bytes(config), 0.95
+        masks = [(array(batch, 1, tokens, tokens, dtype=jnp.bool_),)]
+    else:
+        estimate, least = tiling.backward_vmem_bytes(config) - tiling.COMPILER_BYTES, 0.8
+        masks = [(), (None, Segments(ids, ids))]
+    assert estimate + tiling.COMPILER_BYTES <= c["limit"]
+    first, *others = (declared(monkeypatch, q, k, weights, groups, *mask) for mask in masks)
+    assert least * estimate < first <= estimate
+    assert all(found <= estimate for found in others)
 
 
 def test_shapes_whose_matrices_do_not_fit_are_mixed_by_vector_units(monkeypatch):
