@@ -78,8 +78,4 @@ def attends(b, i, j, causal, window, mask, segments=None):
         return False
     if mask is None:
         return True
-    return bool(
-        np.broadcast_to(mask, (max(mask.shape[0], b + 1), 1, *mask.shape[2:]))[b, 0][
-            min(i, mask.shape[2] - 1), min(j, mask.shape[3] - 1)
-        ]
-    )
+    return bool(mask[tuple(min(n, size - 1) for n, size in zip((b, 0, i, j), mask.shape, strict=True))])
