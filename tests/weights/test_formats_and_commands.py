@@ -1,11 +1,13 @@
 """Every command opens a trained model in every format and layout, with the results of its run."""
 
+import functools
 import json
 from pathlib import Path
 
 import flax.traverse_util
 import numpy as np
 import pytest
+from explorer_pages import facts_of
 from trained_workdirs import DIGITS, TEXT
 
 from dcvit import cli, convert, evaluate, explore, generate, predict
@@ -54,80 +56,58 @@ def with_config(kind, place, **more):
     return ["--config", name, "--checkpoint", place, *words]
 
 
-def opened_by_predict(call, place, folder):
-    return call(predict.main, "--workdir", place, SEVEN, "--format", "csv")
+def predicted(call, place, folder, *words, **more):
+    return call(predict.main, *with_config("images", place, **more), SEVEN, *words, "--format", "csv")
 
 
-def opened_by_predict_with_a_config(call, place, folder):
-    return call(predict.main, *with_config("images", place), SEVEN, "--format", "csv")
+def evaluated(kind, call, place, *words):
+    (row,) = json.loads(call(evaluate.main, *with_config(kind, place), *words, "--format", "json"))
+    return {name: value for name, value in row.items() if name != "step" and not name.endswith("per_second")}
 
 
-def opened_by_predict_as_a_scan(call, place, folder):
-    return call(predict.main, *with_config("images", place, **{"model.scan": True}), SEVEN, "--format", "csv")
-
-
-def opened_by_predict_at_another_size(call, place, folder):
-    return call(predict.main, *with_config("images", place), SEVEN, "--image-size", "12x16", "--format", "csv")
-
-
-def opened_by_evaluate_at_another_size(call, place, folder):
-    words = (*with_config("images", place), "--image-size", "12x16", "--format", "json")
-    (row,) = json.loads(call(evaluate.main, *words))
-    return {name: row[name] for name in ("top1", "loss", "n", "parameters", "image_size")}
-
-
-def opened_by_evaluate(call, place, folder):
-    (row,) = json.loads(call(evaluate.main, *with_config("images", place), "--format", "json"))
-    return {name: row[name] for name in ("top1", "loss", "n", "parameters")}
-
-
-def opened_by_explore(call, place, folder):
+def explored(call, place, folder):
     call(explore.main, "--workdir", place, SEVEN, "--out", folder / "page.html")
-    page = (folder / "page.html").read_text()
-    facts = json.loads(page.split('id="facts-data">')[1].split("</script>")[0])
-    return facts["samples"][0]["predictions"]
+    return facts_of((folder / "page.html").read_text())["samples"][0]["predictions"]
 
 
-def opened_by_convert(call, place, folder):
+def converted(call, place, folder):
     call(convert.main, place, folder / "again", "--to", "npz")
     (file,) = (folder / "again").glob("*.npz")
     return {name: x.tobytes() for name, x in read(file).items()}
 
 
-def opened_by_model_init(call, place, folder):
+def loaded_by_model_init(call, place, folder):
     name, overrides = RUNS["images"]
     made = setup.load_setup(name, [f"{k}={v}" for k, v in {**overrides, "model_init": place}.items()])
     params = made.model.load_initial(made.model.shapes)
     return {name: np.asarray(x).tobytes() for name, x in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
-def opened_by_generate(call, place, folder):
-    return call(generate.main, "--workdir", place, "--prompt", "def", "--tokens", "5")
-
-
-def opened_by_generate_with_a_config(call, place, folder):
-    return call(generate.main, *with_config("texts", place), "--prompt", "def", "--tokens", "5")
-
-
-def opened_by_evaluate_of_texts(call, place, folder):
-    (row,) = json.loads(call(evaluate.main, *with_config("texts", place), "--format", "json"))
-    return {name: row[name] for name in ("bits_per_byte", "parameters")}
-
-
+SIZE, TEXT_WORDS = ("--image-size", "12x16"), ("--prompt", "def", "--tokens", "5")
 COMMANDS = {
-    "images": (
-        opened_by_predict, opened_by_predict_with_a_config, opened_by_predict_as_a_scan, opened_by_evaluate,
-        opened_by_predict_at_another_size, opened_by_evaluate_at_another_size,
-        opened_by_explore, opened_by_convert, opened_by_model_init,
-    ),
-    "texts": (opened_by_generate, opened_by_generate_with_a_config, opened_by_evaluate_of_texts),
-}  # fmt: skip
+    "images": {
+        "predict": lambda call, place, _: call(predict.main, "--workdir", place, SEVEN, "--format", "csv"),
+        "predict with a config": predicted,
+        "predict as a scan": functools.partial(predicted, **{"model.scan": True}),
+        "predict at another size": lambda call, place, folder: predicted(call, place, folder, *SIZE),
+        "evaluate": lambda call, place, _: evaluated("images", call, place),
+        "evaluate at another size": lambda call, place, _: evaluated("images", call, place, *SIZE),
+        "explore": explored,
+        "convert": converted,
+        "model_init": loaded_by_model_init,
+    },
+    "texts": {
+        "generate": lambda call, place, _: call(generate.main, "--workdir", place, *TEXT_WORDS),
+        "generate with a config": lambda call, place, _: call(generate.main, *with_config("texts", place), *TEXT_WORDS),
+        "evaluate": lambda call, place, _: evaluated("texts", call, place),
+    },
+}
 CELLS = [
     pytest.param(kind, to, command, marks=() if to == "safetensors" else pytest.mark.exhaustive)
     for kind, commands in COMMANDS.items()
     for command in commands
     for to in ("checkpoint", *FORMATS)
-    if command is not opened_by_generate or to in ("checkpoint", "dcvit")  # bytes have no tokenizer.json
+    if command != "generate" or to in ("checkpoint", "dcvit")  # bytes have no tokenizer.json
 ]
 
 
@@ -137,5 +117,5 @@ def test_a_command_gives_the_results_of_the_run_for_every_format(kind, to, comma
     for number, place in enumerate((places[kind]["run"], places[kind][to])):
         folder = tmp_path / str(number)
         folder.mkdir()
-        found.append(command(call, place, folder))
+        found.append(COMMANDS[kind][command](call, place, folder))
     assert found[0] == found[1]
