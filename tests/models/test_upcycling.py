@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from refusals import refused
 from small_models import (
     LENGTH,
@@ -15,7 +16,6 @@ from small_models import (
     jit,
     logits_of,
     make_tokens,
-    name_of,
     param_shapes,
     random_params,
     save_npz,
@@ -111,26 +111,13 @@ def test_composed_model_gains_branches_without_losing_those_it_has(tmp_path):
     _, after, _ = image_models(static=True)
     assert_same_function(tmp_path, before, after, IMAGES)
     params, loaded = upcycled(tmp_path, before, after, IMAGES)
-    held = {name_of(path) for path, _ in jax.tree.leaves_with_path(params)}
-    assert_trees_equal(params, select(loaded, lambda name: name in held))
-
-
-def select(params, wanted):
-    """Return the part of a tree whose names are wanted."""
-    found = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if wanted(name_of(path)):
-            node = found
-            for key in path[:-1]:
-                node = node.setdefault(key.key, {})
-            node[path[-1].key] = leaf
-    return found
+    held, found = (flatten_dict(tree, sep="/") for tree in (params, loaded))
+    assert_trees_equal(held, {name: found[name] for name in held})
 
 
 def by_name(params):
     """Return the parameters of the compositions by name."""
-    leaves = {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    return {name: leaf for name, leaf in leaves.items() if COMPOSITION.fullmatch(name)}
+    return {name: leaf for name, leaf in flatten_dict(params, sep="/").items() if COMPOSITION.fullmatch(name)}
 
 
 @pytest.mark.slow
@@ -192,9 +179,8 @@ def test_shapes_stay_shapes_where_nothing_is_loaded(tmp_path):
     file = save_npz(tmp_path / "plain.npz", random_params(param_shapes(plain, tokens)))
     shapes = param_shapes(composed, tokens)
     loaded = lm.load(shapes, file, {}, dont_load=["head/kernel"], upcycle=True)
-    left = {name_of(p) for p, x in jax.tree.leaves_with_path(loaded) if isinstance(x, jax.ShapeDtypeStruct)}
-    names = {name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)}
-    assert left == {"head/kernel"} | {name for name in names if COMPOSITION.fullmatch(name)}
+    left = {name for name, x in flatten_dict(loaded, sep="/").items() if isinstance(x, jax.ShapeDtypeStruct)}
+    assert left == {"head/kernel"} | by_name(shapes).keys()
     assert identity_compositions(shapes) == shapes
 
 
