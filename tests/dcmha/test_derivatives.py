@@ -62,14 +62,10 @@ def test_one_query_has_a_forward_mode():
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(
-    "backend",
-    [on_arrays(interpreted_tpu), on_arrays(gpu.run)],
-    ids=["tpu", "gpu"],
-)
+@pytest.mark.parametrize("backend", [interpreted_tpu, gpu.run], ids=["tpu", "gpu"])
 def test_kernels_have_a_forward_mode(backend):
     args, options = random_case(16, heads=2, head_dim=32, mask=(1, 1, 16, 16))
-    check_forward_mode(backend, args, options)
+    check_forward_mode(on_arrays(backend), args, options)
 
 
 ALL = (
@@ -137,23 +133,19 @@ def test_second_derivatives_of_one_query_in_float64(x64):
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("attention", "case", "names"),
+    ("backend", "case", "names"),
     [
-        (on_arrays(blockwise.run), SECOND["masked"], ALL),
-        (
-            on_arrays(interpreted_tpu),
-            {"queries": 8, "rank": 1, "mask": (1, 1, 8, 8)},
-            ALL,
-        ),
-        (on_arrays(interpreted_tpu_decode), {"queries": 1, "keys": 9}, ALL),
-        (on_arrays(gpu.run), {"queries": 16, "head_dim": 32, "rank": 1}, ALL[:1]),
+        (blockwise.run, SECOND["masked"], ALL),
+        (interpreted_tpu, {"queries": 8, "rank": 1, "mask": (1, 1, 8, 8)}, ALL),
+        (interpreted_tpu_decode, {"queries": 1, "keys": 9}, ALL),
+        (gpu.run, {"queries": 16, "head_dim": 32, "rank": 1}, ALL[:1]),
     ],
     ids=["blockwise", "tpu", "tpu_decode", "gpu"],
 )
-def test_second_derivatives_in_float32(attention, case, names):
+def test_second_derivatives_in_float32(backend, case, names):
     """The kernels for GPUs split operands into pairs of bfloat16, with errors of about 1e-5."""
-    tolerance = 5e-5 if attention is on_arrays(gpu.run) else 2e-5
-    check_second_derivatives(attention, *random_case(**case), tolerance, names)
+    tolerance = 5e-5 if backend is gpu.run else 2e-5
+    check_second_derivatives(on_arrays(backend), *random_case(**case), tolerance, names)
 
 
 @pytest.mark.weekly
