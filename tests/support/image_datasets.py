@@ -146,7 +146,7 @@ def imagenet2012(
     return make_tfds(root, "imagenet2012", splits, file_format=file_format)
 
 
-def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+def imagenet2012_real(root: Path, n: int = 10) -> dict[str, list[Example]]:
     """Write imagenet2012_real/1.0.0: imagenet2012's validation images with, in turn, no, one and three real labels.
 
     A single label is the original label. Three labels include the original label in every second case.
@@ -165,35 +165,28 @@ def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int =
         "file_name": text(),
     }
     splits = {"validation": examples}
-    return make_tfds(root, "imagenet2012_real", splits, file_format=file_format, features=features, version="1.0.0")
+    return make_tfds(root, "imagenet2012_real", splits, features=features, version="1.0.0")
 
 
-def imagenet_v2(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """Write imagenet_v2/matched-frequency/3.0.0 with the split test."""
-    splits = {"test": labeled(n, 30_000, "{label}/{i:040x}.jpeg")}
-    config = "matched-frequency"
-    return make_tfds(root, "imagenet_v2", splits, file_format=file_format, version="3.0.0", config=config)
+DERIVED = {  # version, configuration, first seed and names of the files of datasets with the split "test"
+    "imagenet_v2": ("3.0.0", "matched-frequency", 30_000, "{label}/{i:040x}.jpeg"),
+    "imagenet_a": ("0.1.0", None, 40_000, "0.00{i}_wasp _ bee_0.9.jpg"),
+    "imagenet_r": ("0.2.0", None, 50_000, "{wnid}/art_{i}.jpg"),
+    "imagenet_sketch": ("1.0.0", None, 60_000, "{wnid}/sketch_{i}.JPEG"),
+}
 
 
-def imagenet_a(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """Write imagenet_a/0.1.0 with the split test."""
-    splits = {"test": labeled(n, 40_000, "0.00{i}_wasp _ bee_0.9.jpg")}
-    return make_tfds(root, "imagenet_a", splits, file_format=file_format, version="0.1.0")
-
-
-def imagenet_r(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """Write imagenet_r/0.2.0 with the split test."""
-    splits = {"test": labeled(n, 50_000, "{wnid}/art_{i}.jpg")}
-    return make_tfds(root, "imagenet_r", splits, file_format=file_format, version="0.2.0")
-
-
-def imagenet_sketch(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """Write imagenet_sketch/1.0.0 with the split test; its images are JPEGs, but its feature does not say so."""
+def derived(root: Path, name: str, n: int = 10) -> dict[str, list[Example]]:
+    """Write a dataset of `DERIVED`; the images of ImageNet-Sketch are JPEGs, but their feature does not say so."""
     import tensorflow_datasets as tfds
 
-    splits = {"test": labeled(n, 60_000, "{wnid}/sketch_{i}.JPEG")}
-    features = imagenet_features() | {"image": tfds.features.Image()}
-    return make_tfds(root, "imagenet_sketch", splits, file_format=file_format, features=features, version="1.0.0")
+    version, config, seed, file_name = DERIVED[name]
+    features = imagenet_features()
+    if name == "imagenet_sketch":
+        features["image"] = tfds.features.Image()
+    return make_tfds(
+        root, name, {"test": labeled(n, seed, file_name)}, features=features, version=version, config=config
+    )
 
 
 def image_folder(

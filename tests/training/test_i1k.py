@@ -86,16 +86,13 @@ class TestRecipe:
         assert json.loads(config.load(f"{I1K}:{arguments}").to_json()) == expected
 
 
-OTHERS = ("imagenet2012_real", "imagenet_a", "imagenet_r", "imagenet_sketch")
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """Prepare the training data, its validation split and ImageNet-V2; return the folder."""
     pytest.importorskip("tensorflow_datasets")
     root = tmp_path_factory.mktemp("data")
     image_datasets.imagenet2012(root, n_train=400, n_val=10)
-    image_datasets.imagenet_v2(root)
+    image_datasets.derived(root, "imagenet_v2")
     return root
 
 
@@ -115,8 +112,9 @@ def i1k(tmp_path, monkeypatch, library_promotion):
 @pytest.mark.weekly
 def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
     root = shutil.copytree(data_dir, tmp_path / "all")
-    for name in OTHERS:
-        getattr(image_datasets, name)(root)
+    image_datasets.imagenet2012_real(root)
+    for name in ("imagenet_a", "imagenet_r", "imagenet_sketch"):
+        image_datasets.derived(root, name)
     status, uninterrupted = i1k(root, "uninterrupted")
     assert status == 0
     rows = metrics.read(uninterrupted / "metrics.jsonl")

@@ -78,7 +78,7 @@ class TestNames:
 
     def test_only_config_of_a_dataset_need_not_be_named(self, tmp_path):
         pytest.importorskip("tensorflow_datasets")
-        image_datasets.imagenet_v2(tmp_path, n=4)
+        image_datasets.derived(tmp_path, "imagenet_v2", n=4)
         for name in ("imagenet_v2", "imagenet_v2/matched-frequency", "imagenet_v2:3.0.0"):
             assert len(ip.open_source("tfds", name=name, split="test", data_dir=str(tmp_path))) == 4
 
