@@ -110,9 +110,7 @@ def test_sums_and_products_of_heads_and_their_gradients_are_equal(x64, shape):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "key_heads", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4]
-)  # on a tensor axis of 2 devices
+@pytest.mark.parametrize("key_heads", [1, 2, 4])  # on a tensor axis of 2 devices
 def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(key_heads):
     options = {"branches": "qpgs", "key_heads": key_heads, "groups": key_heads, "causal": True}
     check_on_a_mesh(None, *random_case(24, heads=8, batch=2, rank=1, **options))

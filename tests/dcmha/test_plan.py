@@ -10,6 +10,7 @@ import pytest
 from attention_cases import on_arrays, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from marks import exhaustive
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
@@ -203,10 +204,10 @@ def test_on_tpu7x_operands_are_stored_in_complete_tiles_of_16_rows(monkeypatch, 
     ("implementation", "case"),
     [
         (None, {"branches": "qkpgs", "groups": 2}),
-        pytest.param("blockwise", {"branches": None, "key_heads": 1}, marks=pytest.mark.exhaustive),
-        pytest.param("blockwise", {"branches": "qkpgs", "mask": (2, 1, 1, 24)}, marks=pytest.mark.exhaustive),
+        exhaustive("blockwise", {"branches": None, "key_heads": 1}),
+        exhaustive("blockwise", {"branches": "qkpgs", "mask": (2, 1, 1, 24)}),
         (None, {"segments": 3}),
-        pytest.param(None, {"branches": None, "key_heads": 2}, marks=pytest.mark.exhaustive),
+        exhaustive(None, {"branches": None, "key_heads": 2}),
     ],
 )
 def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(implementation, case):
@@ -227,14 +228,7 @@ def check_on_a_mesh(implementation, args, options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ((2, 2), ("data", "model")),
-        pytest.param((4,), ("data",), marks=pytest.mark.exhaustive),
-        pytest.param((4,), ("x",), marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "names"), [((2, 2), ("data", "model")), ((4,), ("data",)), ((4,), ("x",))])
 def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
     layer, x = Attention(4, compose="both"), jax.random.normal(jax.random.key(0), (4, 9, 16))
     params = {"params": random_params(param_shapes(layer, x))}

@@ -107,7 +107,6 @@ def test_files_and_arrays_have_features_at_the_size(models, size):
         model.features(np.zeros((1, 8, 8, 1), np.float32))
 
 
-@pytest.mark.slow
 def test_commands_take_one_option(digits_workdir, capsys):
     assert cli.run(evaluate.main, ["--workdir", str(digits_workdir), "--image-size", "12x16", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -117,7 +116,6 @@ def test_commands_take_one_option(digits_workdir, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "message"),
     [
@@ -141,7 +139,6 @@ def test_sizes_that_are_none_are_refused_in_one_line():
     assert dcvit.load("digits", image_size=[8, 12]).features(np.zeros((1, 8, 12, 3), np.uint8)).shape[0] == 1
 
 
-@pytest.mark.slow
 def test_language_models_have_no_images(lm_workdir, capsys):
     with pytest.raises(ConfigError, match="image_size=16x16 is for models of images"):
         dcvit.load(lm_workdir, image_size=16)

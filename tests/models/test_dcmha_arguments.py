@@ -225,7 +225,7 @@ def test_heads_with_masks_of_their_own_are_split_over_the_tensor_axis(caplog):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("broadcast", [True, False])
 def test_a_dropout_rate_of_one_removes_all_weights(broadcast):
     """The output is the bias. flax's layer divides zero by zero, `nn.Dropout` does the same as here."""
     layer = dcmha_nnx.DCMHA(

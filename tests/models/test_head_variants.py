@@ -347,7 +347,6 @@ def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.parametrize("heads", [4, 8])
 def test_the_documented_formulas_give_the_numbers_of_parameters(heads):
     def count(name):

@@ -252,7 +252,7 @@ def test_rotary_models_accept_rows_longer_than_their_context():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("remat", "forwards"), [exhaustive("none", 1), ("full", 2), ("full_but_attention", 1)])
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("full", 2), ("full_but_attention", 1)])
 def test_rematerialization_repeats_the_forward_kernel_unless_its_results_are_kept(monkeypatch, remat, forwards):
     """The gradient of a scanned layer, lowered for TPUs."""
     monkeypatch.setattr(device, "platform", lambda: "tpu")  # TPU kernels may be traced without a TPU

@@ -44,7 +44,6 @@ from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 from input_pipeline import memory
 
-OWN = ("npz", "bv", "safetensors", "dcvit")
 NATIVE_VIT = "ViTForImageClassification"
 
 
@@ -81,7 +80,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.slow if to == "dcvit" else ()) for to in OWN])
+@pytest.mark.parametrize("to", ["npz", "bv", "safetensors", "dcvit"])
 @pytest.mark.parametrize("name", ["lm", "vit"])
 def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
     report = conversion_models.convert(folders[name], tmp_path / "out", to)
@@ -278,7 +277,6 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
     np.testing.assert_array_equal(found["embedding/kernel"], scanned["embedding"]["kernel"])
 
 
-@pytest.mark.slow
 def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_path, library_promotion):
     assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
     assert same_bits(values(tmp_path / "run"), values(lm_workdir))
