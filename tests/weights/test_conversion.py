@@ -553,29 +553,6 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     assert open_saved(folders["vit"]).description.pp == conversion_models.PP
 
 
-@pytest.mark.interop
-def test_rows_are_padded_to_the_fixed_length_of_a_program(tmp_path):
-    """An ONNX file has rows of the model's context, longer than those that are compared."""
-    onnx = pytest.importorskip("onnx", reason="needs onnx; pip install -e .[interop]")
-    pytest.importorskip("onnxruntime", reason="needs onnxruntime; pip install -e .[interop]")
-    ends = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, ["B", 200]) for name in ("tokens", "logits")
-    ]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("CumSum", ["tokens", "axis"], ["logits"])],
-        "sums",
-        [ends[0]],
-        [ends[1]],
-        [onnx.helper.make_tensor("axis", onnx.TensorProto.INT32, [], [1])],
-    )
-    onnx.save(
-        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8),
-        tmp_path / "a.onnx",
-    )
-    tokens = np.arange(256, dtype=np.int32).reshape(2, 128)
-    np.testing.assert_array_equal(programs.run_onnx(tmp_path / "a.onnx", tokens), np.cumsum(tokens, axis=1))
-
-
 @pytest.mark.slow
 def test_the_comparison_sees_the_order_of_the_channels():
     _, _, model = conversion_models.image_model(compose=None, depth=1)
