@@ -37,10 +37,8 @@ TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "
 def make_layer(name, heads, key_heads, **fields):
     """Return the attention layer of a language model with a name, with random parameters and inputs."""
     net = lm.Model(7, heads=name, num_heads=heads, num_key_heads=key_heads, width=WIDTH)
-    layer = Attention(
-        heads, num_key_heads=key_heads, use_bias=False, heads=net.heads, layer=LAYER,
-        **values_of(net, AttentionFields), **fields,
-    )  # fmt: skip
+    fields = {**values_of(net, AttentionFields), **fields}
+    layer = Attention(heads, num_key_heads=key_heads, use_bias=False, heads=net.heads, layer=LAYER, **fields)
     x = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH))
     shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
     return layer, random_params(shapes, std=0.4), x
@@ -249,11 +247,7 @@ def test_exclusive_attention_to_other_tokens_is_refused():
 
 
 def test_head_convolution_inside_groups():
-    net = lm.Model(7, heads="mta", num_heads=4, groups=2, width=WIDTH)
-    layer = Attention(4, use_bias=False, **values_of(net, AttentionFields))
-    x = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
-    params = random_params(shapes, std=0.4)
+    layer, params, x = make_layer("mta", 4, 4, groups=2)
     assert params["post"]["w_b"].shape == (2, 2, 2)
     wanted = expected("mta", params, x, np.ones((2, LENGTH, LENGTH), bool), 4, 4)
     np.testing.assert_allclose(output(layer, params, x), wanted, atol=1e-4)
