@@ -18,8 +18,9 @@ CALL = "__cudnn$fmhaSoftmax"
 
 
 @pytest.fixture(autouse=True)
-def _gpu(monkeypatch):
-    """Let the core and JAX believe that the platform is an NVIDIA GPU with cuDNN."""
+def _gpu(monkeypatch, caplog):
+    """Let the core and JAX believe that the platform is an NVIDIA GPU with cuDNN, and record the core's caplog."""
+    caplog.set_level(logging.INFO, logger="dcvit.dcmha")
     monkeypatch.setattr(device, "platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
@@ -39,21 +40,14 @@ def case(queries=128, keys=None, *, branches=None, dtype=jnp.bfloat16, head_dim=
     return args, {name: value for name, value in options.items() if name != "scale"}
 
 
-@pytest.fixture
-def log(caplog):
-    """Record of the core's log."""
-    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
-        yield caplog
-
-
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 16}, {"key_heads": 2}, {"dtype": jnp.float16}])
-def test_plain_attention_of_16_bits_is_one_call_of_cudnn(options, gradient, log):
+def test_plain_attention_of_16_bits_is_one_call_of_cudnn(options, gradient, caplog):
     args, options = case(**options)
     text = lowered(args, gradient=gradient, **options)
     assert text.count(f"@{CALL}") == 1 + gradient
     assert "dot_general" not in text  # no other product: neither scores nor their gradients are in memory
-    assert all(message.startswith("attention: cudnn on gpu") for message in log.messages)
+    assert all(message.startswith("attention: cudnn on gpu") for message in caplog.messages)
 
 
 def test_window_causality_and_scale_reach_cudnn():
@@ -66,11 +60,11 @@ def test_window_causality_and_scale_reach_cudnn():
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_the_middle_of_a_folded_composition_is_cudnn(gradient, log):
+def test_the_middle_of_a_folded_composition_is_cudnn(gradient, caplog):
     args, options = case(branches="qpgs", groups=2, key_heads=2)
     text = lowered(args, gradient=gradient, **options)
     assert text.count(f"@{CALL}") == 1 + gradient
-    assert [message.split(" on ")[0] for message in log.messages] == ["attention: folded", "attention: cudnn"]
+    assert [message.split(" on ")[0] for message in caplog.messages] == ["attention: folded", "attention: cudnn"]
 
 
 @pytest.mark.parametrize(
@@ -82,29 +76,29 @@ def test_the_middle_of_a_folded_composition_is_cudnn(gradient, log):
         ({"head_dim": 12}, "reference", "cuDNN: The head dim must be"),
     ],
 )
-def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(options, name, reason, log):
+def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(options, name, reason, caplog):
     args, options = case(**({"batch": 2} | options))
     assert CALL not in lowered(args, **options)
-    message = log.messages[-1]
+    message = caplog.messages[-1]
     assert message.startswith(f"attention: {name} on gpu")
     assert "; not cudnn: " in message
     assert reason in message
 
 
-def test_composition_that_does_not_fold_is_not_given_to_cudnn(log):
+def test_composition_that_does_not_fold_is_not_given_to_cudnn(caplog):
     args, options = case(branches="qkpg")
     assert CALL not in lowered(args, **options)
-    assert log.messages[-1].startswith("attention: elementwise on gpu")
+    assert caplog.messages[-1].startswith("attention: elementwise on gpu")
     with pytest.raises(ValueError, match="cudnn does not support this case: cuDNN does not compose heads"):
         lowered(args, implementation="cudnn", **options)
 
 
-def test_without_cudnn_the_reference_attends(monkeypatch, log):
+def test_without_cudnn_the_reference_attends(monkeypatch, caplog):
     monkeypatch.undo()
     monkeypatch.setattr(device, "platform", lambda: "gpu")
     args, options = case()
     assert CALL not in lowered(args, **options)
-    assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
+    assert "; not cudnn: cuDNN: cuDNN is not detected" in caplog.messages[0]
 
 
 @pytest.mark.slow
