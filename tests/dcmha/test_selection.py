@@ -149,11 +149,7 @@ def test_a_wrong_last_row_of_a_long_text_is_noticed_in_bfloat16(chip, caplog):
 
 
 @pytest.mark.parametrize("policy", ["known", "off"])
-def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(device, "platform", lambda: "tpu")
-    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
-    monkeypatch.setattr(plan, "splits_arrays", lambda: False)
+def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip):
     for composition in ("qkpg", "qp"):  # with key-wise branches, and folded, whose heads another kernel combines
         args, options = random_case(300, 300, branches=composition)
         lowered = {}
