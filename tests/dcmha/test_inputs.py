@@ -36,11 +36,8 @@ def test_weights_have_the_composition_that_computes_them(branches, projection, g
     for compose, groups in (("both", 2), ("pre", 4), ("post", 1)):
         given = Composition(compose, branches, projection, gate, static, rank=3, groups=groups)
         found = Composition.of_weights(*weights_of(given), groups)
-        assert (found.names, found.is_key_wise, found.mixes_heads) == (
-            given.names,
-            given.is_key_wise,
-            given.mixes_heads,
-        )
+        for name in ("names", "is_key_wise", "mixes_heads"):
+            assert getattr(found, name) == getattr(given, name)
         assert all(found.why_not_foldable(k) == given.why_not_foldable(k) for k in (1, 2, 4))
         assert found.rank == (3 if projection else 0)
 
