@@ -20,19 +20,14 @@ def registered(monkeypatch):
     jax.config.update("jax_platforms", "cpu")
 
 
-def test_absent_tpu_backend_is_replaced_by_one_that_is_unavailable(registered, monkeypatch):
-    monkeypatch.setattr(runtime, "has_tpu", lambda: False)
+@pytest.mark.parametrize("is_present", [False, True])
+def test_only_an_absent_tpu_backend_is_replaced_by_one_that_is_unavailable(is_present, registered, monkeypatch):
+    monkeypatch.setattr(runtime, "has_tpu", lambda: is_present)
     runtime.skip_absent_tpu()
-    ((name, factory),) = registered
-    assert name == "tpu"
-    with pytest.raises(RuntimeError, match="no TPU"):
-        factory()
-
-
-def test_tpu_backend_is_kept_where_a_tpu_is_present(registered, monkeypatch):
-    monkeypatch.setattr(runtime, "has_tpu", lambda: True)
-    runtime.skip_absent_tpu()
-    assert registered == []
+    assert [name for name, _ in registered] == ([] if is_present else ["tpu"])
+    for _, factory in registered:
+        with pytest.raises(RuntimeError, match="no TPU"):
+            factory()
 
 
 @pytest.mark.parametrize(
