@@ -77,6 +77,7 @@ def test_cast_parameters_give_bitwise_equal_logits():
 
 @pytest.mark.slow
 def test_an_example_ends_before_a_stop_token_and_the_others_continue():
+    """An empty prompt begins with the given token, and only tokens of the vocabulary are generated."""
     model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
     options = Options(6, GREEDY, stop=[5, 9])
     steps = list(generate(model, params, [[1], [6], [4], [2]], options))
@@ -84,17 +85,8 @@ def test_an_example_ends_before_a_stop_token_and_the_others_continue():
     assert complete(model, params, [[1], [6], [4], [2]], options) == [[2, 3, 4], [7, 8], [], [3, 4]]
     assert list(generate(model, params, [[4]], options)) == []
     assert complete(model, params, [], options) == []
-
-
-def test_an_empty_prompt_begins_with_the_given_token():
-    model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
-    options = Options(6, GREEDY, stop=[5, 9])
     assert complete(model, params, [[], [1, 1]], options._replace(begin=6)) == [[7, 8], [2, 3, 4]]
-
-
-def test_only_tokens_of_the_vocabulary_are_generated():
-    model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
-    (found,) = complete(model, params, [[1]], Options(6, GREEDY, stop=[5, 9], vocab_size=3))
+    (found,) = complete(model, params, [[1]], options._replace(vocab_size=3))
     assert found[0] == 2
     assert 3 not in found
 
