@@ -197,9 +197,6 @@ def test_kind_of_qk_norm_is_not_guessed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["params", "augreg", "bare"])
 def test_logits_equal_those_of_timms_reader_of_big_vision(tmp_path, layout):
-    pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
-    import torchvision_ops  # noqa: F401
-
     timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
     from vision_models import check_read, of_torch
 

@@ -50,8 +50,6 @@ def photo(gray=False):
 def processor_class(name):
     """The class of transformers that needs Pillow only, of which the others are equivalents."""
     transformers = foreign_models.libraries()[1]
-    import torchvision_ops  # noqa: F401
-
     kind = name.removesuffix("ImageProcessor").removesuffix("ImageProcessorPil")
     return getattr(transformers, f"{kind}ImageProcessorPil")
 

@@ -11,8 +11,6 @@ from refusals import refused
 
 pytestmark = pytest.mark.interop
 pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
-import torchvision_ops  # noqa: F401
-
 transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
 import torch
 from foreign_models import links_of, tensors_of

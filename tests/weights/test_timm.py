@@ -5,9 +5,6 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.interop
-pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
-import torchvision_ops  # noqa: F401
-
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
 from PIL import Image
