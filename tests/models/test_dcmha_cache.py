@@ -97,10 +97,8 @@ def test_nnx_cache_is_that_of_flax_and_composes():
     np.testing.assert_allclose(outs[2], composed(x, decode=False, is_causal=True), atol=2e-6)
     assert composed.cached_pre_k1.shape == (2, 5, 2, 4)
     composed.init_cache(x.shape, jnp.bfloat16)
-    assert {a.dtype for a in jax.tree.leaves(nnx.state(composed, nnx.Cache))} == {
-        jnp.dtype(jnp.bfloat16),
-        jnp.dtype(jnp.int32),
-    }
+    dtypes = {a.dtype for a in jax.tree.leaves(nnx.state(composed, nnx.Cache))}
+    assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
     again = jnp.concatenate([step(composed, x[:, i : i + 1]) for i in range(5)], axis=1)
     np.testing.assert_allclose(again, outs[2], atol=0.02)
 

@@ -48,11 +48,7 @@ def make_tokens(seed=2):
 def compiled(name):
     """Return a model, its parameters, and its compiled function of parameters, tokens, a cache and counts."""
     net, params = random_model(**(MODELS | MORE_MODELS)[name])
-    return (
-        net,
-        params,
-        jax.jit(lambda p, tokens, cache, **n: net.apply({"params": p}, tokens, cache=cache, **n)),
-    )
+    return net, params, jax.jit(lambda p, tokens, cache, **n: net.apply({"params": p}, tokens, cache=cache, **n))
 
 
 def decoded(name, *, slots=CONTEXT, padding=0, width=12):

@@ -29,12 +29,8 @@ def test_smoothed_labels_still_sum_to_one():
 
 def hidden_states():
     rng = np.random.default_rng(0)
-    hidden, kernel = rng.normal(size=(3, 11, 8)), rng.normal(size=(8, 37))
-    return (
-        jnp.asarray(hidden, jnp.float32),
-        jnp.asarray(kernel, jnp.float32),
-        jnp.asarray(rng.integers(37, size=(3, 11))),
-    )
+    hidden, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 11, 8), (8, 37)))
+    return hidden, kernel, jnp.asarray(rng.integers(37, size=(3, 11)))
 
 
 @pytest.mark.slow

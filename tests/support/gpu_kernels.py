@@ -62,10 +62,8 @@ class Rectangle:
 
     def gradients(self, which, a, g, hidden, back):
         q = self.config.ranks(which).q
-        lists = (
-            [a * g, *[a * x for x in back[part]], *[g * x for x in hidden[part]]] for part in (slice(q), slice(q, None))
-        )
-        return lists
+        for part in (slice(q), slice(q, None)):
+            yield [a * g, *[a * x for x in back[part]], *[g * x for x in hidden[part]]]
 
 
 def launch(kind, config, operands):
