@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import flax.traverse_util
 import jax
