@@ -6,34 +6,24 @@ import threading
 import numpy as np
 import pytest
 from batches import assert_same_batches
+from sources import ListSource
 
 import input_pipeline as ip
+from input_pipeline.shuffle import Blocks
 
 PP = 'pad(1)|random_crop(8)|flip_lr|value_range(-1, 1)|onehot(10)|keep("image", "labels")'
 
 
-class Numbers:
-    """A source whose example i is the number i; the examples in `broken` are corrupt."""
+class Numbers(ListSource):
+    """A source whose example i is the number i, and which knows the examples that were read."""
 
-    class_names = None
-
-    def __init__(self, size, broken=()):
-        self.size, self.broken, self.read = size, broken, []
-
-    def __len__(self):
-        return self.size
+    def __init__(self, size, corrupt=()):
+        super().__init__([{"image": np.int64(i)} for i in range(size)], corrupt)
+        self.read = []
 
     def __getitem__(self, index):
         self.read.append(index)
-        if index in self.broken:
-            raise ip.InputError("broken image")
-        return {"image": np.int64(index)}
-
-    def describe(self, index):
-        return f"number {index}"
-
-    def nbytes(self):
-        return 0
+        return super().__getitem__(index)
 
 
 def take(batches, n):
@@ -91,9 +81,11 @@ def test_invalid_rows_of_a_batch_are_refused(rows):
         next(ip.train_batches(Numbers(10), "", 4, seed=0, rows=rows))
 
 
+@pytest.mark.parametrize("blocks", [None, Blocks(np.array([40, 30]), 30)])
 @pytest.mark.parametrize("rows", [[9, 2, 3], *shares(16, 2), *shares(16, 4)])
-def test_rows_of_a_host_are_those_of_the_global_batch(rows):
-    source = ip.open_source("digits", split="train")
+def test_rows_of_a_host_are_those_of_the_global_batch(rows, blocks):
+    source = ip.open_source("digits", split="train", limit=70)
+    source.source.blocks = blocks
     complete, part = (ip.train_batches(source, PP, 16, seed=2, start_step=20, rows=which) for which in (None, rows))
     assert_same_batches(({k: v[list(rows)] for k, v in batch.items()} for batch in complete), part, 2)
 
@@ -116,7 +108,7 @@ class TestCorrupt:
 
     def test_corrupt_example_is_an_error_by_default_and_is_named(self):
         for batches in (ip.train_batches(Numbers(9, {4}), "", 9, seed=0), ip.eval_batches(Numbers(9, {4}), "", 2)):
-            with pytest.raises(ip.InputError, match="number 4: broken image"):
+            with pytest.raises(ip.InputError, match="example 4: bad bytes"):
                 list(itertools.islice(batches, 9))
 
     def test_skipped_example_is_replaced_by_the_next_readable_one_and_counted(self, caplog):
@@ -127,10 +119,10 @@ class TestCorrupt:
         replaced = [{3: 5, 4: 5, 8: 0}.get(i, i) for i in expected]
         assert np.concatenate([b["image"] for b in got]).tolist() == replaced
         assert np.concatenate([b["_skipped"] for b in got]).tolist() == [{3: 2, 4: 1, 8: 1}.get(i, 0) for i in expected]
-        assert sorted(caplog.messages) == [f"skipped number {i}: broken image" for i in (3, 4, 8)]
+        assert sorted(caplog.messages) == [f"skipped example {i}: bad bytes" for i in (3, 4, 8)]
 
     def test_more_corrupt_examples_than_the_maximum_are_an_error(self):
-        with pytest.raises(ip.InputError, match="more than corrupt_max=2 examples are corrupt, the last is number"):
+        with pytest.raises(ip.InputError, match="more than corrupt_max=2 examples are corrupt, the last is example"):
             take(ip.train_batches(Numbers(9, {1, 2, 3}), "", 9, seed=0, corrupt=ip.CorruptPolicy("skip", 2)), 2)
 
     def test_evaluation_masks_a_skipped_example(self):
@@ -167,12 +159,8 @@ FLAT = {"image": np.zeros(2)}
     ],
 )
 def test_examples_that_do_not_fit_in_one_batch_are_an_error(first, second, message):
-    class Given(Numbers):
-        def __getitem__(self, index):
-            return (first, second)[index]
-
     with pytest.raises(ip.InputError, match=message):
-        next(ip.eval_batches(Given(2), "", 2))
+        next(ip.eval_batches(ListSource([first, second]), "", 2))
 
 
 def test_error_of_an_op_names_the_example():

@@ -10,32 +10,23 @@ import image_datasets
 import numpy as np
 import pytest
 from PIL import Image
+from sources import ListSource
 
 import input_pipeline as ip
 from input_pipeline.images import decode
 
 
-class BrokenSource:
+class BrokenSource(ListSource):
     """A source whose example `bad` raises an error; every other example is its index."""
 
-    class_names = None
-
     def __init__(self, error, bad=5, size=12):
-        self.error, self.bad, self.size = error, bad, size
-
-    def __len__(self):
-        return self.size
+        super().__init__([{"image": np.int64(index)} for index in range(size)])
+        self.error, self.bad = error, bad
 
     def __getitem__(self, index):
         if index == self.bad:
             raise self.error
-        return {"image": np.int64(index)}
-
-    def describe(self, index):
-        return f"/data/{index}.jpg"
-
-    def nbytes(self):
-        return 0
+        return super().__getitem__(index)
 
 
 def streams(source, **options):
@@ -61,7 +52,7 @@ class TestErrors:
         for stream in streams(BrokenSource(ERRORS[message]), corrupt=ip.CorruptPolicy(policy), threads=threads):
             with pytest.raises(ip.ReadingError) as error:
                 stream()
-            assert str(error.value) == f"/data/5.jpg: {message}"
+            assert str(error.value) == f"example 5: {message}"
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("threads", [0, 2])
@@ -82,16 +73,15 @@ class TestErrors:
             next(stream)
 
     def test_error_of_an_op_is_skipped_only_if_its_data_is_invalid(self, caplog):
-        class OddSource(BrokenSource):
-            def __getitem__(self, index):
-                return {"image": np.zeros((4, 4, 3), np.uint8) if index != self.bad else self.error}
+        def odd(image):
+            return ListSource([{"image": np.zeros((4, 4, 3), np.uint8)}] * 5 + [{"image": image}])
 
         corrupt = ip.CorruptPolicy("skip")
-        with pytest.raises(ip.ReadingError, match=r"/data/5\.jpg: resize_pillow: 'image' should be"):
-            list(ip.eval_batches(OddSource("text"), "resize_pillow(2)", 4, corrupt=corrupt))
-        small = OddSource(np.zeros((1, 1, 3), np.uint8))
-        assert sum(batch["_mask"].sum() for batch in ip.eval_batches(small, "random_crop(2)", 4, corrupt=corrupt)) == 11
-        assert "skipped /data/5.jpg" in caplog.text
+        with pytest.raises(ip.ReadingError, match="example 5: resize_pillow: 'image' should be"):
+            list(ip.eval_batches(odd("text"), "resize_pillow(2)", 4, corrupt=corrupt))
+        small = odd(np.zeros((1, 1, 3), np.uint8))
+        assert sum(batch["_mask"].sum() for batch in ip.eval_batches(small, "random_crop(2)", 4, corrupt=corrupt)) == 5
+        assert "skipped example 5" in caplog.text
 
     def test_memory_error_in_the_decoder_is_not_an_error_of_the_data(self, monkeypatch):
         def fail(*_, **__):
@@ -126,7 +116,7 @@ class TestActiveReads:
             consumer.join(300)
         assert [line.partition(": ")[0] for line in reads] == ["input_0", "input_1"]
         examples = [re.sub(r"\(for \d+ s\)$", "", line.partition(": ")[2]) for line in reads]
-        assert sorted(examples) == ["/data/3.jpg ", "/data/8.jpg "]
+        assert sorted(examples) == ["example 3 ", "example 8 "]
         assert len(batches) == 3
         assert ip.active_reads() == []
 
@@ -142,7 +132,7 @@ class TestActiveReads:
 
         monkeypatch.setattr(time, "monotonic", lambda: now)
         next(ip.eval_batches(SlowSource(None, bad=-1), "", 1, threads=0))
-        assert reads[0] == "MainThread: /data/0.jpg (for 12 s)"
+        assert reads[0] == "MainThread: example 0 (for 12 s)"
 
     def test_failed_read_is_no_longer_reported(self):
         for stream in streams(BrokenSource(ValueError())):
@@ -156,7 +146,7 @@ class TestActiveReads:
         batch = next(ip.train_batches(source, "", 4, seed=3, start_step=step))
         rows = ip.batch_ids(source, 4, 3, step)
         assert [row["index"] for row in rows] == batch["image"].tolist()
-        assert [row["id"] for row in rows] == [f"/data/{index}.jpg" for index in batch["image"]]
+        assert [row["id"] for row in rows] == [f"example {index}" for index in batch["image"]]
         assert [(row["row"], row["epoch"]) for row in rows] == [(i, (step * 4 + i) // 10) for i in range(4)]
         json.dumps(rows)
 

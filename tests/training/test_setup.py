@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from trained_workdirs import LM_TINY, TINY
-from training_runs import small_setup
+from sources import ListSource
+from trained_workdirs import TINY
+from training_runs import LM_TINY, small_setup
 
 from dcvit.config import load as configs
 from dcvit.dcmha import device
@@ -172,8 +173,4 @@ def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_ope
 
 
 def test_images_of_another_name_are_not_a_traceback_with_pp_predict():
-    class Pictures(list):
-        class_names = None
-        describe = nbytes = lambda *_: ""
-
-    inputs.check_predict("decode", Pictures([{"picture": b"encoded"}]), (8, 8, 3), CorruptPolicy())
+    inputs.check_predict("decode", ListSource([{"picture": b"encoded"}]), (8, 8, 3), CorruptPolicy())

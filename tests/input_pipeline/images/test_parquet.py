@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -197,25 +196,6 @@ class TestOrder:
             source[index]
             assert parquet._row_groups.nbytes <= parquet._row_groups.limit < source.nbytes()
         assert len(reads) > 12
-
-    def test_stream_can_start_at_any_step(self, shared_root):
-        source = open_parquet(shared_root, window=30)
-        complete = list(itertools.islice(ip.train_batches(source, PP, 24, seed=1), 8))
-        for step, expected in enumerate(complete):
-            stream = ip.train_batches(open_parquet(shared_root, window=30), PP, 24, seed=1, start_step=step)
-            assert_same_batches([expected], stream, 1)
-            stream.close()
-
-    def test_hosts_have_disjoint_and_complete_shares(self, shared_root):
-        source = open_parquet(shared_root, window=30)
-        one = ip.train_batches(source, PP, 24, seed=2)
-        many = [ip.train_batches(source, PP, 24, seed=2, rows=range(i, i + 8)) for i in (0, 8, 16)]
-        joined = (
-            {k: np.concatenate([part[k] for part in parts]) for k in parts[0]} for parts in zip(*many, strict=True)
-        )
-        assert_same_batches(one, joined, 5)
-        ids = [row["id"] for step in range(5) for row in ip.batch_ids(source, 24, 2, step)]
-        assert len(set(ids)) == 120
 
     def test_parts_are_shuffled_within_their_own_row_groups(self, shared_root, reads):
         parts = [open_parquet(shared_root, window=20, part=part) for part in ((0, 0.375), (0.375, 1))]
