@@ -1,10 +1,46 @@
-"""TensorFlow's start-up messages are removed from stderr, and nothing else is."""
+"""Missing libraries are named; TensorFlow's start-up messages are removed from stderr, and nothing else is."""
 
 import os
+import sys
 
+import image_datasets
+import numpy as np
 import pytest
+from sources import ListSource
 
+import input_pipeline as ip
+from input_pipeline import optional
+from input_pipeline.images import kernels
 from input_pipeline.optional import START_UP_MESSAGE, remove_lines
+
+
+def train(pp, image):
+    next(ip.train_batches(ListSource([{"image": image}] * 4), pp, 2, seed=0))
+
+
+def open_text(folder, **options):
+    (folder / "a.jsonl.zst").touch()
+    (folder / "tokenizer.json").touch()
+    ip.open_source("text", path=str(folder), context=4, **options)
+
+
+USES = {
+    "tensorflow": ("data", lambda _: train("decode", image_datasets.jpeg(0))),
+    "numba": ("data", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
+    "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),
+    "zstandard": ("lm", open_text),
+}
+
+
+@pytest.mark.parametrize("module", USES)
+def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
+    extra, use = USES[module]
+    for cached in (optional.tensorflow, kernels._loops):
+        cached.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):
+        use(tmp_path)
+
 
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

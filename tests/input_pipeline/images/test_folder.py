@@ -158,12 +158,3 @@ def test_class_with_too_few_images_to_split_is_named(root):
         file.unlink()
     with pytest.raises(ip.InputError, match=r"dog has 1 image\(s\), too few"):
         open_folder(root / "train", val_fraction=0.5)
-
-
-@pytest.mark.slow
-def test_file_that_was_deleted_after_opening_is_named(root):
-    source = open_folder(root)
-    deleted = source.describe(2)
-    Path(deleted).unlink()
-    with pytest.raises(ip.InputError, match=f"{deleted}: No such file"):
-        list(ip.eval_batches(source, "decode(precise=True)|resize_pillow(8)", 24))

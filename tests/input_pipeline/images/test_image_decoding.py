@@ -1,14 +1,11 @@
 """Decoding of unusual, damaged and hostile image files, as the table in `docs/data.md` describes."""
 
-import sys
-
 import image_datasets
 import numpy as np
 import pytest
 from PIL import Image
 
 import input_pipeline as ip
-from input_pipeline import optional
 from input_pipeline.images import decode as decoding
 from input_pipeline.images import limits
 
@@ -144,18 +141,6 @@ def test_image_with_thirty_two_bits_a_channel_is_refused():
     data = image_datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
     with pytest.raises(ip.InputError, match="32 bits a channel"):
         decode(data)
-
-
-@pytest.mark.slow
-def test_error_without_tensorflow_names_the_extra_to_install(monkeypatch):
-    optional.tensorflow.cache_clear()
-    monkeypatch.setitem(sys.modules, "tensorflow", None)
-    try:
-        with pytest.raises(ip.InputError, match=r"needs tensorflow, which is not installed: pip install"):
-            decode(ODD["gray.jpg"])
-        assert decode(ODD["gray.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
-    finally:
-        optional.tensorflow.cache_clear()
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])

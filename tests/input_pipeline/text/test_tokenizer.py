@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 
 import corpora
 import numpy as np
@@ -81,11 +80,3 @@ def test_invalid_tokenizers_are_named(tmp_path, tokenizer_json):
     broken.write_text(json.dumps(content))
     with pytest.raises(ip.InputError, match="has no special token"):
         tokenizer.open_tokenizer(str(broken))
-
-
-@pytest.mark.parametrize("module", ["tokenizers", "zstandard"])
-def test_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, tokenizer_json, module):
-    path = corpora.write_jsonl(tmp_path / "a.jsonl.zst", ["x"])
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ip.InputError, match=r'not installed: pip install "dcvit\[lm\]"'):
-        ip.open_source("text", path=str(path), context=4, tokenizer=str(tokenizer_json))
