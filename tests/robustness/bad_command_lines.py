@@ -10,24 +10,17 @@ from workspace import (
     evaluate,
     file,
     generate,
-    lm_run,
     misspelt,
-    new,
     predict,
     resume,
     train,
-    vit_run,
 )
 
 PROMPT = ("--prompt", "def")
 
 
-def generate_default(*options: Word) -> Argv:
-    return generate(*PROMPT, *options)
-
-
 def tokenize(data: Word, *options: Word) -> Argv:
-    return command("tokenize", "--data", data, "--out", lambda ws: ws.folder / "tokens", *options)
+    return command("tokenize", "--data", data, "--out", "{folder}/tokens", *options)
 
 
 TEXT = file("a.txt", "x")
@@ -53,7 +46,7 @@ EVALUATE = {
     "evaluate a workdir in an unknown store": bad(command("evaluate", "--workdir", "zzz://bucket/w"), "zzz://bucket/w"),
     "table in a missing folder": bad(evaluate("--out", "no/such/table.csv"), "no/such/table.csv"),
     "report of a language model": bad(
-        command("evaluate", "--workdir", lm_run, "--report", lambda ws: ws.folder / "r.html"),
+        command("evaluate", "--workdir", "{lm}", "--report", "{folder}/r.html"),
         "--report",
         "classifier",
         "perplexity",
@@ -76,15 +69,15 @@ PREDICT = {
 
 GENERATE = {
     "generate without a prompt": bad(generate(), "--prompt", "--prompt_file"),
-    "--tokens 0": bad(generate_default("--tokens", 0), "--tokens"),
-    "more tokens than the context": bad(generate_default("--tokens", 9999), "context"),
-    "--temperature -1": bad(generate_default("--temperature", -1), "temperature"),
-    "--temperature hot": bad(generate_default("--temperature", "hot"), "--temperature", "float", "'hot'"),
-    "--top_p 1.5": bad(generate_default("--top_p", 1.5), "top_p"),
-    "--top_k -1": bad(generate_default("--top_k", -1), "top_k"),
-    "--seed -1": bad(generate_default("--seed", -1, "--tokens", 1), "seed"),
-    "--seed 2**70": bad(generate_default("--seed", 2**70, "--tokens", 1), "seed"),
-    "empty stop string": bad(generate_default("--stop", ""), "--stop", "empty"),
+    "--tokens 0": bad(generate(*PROMPT, "--tokens", 0), "--tokens"),
+    "more tokens than the context": bad(generate(*PROMPT, "--tokens", 9999), "context"),
+    "--temperature -1": bad(generate(*PROMPT, "--temperature", -1), "temperature"),
+    "--temperature hot": bad(generate(*PROMPT, "--temperature", "hot"), "--temperature", "float", "'hot'"),
+    "--top_p 1.5": bad(generate(*PROMPT, "--top_p", 1.5), "top_p"),
+    "--top_k -1": bad(generate(*PROMPT, "--top_k", -1), "top_k"),
+    "--seed -1": bad(generate(*PROMPT, "--seed", -1, "--tokens", 1), "seed"),
+    "--seed 2**70": bad(generate(*PROMPT, "--seed", 2**70, "--tokens", 1), "seed"),
+    "empty stop string": bad(generate(*PROMPT, "--stop", ""), "--stop", "empty"),
     "missing prompt file": bad(generate("--prompt_file", "no/such.txt"), "no/such.txt"),
     "prompt file that is not UTF-8": bad(generate("--prompt_file", file("p.txt", NOT_UTF8)), "p.txt", "not UTF-8"),
 }
@@ -92,18 +85,14 @@ GENERATE = {
 PLOT = {
     "plot without workdirs": bad(command("plot"), "workdirs"),
     "plot a missing workdir": bad(command("plot", "no/such/run"), "no/such/run"),
-    "plot a workdir without metrics": bad(
-        command("plot", lambda ws: ws.folder, "--out", lambda ws: ws.folder / "c.png"), "metrics.jsonl"
-    ),
-    "plot into a missing folder": bad(
-        command("plot", vit_run, "--out", lambda ws: ws.folder / "no/such/c.png"), "no/such"
-    ),
-    "plot with an override": bad(command("plot", vit_run, "--config.lr=1"), "--config.lr=1"),
+    "plot a workdir without metrics": bad(command("plot", "{folder}", "--out", "{folder}/c.png"), "metrics.jsonl"),
+    "plot into a missing folder": bad(command("plot", "{vit}", "--out", "{folder}/no/such/c.png"), "no/such"),
+    "plot with an override": bad(command("plot", "{vit}", "--config.lr=1"), "--config.lr=1"),
 }
 
 TOKENIZE = {
     "tokenize without options": bad(command("tokenize"), "--data", "--out"),
-    "tokenize missing data": bad(tokenize(lambda ws: ws.folder / "none"), "no files at"),
+    "tokenize missing data": bad(tokenize("{folder}/none"), "no files at"),
     "tokenize into an existing file": bad(
         command("tokenize", "--data", TEXT, "--out", lambda ws: ws.write("o.bin", "").with_suffix("")), "o.bin"
     ),
@@ -123,12 +112,12 @@ PATHS = {  # every option that is a path
     "predict image": predict("{}"),
     "generate --workdir": command("generate", "--workdir", "{}", *PROMPT),
     "generate --prompt_file": generate("--prompt_file", "{}"),
-    "generate --tokenizer": generate_default("--tokenizer", "{}"),
+    "generate --tokenizer": generate(*PROMPT, "--tokenizer", "{}"),
     "tokenize --data": tokenize("{}"),
     "tokenize --tokenizer": tokenize(TEXT, "--tokenizer", "{}"),
     "tokenize --out": command("tokenize", "--data", TEXT, "--out", "{}"),
     "plot": command("plot", "{}"),
-    "plot --out": command("plot", vit_run, "--out", "{}"),
+    "plot --out": command("plot", "{vit}", "--out", "{}"),
     "convert source": command("convert", "{}", "out", "--to", "npz"),
     "convert target": command("convert", "w", "{}", "--to", "npz"),
     "aot --config": command("aot", "--config", "{}/a.py", "--topology", "v5e:4x4"),
@@ -155,7 +144,7 @@ BAD_PATHS = {
 
 MISSPELT = {
     "trian": misspelt(command("trian"), "train"),
-    "--confg": misspelt(command("train", "--confg", "vit_digits", "--workdir", new), "--config"),
+    "--confg": misspelt(command("train", "--confg", "vit_digits", "--workdir", "{new}"), "--config"),
     "--confg.lr": misspelt(train("vit_digits", "--confg.lr=1"), "--config"),
     "--accept optax_nam": misspelt(resume(accept=("optax_nam",)), "optax_name"),
     "--num_proceses": misspelt(train("vit_digits", "--num_proceses", "2"), "--num_processes"),

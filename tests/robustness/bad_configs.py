@@ -20,7 +20,7 @@ HUGE = 2**62
 
 FILES = {
     "missing config file": bad(train("no/such.py"), "no/such.py"),
-    "config that is a folder": bad(train(lambda ws: ws.folder), "no config file"),
+    "config that is a folder": bad(train("{folder}"), "no config file"),
     "empty config name": bad(train(""), "''"),
     "syntax error": bad(config_file("def get_config(:\n"), "mine.py: SyntaxError"),
     "config file that is not UTF-8": bad(config_file(b"name = '\xff\xfe'\n"), "mine.py: SyntaxError"),
@@ -38,12 +38,16 @@ FILES = {
     "argument of another type": bad(train("vit_digits:epochs=x"), "epochs=x", "int"),
 }
 
+REQUIRED = "from ml_collections.config_dict import required_placeholder"
 STRUCTURE = {
     "unknown key set by the file": bad(digits_config("config.lrr = 1.0"), "mine.py", "'config.lrr'", "'lr'"),
     "two totals": bad(digits_config("config.total_steps = 3"), "config.total_steps", "config.total_epochs"),
     "no data": bad(digits_config("del config.input['data']"), "config.input.data"),
     "data that is not a dict": bad(digits_config("config.input = {**config.input, 'data': 3}"), "config.input.data"),
     "evaluator that is not a dict": bad(digits_config("config.evals = {'test': 3}"), "config.evals.test=3", "dict"),
+    "required key without value": bad(
+        digits_config(REQUIRED, "config.lr = required_placeholder(float)"), "mine.py", "config.lr", "--config.lr=VALUE"
+    ),
     "evaluator without preprocessing": bad(digits_config("del config.evals.test['pp']"), "missing", "pp"),
 }
 
@@ -52,27 +56,15 @@ VALUES = {
     "negative learning rate": bad(vit("lr=-0.1"), "config.lr=-0.1", "negative"),
     "EMA that never changes": bad(vit("ema_decay=1.0"), "config.ema_decay=1.0", "[0, 1)"),
     "label smoothing of 1": bad(vit("label_smoothing=1.0"), "config.label_smoothing=1.0", "[0, 1)"),
-    "batch size that is a string": bad(vit("input.batch_size='64'"), "config.input.batch_size"),
     "profile beyond the last step": bad(vit("profile=(9,10)"), "config.profile=(9, 10)"),
     "profile that ends before it starts": bad(vit("profile=(5,2)"), "first step", "last step"),
     "model that is a number": bad(vit("model=3"), "config.model=3", "ConfigDict", "int"),
     "optimizer argument that is a word": bad(vit("optax.b1=much"), "b1"),
-    "frozen pattern that matches nothing": bad(vit("frozen=['heda/.*']"), "frozen", "'heda/.*'"),
     "schedule end that is a word": bad(vit("schedule.end=low"), "end='low'", "float"),
     "negative warm-up": bad(vit("schedule.warmup_percent=-1"), "config.schedule.warmup_percent=-1"),
-    "warm-up longer than the run": bad(vit("schedule.warmup_steps=100"), "2 steps"),
     "early stop without patience": bad(vit("early_stop=('test/top1', 'max')"), "config.early_stop", "NAME/METRIC"),
     "negative checkpoint interval": bad(vit("keep_ckpt_steps=-1"), "config.keep_ckpt_steps=-1"),
-    "mesh of 3 of 8 devices": bad(vit("mesh=[('data', 3)]"), "found 8", "3 devices"),
-    "strategy without its mesh axis": bad(vit("sharding_strategy=fsdp"), "config.mesh", "'fsdp'"),
     "z-loss of images": bad(vit("z_loss=0.1"), "config.z_loss=0.1", "language models"),
-}
-
-REQUIRED = "from ml_collections.config_dict import required_placeholder, placeholder"
-PLACEHOLDERS = {
-    "required key without value": bad(
-        digits_config(REQUIRED, "config.lr = required_placeholder(float)"), "mine.py", "config.lr", "--config.lr=VALUE"
-    ),
 }
 
 
@@ -109,22 +101,16 @@ ABSURD = {
 }
 
 MISSPELT_CONFIGS = {
-    "vit_digit": misspelt(train("vit_digit"), "vit_digits"),
     ":atention=mha": misspelt(train("vit_digits:atention=mha"), "attention"),
-    ":epoch=3": misspelt(train("vit_digits:epoch=3"), "epochs"),
     ":attention=mah": misspelt(train("vit_digits:attention=mah"), "mha"),
 }
 
 MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
     "total_epoch=1": "total_epochs",
-    "checkpoint_steps=1": "ckpt_steps",
-    "lrr=1": "lr",
-    "optx_name=scale_by_adam": "optax_name",
     "model.widht=1": "width",
     "optax.beta1=0.9": "b1",
     "schedule.warmup_step=1": "warmup_steps",
     "input.batchsize=64": "batch_size",
-    "input.data.spilt=train": "split",
     "evals.tset.pp=": "test",
     "model_name=vitt": "vit",
     "model.variant=DCViT-Tii/16": "Ti",
@@ -132,12 +118,7 @@ MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
     "model.dtype_mm=bfloat": "bfloat16",
     "loss=softmax": "softmax_xent",
     "optax_name=scale_by_adamm": "scale_by_adam",
-    "schedule.decay_type=cosin": "cosine",
-    "input.pp=flip": "flip_lr",
-    "input.pp=value_range(vmni=-1)": "vmin",
     "evals.test.type=clasification": "classification",
-    "input.data.kind=digit": "digits",
-    "input.data.split=trian": "train",
     "sharding_strategy=fspd": "fsdp",
     "mesh=[('dta', -1)]": "data",
     "input.corrupt=skp": "skip",
@@ -147,18 +128,14 @@ MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
 
 MISSPELT_LM = {  # the same for text
     "model.window_patern=1:1": "window_pattern",
-    "evals.validation.data.limt=16": "limit",
     "model.preset=DCFormer+-405M": "DCFormer++-405M",
     "model.mlp=swigl": "swiglu",
-    "evals.validation.type=perplexty": "perplexity",
-    "evals.validation.data.split=validaton": "validation",
 }
 
 BAD_CONFIGS = (
     FILES
     | STRUCTURE
     | VALUES
-    | PLACEHOLDERS
     | ABSURD
     | MISSPELT_CONFIGS
     | {change: misspelt(vit(change), right) for change, right in MISSPELT_VIT.items()}

@@ -2,10 +2,9 @@
 
 import contextlib
 import fcntl
-import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,14 @@ class Workspace:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
+    def filled(self, word: "Word") -> str:
+        """A word of a command line, with the folders in place of their names in braces."""
+        text = str(word(self) if callable(word) else word)
+        for name in ("folder", "new", "vit", "lm"):
+            if f"{{{name}}}" in text:
+                text = text.replace(f"{{{name}}}", str(getattr(self, name)))
+        return text
+
     def lock(self) -> None:
         """Lock the image run's workdir as another run does."""
         file = self._stack.enter_context((self.vit / ".lock").open("w"))
@@ -88,24 +95,11 @@ def misspelt(argv: Argv, correct: str) -> BadInput:
     return BadInput(argv, (correct,))
 
 
-# Command lines. A word may be a function of the workspace.
-
-
-def new(ws: Workspace) -> Path:
-    return ws.new
-
-
-def vit_run(ws: Workspace) -> Path:
-    return ws.vit
-
-
-def lm_run(ws: Workspace) -> Path:
-    return ws.lm
+# Command lines. A word may have the names of folders of the workspace in braces, or be a function of the workspace.
 
 
 def command(*words: Word) -> Argv:
-    """A command line, whose functions are called with the workspace."""
-    return lambda ws: [str(word(ws) if callable(word) else word) for word in words]
+    return lambda ws: [ws.filled(word) for word in words]
 
 
 def after(prepare: Callable[[Workspace], Any], argv: Argv) -> Argv:
@@ -118,44 +112,41 @@ def after(prepare: Callable[[Workspace], Any], argv: Argv) -> Argv:
     return build
 
 
-def overrides(words: tuple[Word, ...] | list[str]) -> list[Word]:
-    def option(word: Word) -> Word:
-        return (lambda ws: f"--config.{word(ws)}") if callable(word) else f"--config.{word}"
-
-    return [option(word) for word in words]
+def overrides(words: Iterable[str]) -> list[Word]:
+    return [f"--config.{word}" for word in words]
 
 
-def train(config: Word, *options: Word, workdir: Word = new) -> Argv:
+def train(config: Word, *options: Word, workdir: Word = "{new}") -> Argv:
     return command("train", "--config", config, "--workdir", workdir, *options)
 
 
-def vit(*changes: Word, config: str = "vit_digits") -> Argv:
+def vit(*changes: str, **options: Word) -> Argv:
     """A new training run on images, with overrides such as "seed=1"."""
-    return train(config, *overrides(TINY_VIT), *overrides(changes))
+    return train("vit_digits", *overrides(TINY_VIT), *overrides(changes), **options)
 
 
-def lm(*changes: Word) -> Argv:
+def lm(*changes: str) -> Argv:
     """A new training run on text, with overrides."""
     return train("lm_stdlib", *overrides(TINY_LM), *overrides(changes))
 
 
-def resume(*changes: Word, accept: tuple[str, ...] = ()) -> Argv:
+def resume(*changes: str, accept: tuple[str, ...] = ()) -> Argv:
     """The completed image run again, with overrides and accepted changes."""
     accepted = [word for key in accept for word in ("--accept", key)]
     original = [f"{key}={value}" for key, value in DIGITS.items()]
-    return train("vit_digits", *overrides(original), *overrides(changes), *accepted, workdir=vit_run)
+    return train("vit_digits", *overrides(original), *overrides(changes), *accepted, workdir="{vit}")
 
 
 def evaluate(*options: Word) -> Argv:
-    return command("evaluate", "--workdir", vit_run, *options)
+    return command("evaluate", "--workdir", "{vit}", *options)
 
 
 def predict(*options: Word) -> Argv:
-    return command("predict", "--workdir", vit_run, *options)
+    return command("predict", "--workdir", "{vit}", *options)
 
 
 def generate(*options: Word) -> Argv:
-    return command("generate", "--workdir", lm_run, *options)
+    return command("generate", "--workdir", "{lm}", *options)
 
 
 def file(name: str, content: str | bytes) -> Callable[[Workspace], Path]:
@@ -221,10 +212,10 @@ class Unpickled:
         return print, ("unpickled",)
 
 
-def npz(kind: str) -> Callable[[Workspace], Path]:
-    """An .npz file that cannot be loaded as the model's weights."""
+def npz(kind: str) -> Callable[[Workspace], Any]:
+    """Write weights.npz, which cannot be loaded as the model's weights."""
 
-    def write(ws: Workspace) -> Path:
+    def write(ws: Workspace) -> None:
         path = ws.folder / "weights.npz"
         if kind == "pickle":
             path.write_bytes(pickle.dumps({"head/kernel": Unpickled()}))
@@ -235,7 +226,6 @@ def npz(kind: str) -> Callable[[Workspace], Path]:
         else:
             np.savez(path, **{"head/kernel": np.zeros((64, 10), np.float32)})
             path.write_bytes(path.read_bytes()[:-200])
-        return path
 
     return write
 
@@ -245,77 +235,37 @@ def npz(kind: str) -> Callable[[Workspace], Path]:
 PP = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)|onehot({num_classes})|keep('image', 'labels')"
 
 
-def images(name: str, count: int = 8) -> Callable[[Workspace], Path]:
-    """A folder of images, with `count` images of each of two classes for training and as many for validation."""
+def broken_image(ws: Workspace) -> None:
+    """Write eight images of each of two classes for training, of which one is broken, and for validation."""
     from PIL import Image
 
-    def write(ws: Workspace) -> Path:
-        for split in ("train", "val"):
-            for label in ("cat", "dog"):
-                (ws.folder / name / split / label).mkdir(parents=True)
-                for i in range(count):
-                    Image.new("L", (8, 8), i).save(ws.folder / name / split / label / f"{i}.png")
-        return ws.folder / name
-
-    return write
+    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (ws.folder / "pets" / folder).mkdir(parents=True)
+        for i in range(8):
+            Image.new("L", (8, 8), i).save(ws.folder / "pets" / folder / f"{i}.png")
+    ws.write("pets/train/cat/0.png", "no image")
 
 
-def image_folder(prepare: Callable[[Workspace], Path]) -> Argv:
+def image_folder() -> Argv:
     """A new training run that is trained and evaluated on a folder of images."""
-
-    def argv(ws: Workspace) -> list[str]:
-        folder = prepare(ws)
-        data = {"kind": "folder", "data_dir": str(folder), "split": "train"}
-        evals = {"val": {"type": "classification", "data": {**data, "split": "val"}, "pp": PP}}
-        changes = [f"input.data={data}", f"input.pp={PP}", "input.batch_size=8", "num_classes=None", f"evals={evals}"]
-        return vit(*changes)(ws)
-
-    return argv
-
-
-def with_file(name: str, content: str, prepare: Callable[[Workspace], Path]) -> Callable[[Workspace], Path]:
-    """A folder in which one file is written or replaced."""
-
-    def write(ws: Workspace) -> Path:
-        folder = prepare(ws)
-        ws.write(str(folder.relative_to(ws.folder) / name), content)
-        return folder
-
-    return write
+    data = {"kind": "folder", "data_dir": "{folder}/pets", "split": "train"}
+    evals = {"val": {"type": "classification", "data": {**data, "split": "val"}, "pp": PP}}
+    return vit(f"input.data={data}", f"input.pp={PP}", "input.batch_size=8", "num_classes=None", f"evals={evals}")
 
 
 # Data of text.
 
 
-def text(data: Callable[[Workspace], dict[str, Any]], *changes: Word) -> Argv:
+def text(kind: str, path: str, *changes: str, **options: object) -> Argv:
     """A new training run of a language model on some data."""
-    return lm(lambda ws: f"input.data={data(ws)}", "evals={}", *changes)
+    data = {"kind": kind, "path": path, "context": 16, **options}
+    return lm(f"input.data={data}", "evals={}", *changes)
 
 
-def text_file(name: str, content: str | bytes, **options: Any) -> Callable[[Workspace], dict[str, Any]]:
-    """Return a function that writes a text file and returns the options of a data source that reads it."""
-    fields = {"kind": "text", "context": 16, **options}
-    return lambda ws: {**fields, "path": str(ws.write(name, content))}
-
-
-def token_file(ws: Workspace, change: Callable[[Path], Any] | None = None) -> Path:
-    """A .bin/.idx pair of 500 tokens below 200; `change` is called with the path of the .idx file."""
+def write_tokens(ws: Workspace) -> None:
+    """Write a .bin/.idx pair of 500 tokens below 200."""
     from input_pipeline.text.megatron_writer import MegatronWriter
 
-    prefix = ws.folder / "pair"
-    with MegatronWriter(str(prefix), {"vocab_size": 257, "end_of_text": 256}) as writer:
+    with MegatronWriter(str(ws.folder / "pair"), {"vocab_size": 257, "end_of_text": 256}) as writer:
         writer.add(np.arange(500) % 200)
-    prefix.with_suffix(".json").unlink()
-    if change:
-        change(prefix.with_suffix(".idx"))
-    return prefix
-
-
-def tokens(change: Callable[[Path], Any] | None = None, **options: Any) -> Callable[[Workspace], dict[str, Any]]:
-    """Data in a .bin/.idx pair."""
-    fields = {"kind": "megatron", "context": 16, "vocab_size": 257, **options}
-    return lambda ws: {**fields, "path": str(token_file(ws, change))}
-
-
-def json_lines(count: int) -> str:
-    return "".join(json.dumps({"text": f"line {i} of several"}) + "\n" for i in range(count))
+    (ws.folder / "pair.json").unlink()
