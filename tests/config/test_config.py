@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -80,6 +81,35 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     (tmp_path / "config.json").write_text(config.to_json())
     again = values.read_json(tmp_path / "config.json")
     assert json.loads(again.to_json()) == json.loads(config.to_json())
+
+
+def flat(config):
+    """Return the values by their whole keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(config.to_dict(), is_leaf=lambda x: x is None)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "changed"),
+    [
+        ("vit_i1k", "variant=ViT-S/16", {"model.variant": "ViT-S/16"}),
+        ("vit_i1k", "epochs=300", {"total_epochs": 300}),
+        ("vit_i1k", "as_released=true", {"model.qk_norm": "layernorm", "model.static": True}),
+        ("vit_i1k", "as_written=true", {"optax.b2": 0.9, "schedule.end": 0.1}),
+        ("vit_cifar", "attention=mha", {"model.compose": None}),
+        ("vit_cifar", "epochs=100", {"total_epochs": 100}),
+    ],
+)
+def test_argument_of_a_config_changes_its_keys_and_nothing_else(name, arguments, changed):
+    usual, other = flat(configs.load(name)), flat(configs.load(f"{name}:{arguments}"))
+    assert other == usual | changed
+
+
+def test_configs_of_cifar_differ_in_data_and_classes_only():
+    ten, hundred = (configs.load(f"vit_cifar:dataset={name}").to_json() for name in ("cifar10", "cifar100"))
+    for old, new in (("cifar10", "cifar100"), ("onehot(10,", "onehot(100,"), ('classes": 10,', 'classes": 100,')):
+        ten = ten.replace(old, new)
+    assert ten == hundred
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from trained_workdirs import LM_TINY, TINY
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
+from dcvit.parallel import sharding
 from dcvit.training import hooks, step
 from dcvit.training.setup import make_setup
 
@@ -62,6 +63,23 @@ def nats(net, params, tokens):
     logits = np.asarray(jit(net.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+
+
+def steps_on_meshes(count, **overrides):
+    """Yield the state before and after some steps of a small model: replicated, and sharded over eight devices."""
+    for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
+        run = small_setup(**overrides, **mesh)
+        shapes = step.state_shapes(run)
+        with jax.set_mesh(run.model.mesh):
+            state = jax.jit(
+                lambda run=run: step.initial_state(run, step.init_params(run, jax.random.key(0))),
+                out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+            )()
+            before, update = jax.device_get(state), step.jit_update(run, shapes)
+            batch = sharding.put_batch(next(run.data.batches(0)), run.model.mesh, overrides["input.batch_size"])
+            for _ in range(count):
+                state, _ = update(state, batch)
+        yield before, state
 
 
 @functools.cache

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from trained_workdirs import DIGITS, load_params
-from training_runs import interrupted_before, refusal, same, small_setup
+from training_runs import interrupted_before, refusal, same, small_setup, steps_on_meshes
 
 import dcvit
 from dcvit import cli, evaluate, train
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.models.lora import Adaptation
-from dcvit.parallel import sharding
 from dcvit.parallel.trees import Tensor
 from dcvit.runs import metrics, restoring
-from dcvit.training import step
 from dcvit.weights import adapters
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -217,19 +215,8 @@ def test_sharded_adapters_train_as_on_one_device():
     options |= {"model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16, "optax_name": "trace"}
     options |= {"optax": {"decay": 0.0}, "schedule": {"decay_type": "constant"}, "model.head_zeroinit": False}
     states = []
-    for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
-        run = small_setup(**options, **mesh)
-        shapes = step.state_shapes(run)
-        with jax.set_mesh(run.model.mesh):
-            state = jax.jit(
-                lambda run=run: step.initial_state(run, step.init_params(run, jax.random.key(0))),
-                out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
-            )()
-            base = jax.device_get(state.base)
-            batch = sharding.put_batch(next(run.data.batches(0)), run.model.mesh, 16)
-            for _ in range(2):
-                state, _ = step.jit_update(run, shapes)(state, batch)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.base), base)
+    for before, state in steps_on_meshes(2, **options):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.base), before.base)
         states.append(state)
     for one, many in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-5)

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import unflatten_dict
 from small_models import jit
 from trained_workdirs import load_params
-from training_runs import interrupted_before, refusal, same, small_lm_setup, small_setup
+from training_runs import interrupted_before, refusal, same, small_lm_setup, steps_on_meshes
 
 from dcvit.models import lm, vit
-from dcvit.parallel import sharding
-from dcvit.training import optim, step
+from dcvit.training import optim
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
@@ -32,17 +32,6 @@ OTHERS = {
     "embedding/embedding": (9, 6),
     "head/kernel": (6, 9),
 }
-
-
-def tree_of(flat):
-    tree = {}
-    for name, value in flat.items():
-        *parents, last = name.split("/")
-        part = tree
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        part[last] = value
-    return tree
 
 
 def flat_of(tree):
@@ -85,10 +74,11 @@ def test_updates_equal_the_equations():
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     gradients = [{name: rng.normal(size=p.shape).astype(np.float32) for name, p in params.items()} for _ in range(3)]
     options = optim.Options("muon", lr=0.1, schedule={"decay_type": "constant"}, wd=0.01, wd_mults=((".*", 1.0),))
-    tx, _ = optim.make(tree_of(params), 10, options)
-    state = tx.init(tree_of(params))
+    tree = unflatten_dict(params, sep="/")
+    tx, _ = optim.make(tree, 10, options)
+    state = tx.init(tree)
     for g in gradients:
-        updates, state = jit(tx.update)(tree_of(g), state, tree_of(params))
+        updates, state = jit(tx.update)(unflatten_dict(g, sep="/"), state, tree)
     for name, update in flat_of(updates).items():
         wanted = -(0.1 * expected(gradients, name) + 0.01 * params[name])
         np.testing.assert_allclose(update, wanted, rtol=1e-3, atol=1e-4, err_msg=name)
@@ -120,15 +110,7 @@ def test_sharded_state_trains_as_one_device():
     """The momentum is sharded as its parameters."""
     options = {"optax_name": "muon", "optax": {}, "model.compose": "both", "input.batch_size": 16, "lr": 0.01}
     options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32}
-    found = []
-    for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
-        run = small_setup(**options, **mesh)
-        shapes = step.state_shapes(run)
-        with jax.set_mesh(run.model.mesh):
-            made = jax.jit(lambda run=run: step.initial_state(run, step.init_params(run, jax.random.key(0))),
-                           out_shardings=jax.tree.map(lambda s: s.sharding, shapes))()  # fmt: skip
-            batch = sharding.put_batch(next(run.data.batches(0)), run.model.mesh, 16)
-            found.append(step.jit_update(run, shapes)(made, batch)[0])
+    found = [after for _, after in steps_on_meshes(1, **options)]
     for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-4)
     momenta = {name: x for name, x in flat_of(found[1].opt_state).items() if "/mu/" in name}
@@ -153,7 +135,6 @@ def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
 BAD = {
     "optax.ns_steps=0": "optax.ns_steps=0 should be in [1, 20]",
     "optax.beta=1.0": "optax.beta=1.0 should be in [0, 1)",
-    "optax.adam_b1=-0.5": "config.optax.adam_b1=-0.5 should be finite and not negative",
     "optax.learning_rate=0.1": "config.optax has no option 'learning_rate'",
     "optax.b1=0.9": "config.optax has no option 'b1'; known: beta",
     "optax.mu_dtype=bfloat17": "bfloat17",

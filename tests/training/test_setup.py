@@ -35,9 +35,7 @@ BAD = {
     ),
     "no labels": ({"input.pp": "value_range"}, "expected image (height, width, channels) and labels"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
-    "data": ({"input.data.kind": "mnist"}, "unknown kind of data 'mnist'"),
     "data limit of truth": ({"evals.test.data.limit": True}, "config.evals.test.data: limit=True should be of type"),
-    "data cache": ({"input.data.cache": "yes"}, "config.input.data: cache='yes' should be of type bool"),
     "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
     "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
@@ -50,7 +48,6 @@ BAD = {
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
     "optimizer that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "config: scale_by_polyak"),
     "dictionary": ({"model": "{'a.b':2}"}, "does not accept dots in field names"),
-    "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, finite multiplier"),
     "nested regex": ({"frozen": ["(" * 3000 + ")" * 3000]}, "is not a regular expression: maximum recursion depth"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
@@ -155,6 +152,8 @@ def test_missing_training_data_has_a_stand_in_for_compilation(labels):
     assert (made.model.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
     with pytest.raises(InputError):
         setup.load_setup("vit_digits", words)
+    made = setup.load_setup("vit_cifar:dataset=cifar100,runlocal=true", stand_in=True)
+    assert (made.plan.total_steps, made.task.example.shape, made.model.module.num_classes) == (12, (1, 32, 32, 3), 100)
 
 
 @pytest.mark.parametrize("spec", ["vit_i1k", "vit_cifar", "vit_folder:data_dir=data"])
