@@ -10,19 +10,11 @@ import zlib
 from pathlib import Path
 
 import corpora
+import hostile_files as hostile
 import image_datasets
 import numpy as np
 import pytest
-from hostile_files import (
-    BOMBS,
-    refused,
-    replacements,
-    scans_jpeg,
-    split_at,
-    tokenizer_file,
-    write_tfrecord,
-    zstd_frame,
-)
+from hostile_files import BOMBS, refused
 from PIL import Image
 
 import input_pipeline as ip
@@ -89,12 +81,12 @@ class TestImages:
     @pytest.mark.parametrize("spec", ["decode", "decode(precise=True)", "decode_jpeg_and_inception_crop(8)"])
     def test_jpeg_of_many_scans_is_refused_before_decoding(self, spec, between):
         with refused("13000x13000 pixels in 1000 scans, which exceeds the limit"):
-            ip.Preprocess(spec)({"image": scans_jpeg(13_000, 1000, between)}, np.random.default_rng(0))
+            ip.Preprocess(spec)({"image": hostile.scans_jpeg(13_000, 1000, between)}, np.random.default_rng(0))
 
     def test_progressive_jpeg_of_the_largest_size_is_accepted(self):
-        assert limits.jpeg_size(scans_jpeg(13_000, 10)) == (13_000, 13_000)
+        assert limits.jpeg_size(hostile.scans_jpeg(13_000, 10)) == (13_000, 13_000)
         thumbnails = b"\xff\xe1\xff\xff" + (b"\xff\xda" * 40_000)[:0xFFFD]
-        file = scans_jpeg(13_000, 10)
+        file = hostile.scans_jpeg(13_000, 10)
         assert limits.jpeg_size(file[:2] + thumbnails + file[2:] + thumbnails) == (13_000, 13_000)
 
     @pytest.mark.parametrize("spec", ["decode", "decode(precise=True)"])
@@ -141,7 +133,9 @@ class TestText:
     def test_line_longer_than_the_limit_is_refused(self, tmp_path, monkeypatch, name):
         monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 21)
         line = b"x" * (1 << 20)
-        content = zstd_frame(b"\n") + zstd_frame(line, 2048) if name.endswith("zst") else b"\n" + line * 8
+        content = (
+            hostile.zstd_frame(b"\n") + hostile.zstd_frame(line, 2048) if name.endswith("zst") else b"\n" + line * 8
+        )
         (tmp_path / name).write_bytes(content)
         with refused(f"{name}:2:", "2,097,152 bytes", most_bytes=128 << 20):
             open_text(tmp_path / name)
@@ -156,7 +150,7 @@ class TestText:
             open_text(tmp_path / "a.jsonl.zst")
 
     def test_zstd_window_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch):
-        (tmp_path / "a.jsonl.zst").write_bytes(zstd_frame(b'{"text": "some words of text"}\n', window_log=27))
+        (tmp_path / "a.jsonl.zst").write_bytes(hostile.zstd_frame(b'{"text": "some words of text"}\n', window_log=27))
         assert len(open_text(tmp_path / "a.jsonl.zst"))
         monkeypatch.setattr(memory, "available", lambda: 64 << 20)
         with refused("a.jsonl.zst", "window", "33,554,432"):
@@ -172,7 +166,7 @@ class TestText:
         ],
     )
     def test_short_lines_that_decompress_beyond_the_free_memory_are_refused(self, tmp_path, monkeypatch, kind, line):
-        (tmp_path / "a.jsonl.zst").write_bytes(zstd_frame(line * 100, 20))
+        (tmp_path / "a.jsonl.zst").write_bytes(hostile.zstd_frame(line * 100, 20))
         assert len(open_text(tmp_path / "a.jsonl.zst", kind))
         monkeypatch.setattr(memory, "available", lambda: 30_000)
         with refused("a.jsonl.zst", "tokens"):
@@ -196,12 +190,6 @@ class TestText:
         monkeypatch.setattr(memory, "available", lambda: 1999)
         with refused("a.txt", "one document"):
             open_text(tmp_path / "a.txt")
-
-    @pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "[" * 100_000, '{"text": ' + "9" * 10_000])
-    def test_json_beyond_the_limits_of_pythons_parser_is_refused(self, tmp_path, line):
-        (tmp_path / "a.jsonl").write_text(line)
-        with refused("a.jsonl:1: not JSON"):
-            open_text(tmp_path / "a.jsonl")
 
 
 class TestTokens:
@@ -300,25 +288,27 @@ class TestTokenizers:
 
     def test_unknown_keys_of_a_part_are_ignored(self, tmp_path):
         part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "decoders": 5, "pretokenizers": 5}
-        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=part)))
+        opened = tokenizer.open_tokenizer(str(hostile.tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=part)))
         assert opened.decode(opened.encode("the")) == "the"
 
     def test_failure_of_a_regular_expression_is_one_line_and_the_next_text_is_encoded(self, tmp_path):
-        file = tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=split_at("(a+)+$"))
+        file = hostile.tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=hostile.split_at("(a+)+$"))
         opened = tokenizer.open_tokenizer(str(file))
         with refused("tokenizer.json cannot tokenize: ", "retry-limit"):
             opened.encode("a" * 30 + "!")
         assert opened.decode(opened.encode("a")) == "a"
 
     def test_replacements_that_multiply_a_text_are_refused(self, tmp_path):
-        normalizer = replacements("normalizers", 32, 32)
-        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", normalizer=normalizer)))
+        normalizer = hostile.replacements("normalizers", 32, 32)
+        opened = tokenizer.open_tokenizer(
+            str(hostile.tokenizer_file(tmp_path / "tokenizer.json", normalizer=normalizer))
+        )
         with refused("tokenizer.json cannot tokenize: ", "30 bytes of text become 30,720 tokens"):
             opened.encode("a" * 30)
 
     def test_decoder_that_fails_is_refused(self, tmp_path):
         decoder = {"type": "Strip", "content": "a", "start": 0, "stop": 9}
-        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", decoder=decoder)))
+        opened = tokenizer.open_tokenizer(str(hostile.tokenizer_file(tmp_path / "tokenizer.json", decoder=decoder)))
         with refused("tokenizer.json cannot decode: ", "index out of bounds"):
             opened.decode(opened.encode("a"))
 
@@ -331,10 +321,10 @@ class TestRecords:
     @pytest.mark.parametrize("length", [2**64 - 1, 1 << 63, 1 << 50, 100])
     def test_record_longer_than_its_file_is_refused(self, tmp_path, length):
         with refused("a.tfrecord", "record 0"):
-            tfrecord.TFRecordFile(str(write_tfrecord(tmp_path / "a.tfrecord", length, b"some")))
+            tfrecord.TFRecordFile(str(hostile.write_tfrecord(tmp_path / "a.tfrecord", length, b"some")))
 
     def test_record_of_a_terabyte_in_a_sparse_file_is_refused(self, tmp_path):
-        path = write_tfrecord(tmp_path / "a.tfrecord", 1 << 40)
+        path = hostile.write_tfrecord(tmp_path / "a.tfrecord", 1 << 40)
         try:
             os.truncate(path, (1 << 40) + 16)
         except OSError:
@@ -344,7 +334,7 @@ class TestRecords:
 
     @pytest.mark.parametrize("middle", [1, 30, -(1 << 62), 1 << 62])
     def test_saved_offsets_that_contradict_the_file_are_not_used(self, tmp_path, middle):
-        path = write_tfrecord(tmp_path / "a.tfrecord", 16, b"sixteen of bytes")
+        path = hostile.write_tfrecord(tmp_path / "a.tfrecord", 16, b"sixteen of bytes")
         path.write_bytes(path.read_bytes() + tfrecord._checksum(b"sixteen of bytes"))
         state = tfrecord.file_state(str(path))[1:3]
         offsets = struct.pack("<2q", *state) + np.array([0, middle, state[0]], "<i8").tobytes()

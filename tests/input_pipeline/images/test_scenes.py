@@ -6,21 +6,11 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.images.scenes import (
-    ATTRIBUTES,
-    DIGIT,
-    DRAWS,
-    PITCH,
-    PLACES,
-    RELATIONS,
-    SIZE,
-    Source,
-    make_scene,
-    marker,
-)
+from input_pipeline.images import scenes
+from input_pipeline.images.scenes import DIGIT, PITCH, Source
 from input_pipeline.shuffle import draws
 
-QUESTIONS = list(itertools.product(RELATIONS, ATTRIBUTES))
+QUESTIONS = list(itertools.product(scenes.RELATIONS, scenes.ATTRIBUTES))
 
 
 def expected_label(relation, attribute, grid):
@@ -44,7 +34,7 @@ def expected_label(relation, attribute, grid):
 def test_labels_follow_from_the_content(relation, attribute):
     seen = set()
     for index in range(150):
-        scene = make_scene(relation, attribute, draws(3, 0, index, DRAWS))
+        scene = scenes.make_scene(relation, attribute, draws(3, 0, index, scenes.DRAWS))
         places = ["marker" if at == scene.marker else digit for at, digit in enumerate(scene.places)]
         assert scene.places[scene.marker] is None
         grid = [places[i : i + 3] for i in (0, 3, 6)]
@@ -61,8 +51,8 @@ def test_labels_follow_from_the_content(relation, attribute):
 @pytest.mark.parametrize("least", [0, 1, 3])
 def test_scenes_have_at_least_as_many_distractors_as_asked_for(least):
     source = ip.open_source("scenes", relations=("left",), least_distractors=least)
-    scenes = [source._scene(index)[0] for index in range(200)]
-    counts = [sum(digit is not None for digit in scene.places) - 1 for scene in scenes]
+    places = [source._scene(index)[0].places for index in range(200)]
+    counts = [sum(digit is not None for digit in each) - 1 for each in places]
     assert {*counts} == {*range(least, 5)}
     if least == 1:
         assert source[7]["image"].tobytes() == ip.open_source("scenes", relations=("left",))[7]["image"].tobytes()
@@ -75,7 +65,7 @@ def test_pictures_show_the_marker_and_the_digits_in_their_places():
     for index in range(60):
         scene, _ = source._scene(index)
         image = source[index]["image"]
-        assert (image.shape, image.dtype) == ((SIZE, SIZE, 1), np.uint8)
+        assert (image.shape, image.dtype) == ((scenes.SIZE, scenes.SIZE, 1), np.uint8)
         rest = image[..., 0].copy()
         used = []
         for place, digit in enumerate(scene.places):
@@ -84,7 +74,9 @@ def test_pictures_show_the_marker_and_the_digits_in_their_places():
             found = [
                 (top, left, i)
                 for i, drawing in enumerate(drawings)
-                for top, left in itertools.product(*(range(PITCH * at, PITCH * at + 2) for at in divmod(place, PLACES)))
+                for top, left in itertools.product(
+                    *(range(PITCH * at, PITCH * at + 2) for at in divmod(place, scenes.PLACES))
+                )
                 if np.array_equal(image[top : top + DIGIT, left : left + DIGIT, 0], drawing)
             ]
             assert len(found) == len(drawings[:1])
@@ -109,7 +101,7 @@ def test_splits_are_a_partition_of_scikit_learns_digits():
 
 
 def test_markers_differ_in_many_pixels():
-    pictures = [marker(*question) > 0 for question in QUESTIONS]
+    pictures = [scenes.marker(*question) > 0 for question in QUESTIONS]
     apart = [int((a ^ b).sum()) for a, b in itertools.combinations(pictures, 2)]
     assert min(apart) >= 8
 
