@@ -117,30 +117,21 @@ def test_data_without_files_is_read(capsys):
 
 
 @pytest.mark.parametrize(
-    ("pp", "expected"),
+    ("reduced", "pp", "expected"),
     [
-        ("decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),
-        ("decode_jpeg_and_inception_crop(32)|flip_lr", "decode()"),
-        ("decode(1, precise=True)|resize(8)", "decode(1, precise=True)"),
-        ("pad(1)|random_crop(8)", ""),
-        ("", ""),
+        (decoding, "decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),
+        (decoding, "decode_jpeg_and_inception_crop(32)|flip_lr", "decode()"),
+        (decoding, "decode(1, precise=True)|resize(8)", "decode(1, precise=True)"),
+        (decoding, "pad(1)|random_crop(8)", ""),
+        (decoding, "", ""),
+        (checking, 'decode|resize(8)|flatten|onehot(3)|keep("image", "labels")', "decode|flatten|onehot(3)"),
+        (checking, 'decode|copy("label", "a")|onehot(3, key="a")', "decode|copy('label', 'a')|onehot(3, key='a')"),
+        (checking, 'decode|resize(8, outkey="small")|copy("small", "a")', "decode"),
     ],
 )
-def test_images_are_decoded_completely(pp, expected):
+def test_images_are_decoded_completely_and_labels_checked_without_the_ops_of_pixels(reduced, pp, expected):
     """A training crop would not see damage outside of it."""
-    assert decoding(pp) == expected
-
-
-@pytest.mark.parametrize(
-    ("pp", "expected"),
-    [
-        ('decode|resize(8)|flatten|onehot(3)|keep("image", "labels")', "decode|flatten|onehot(3)"),
-        ('decode|copy("label", "a")|onehot(3, key="a")', "decode|copy('label', 'a')|onehot(3, key='a')"),
-        ('decode|resize(8, outkey="small")|copy("small", "a")', "decode"),
-    ],
-)
-def test_labels_are_checked_without_the_ops_of_pixels(pp, expected):
-    assert checking(pp) == expected
+    assert reduced(pp) == expected
 
 
 @pytest.mark.exhaustive

@@ -1,16 +1,12 @@
 """The tutorial of own images runs word for word, with generated photographs in place of those of the package."""
 
 import re
-import runpy
-import shlex
 from pathlib import Path
 
 import pytest
 from image_datasets import solar_cell_package
-from markdown_pages import ROOT, blocks, commands
+from markdown_pages import ROOT, blocks, commands, run_commands
 
-from dcvit import __main__ as entry
-from dcvit import cli
 from dcvit.runs import metrics
 
 PAGE = ROOT / "docs/tutorials/own_images.md"
@@ -21,20 +17,10 @@ def test_the_commands_of_the_tutorial_run_as_written(tmp_path, monkeypatch, libr
     pytest.importorskip("tensorflow")
     solar_cell_package(tmp_path / "site", 80)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    for name in ("configs", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
     (block,) = blocks(PAGE, "bash", "<!-- run by tests/docs/test_own_images.py -->")
     first, *rest = commands(block)
     assert first == "pip install elpv-dataset"
-    for command in rest:
-        words = shlex.split(command)
-        if words[0] == "python":
-            monkeypatch.setattr("sys.argv", words[1:])
-            runpy.run_path(words[1], run_name="__main__")
-        else:
-            assert words[0] == "dcvit"
-            assert cli.run(entry.dispatch, words[1:]) == 0, command
+    run_commands(rest, tmp_path, monkeypatch)
     written = {path.name for path in Path("runs").iterdir()}
     assert written >= {"solar.html", "solar_explore.html", "solar.png"}
     assert {"val/top1", "val/mean_recall"} <= {*metrics.read(Path("runs/solar/metrics.jsonl"))[-1]}

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import re
-import shlex
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,10 @@ import numpy as np
 import pytest
 import reference_pages
 from explorer_pages import facts_of
-from markdown_pages import PAGES, ROOT, blocks, commands
+from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-from dcvit import __main__ as entry
-from dcvit import cli, dcmha
+from dcvit import dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
@@ -62,22 +60,28 @@ def test_every_path_and_link_exists(page):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: no {link}"
 
 
+def all_commands():
+    """Yield the page and the text of every command line."""
+    for page in PAGES:
+        for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
+            for command in commands(block):
+                yield page.name, command
+
+
 def test_every_command_in_a_code_block_has_options_that_exist():
     """Options of `dcvit` commands are those of their parsers, and shipped configs take the arguments given."""
     options = {name: parser._option_string_actions for name, parser in reference_pages.parsers().items()}
     checked = 0
-    for page in PAGES:
-        for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
-            for command in commands(block):
-                match = re.match(r"(?:python -m dcvit\.|dcvit )([\w-]+)(.*)", command)
-                if match and match[1] in options:
-                    found = re.findall(r"\s(--?[\w-]+)(?=[\s=]|$)", match[2])
-                    assert not [word for word in found if word not in options[match[1]]], f"{page.name}: {command}"
-                    checked += 1
-                for name, arguments in re.findall(r"configs/(\w+)\.py:(\S+)", command):
-                    get_config = configs._module(ROOT / "configs" / f"{name}.py").get_config
-                    given = {pair.split("=")[0] for pair in arguments.split(",")}
-                    assert given <= inspect.signature(get_config).parameters.keys(), f"{page.name}: {command}"
+    for name, command in all_commands():
+        match = re.match(r"(?:python -m dcvit\.|dcvit )([\w-]+)(.*)", command)
+        if match and match[1] in options:
+            found = re.findall(r"\s(--?[\w-]+)(?=[\s=]|$)", match[2])
+            assert not [word for word in found if word not in options[match[1]]], f"{name}: {command}"
+            checked += 1
+        for config, arguments in re.findall(r"configs/(\w+)\.py:(\S+)", command):
+            get_config = configs._module(ROOT / "configs" / f"{config}.py").get_config
+            given = {pair.split("=")[0] for pair in arguments.split(",")}
+            assert given <= inspect.signature(get_config).parameters.keys(), f"{name}: {command}"
     assert checked > 30
 
 
@@ -100,15 +104,13 @@ def test_the_explanation_of_pre_and_post_is_what_compose_computes(composed):
 
 def test_every_option_of_a_script_in_a_code_block_exists():
     checked = 0
-    for page in PAGES:
-        for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
-            for command in commands(block):
-                words = command.split(" -- ")[0]
-                for script, rest in re.findall(r"(scripts/[\w/]+\.(?:py|sh))((?: [^#]*)?)", words):
-                    source = (ROOT / script).read_text()
-                    for option in re.findall(r"\s--([\w-]+)", rest):
-                        assert option in source, f"{page.name}: {script} has no option --{option}"
-                        checked += 1
+    for name, command in all_commands():
+        words = command.split(" -- ")[0]
+        for script, rest in re.findall(r"(scripts/[\w/]+\.(?:py|sh))((?: [^#]*)?)", words):
+            source = (ROOT / script).read_text()
+            for option in re.findall(r"\s--([\w-]+)", rest):
+                assert option in source, f"{name}: {script} has no option --{option}"
+                checked += 1
     assert checked > 20
 
 
@@ -248,12 +250,7 @@ def test_the_table_of_layers_is_the_one_that_is_enforced():
 @pytest.mark.weekly
 def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch, library_promotion):
     (block,) = blocks(ROOT / "docs/tutorials/first_run.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
-    for name in ("configs", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    for command in commands(block):
-        words = re.sub(r"^(python -m dcvit\.|dcvit )", "", command)
-        assert cli.run(entry.dispatch, shlex.split(words)) == 0, command
+    run_commands(commands(block), tmp_path, monkeypatch)
     assert Path("runs/both.png").exists()
 
 

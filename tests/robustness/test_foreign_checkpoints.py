@@ -24,6 +24,16 @@ def evaluated(folder):
     return cli.run(evaluate.main, ["--workdir", str(folder)])
 
 
+def refusals(folder, capsys, *commands):
+    """Yield the line that each command prints about the folder, which it refuses."""
+    for command in commands:
+        capsys.readouterr()
+        assert command(folder) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        yield err
+
+
 @pytest.fixture
 def folder(digits_workdir, tmp_path):
     """A copy of a run with checkpoints of the steps 30 and 60."""
@@ -64,12 +74,8 @@ def link(checkpoints):
 def test_checkpoint_under_the_name_of_another_step_is_damaged(folder, capsys, change):
     change(folder / "checkpoints")
     step = complete_steps(folder / "checkpoints")[-1]
-    for command in (evaluated, resume):
-        capsys.readouterr()
-        assert command(folder) == 2
-        err = capsys.readouterr().err
-        assert f"checkpoint {folder}/checkpoints/{step} is damaged: about/metadata belongs to step " in err
-        assert err.count("\n") == 1
+    for line in refusals(folder, capsys, evaluated, resume):
+        assert f"checkpoint {folder}/checkpoints/{step} is damaged: about/metadata belongs to step " in line
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -82,13 +88,10 @@ def test_checkpoint_of_another_run_is_refused(folder, other, capsys, linked):
         shutil.copytree(other / "checkpoints" / "60", path)
     image = folder.parent / "a.png"
     image.write_bytes(b"")
-    for command in (evaluated, resume, lambda folder: cli.run(predict.main, ["--workdir", str(folder), str(image)])):
-        capsys.readouterr()
-        assert command(folder) == 2
-        err = capsys.readouterr().err
-        assert f"{path} " in err
-        assert "config.seed (saved: 1, now: 0)" in err
-        assert err.count("\n") == 1
+    predicted = lambda folder: cli.run(predict.main, ["--workdir", str(folder), str(image)])  # noqa: E731
+    for line in refusals(folder, capsys, evaluated, resume, predicted):
+        assert f"{path} " in line
+        assert "config.seed (saved: 1, now: 0)" in line
 
 
 def test_checkpoint_whose_description_was_changed_is_damaged_and_not_of_another_run(folder, capsys):
@@ -96,12 +99,8 @@ def test_checkpoint_whose_description_was_changed_is_damaged_and_not_of_another_
     description = json.loads(about.read_text())
     description["config"]["seed"] = 1
     about.write_text(json.dumps(description))
-    for command in (evaluated, resume):
-        capsys.readouterr()
-        assert command(folder) == 2
-        err = capsys.readouterr().err
-        assert f"checkpoint {folder}/checkpoints/60 is damaged: about/metadata differs from what was saved" in err
-        assert err.count("\n") == 1
+    for line in refusals(folder, capsys, evaluated, resume):
+        assert f"checkpoint {folder}/checkpoints/60 is damaged: about/metadata differs from what was saved" in line
 
 
 def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):

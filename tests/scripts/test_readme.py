@@ -2,17 +2,13 @@
 
 import csv
 import json
-import shlex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import status
-from markdown_pages import ROOT, blocks, commands
-
-from dcvit import __main__ as entry
-from dcvit import cli
+from markdown_pages import ROOT, blocks, commands, run_commands
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
@@ -21,15 +17,8 @@ MARKER = "<!-- run by tests/scripts/test_readme.py -->"
 
 @pytest.mark.weekly
 def test_its_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
-    """The commands run in a folder with the repository's configs and images."""
     (block,) = blocks(PAGE, "bash", MARKER)
-    for name in ("configs", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    for command in commands(block):
-        program, *words = shlex.split(command)
-        assert program == "dcvit"
-        assert cli.run(entry.dispatch, words) == 0, command
+    run_commands(commands(block), tmp_path, monkeypatch)
     assert all((tmp_path / name).exists() for name in ("explore.html", "runs/report.html"))
     (snippet,) = blocks(PAGE, "python", MARKER)
     exec(compile(snippet, "README.md", "exec"), {})

@@ -1,6 +1,8 @@
 """The Markdown pages of the project, and the code blocks and names in them."""
 
 import re
+import runpy
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,3 +23,20 @@ def commands(text):
     """The command lines of a block, with continued lines joined."""
     lines = text.replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def run_commands(lines, folder, monkeypatch):
+    """Run command lines in a folder that has links to the repository's configs, scripts and tests."""
+    from dcvit import __main__, cli
+
+    for name in ("configs", "scripts", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(folder)
+    for line in lines:
+        program, *words = shlex.split(line)
+        if program == "python":
+            monkeypatch.setattr("sys.argv", words)
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            assert program == "dcvit"
+            assert cli.run(__main__.dispatch, words) == 0, line

@@ -32,26 +32,20 @@ def test_state_and_gradients_are_compared_with_the_memory_of_all_devices(axis, m
     check(setup, monkeypatch, 2 * needed)  # small arrays are replicated
 
 
-def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_disabled(monkeypatch):
+SOME = {"model.compose": "both", "model.compose_layers": (1, 3)}  # compose, estimated as plain ones
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, *(pytest.param(SOME | {"model.scan": scan}, marks=pytest.mark.slow) for scan in (False, True))],
+)
+def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_disabled(fields, monkeypatch):
     monkeypatch.setattr(memory, "MANY_LAYERS", 2)
     monkeypatch.setattr(memory.memory, "available", lambda: 1000)
     shapes = small_setup(**{"model.depth": 4, "check_memory": False}).model.shapes
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     with pytest.raises(ConfigError, match=f"^about {size:,} parameters with gradients need"):
-        small_setup(**{"model.depth": 4})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_models_of_which_some_layers_compose_are_estimated_too(scan, monkeypatch):
-    """As plain ones, before they are traced."""
-    monkeypatch.setattr(memory, "MANY_LAYERS", 2)
-    size = sum(x.size for x in jax.tree.leaves(small_setup(**{"model.depth": 4, "model.compose": None}).model.shapes))
-    fields = {"model.depth": 4, "model.compose": "both", "model.compose_layers": (1, 3), "model.scan": scan}
-    small_setup(**fields)
-    monkeypatch.setattr(memory.memory, "available", lambda: 1000)
-    with pytest.raises(ConfigError, match=f"^about {size:,} parameters with gradients need"):
-        small_setup(**fields)
+        small_setup(**{"model.depth": 4}, **fields)
 
 
 def test_temporary_arrays_of_the_compiled_step_are_compared_too(monkeypatch):

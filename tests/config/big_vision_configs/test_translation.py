@@ -16,7 +16,7 @@ import input_pipeline as ip
 from dcvit import cli, train
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import evaluations, part, translation
+from dcvit.config.big_vision import evaluations, part
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
 from input_pipeline.preprocess.builder import calls
@@ -394,16 +394,3 @@ def test_config_of_big_vision_trains_on_digits(digits_config, tmp_path, capsys, 
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (record["optax_name"], record["loss"], record["mixup"]) == ("trace", "sigmoid_xent", 0.2)
     assert not big_vision.is_big_vision(record)
-
-
-def test_page_names_every_key_that_is_dropped_or_refused():
-    page = (Path(__file__).parents[3] / "docs" / "big_vision.md").read_text()
-    tables = (
-        translation.NO_EFFECT,
-        translation.NO_EFFECT_INPUT,
-        translation.UNSUPPORTED,
-        translation.UNSUPPORTED_INPUT,
-    )
-    keys = {key for table in (*tables, evaluations.NO_EFFECT) for key in table}
-    assert len(keys) > 15
-    assert [key for key in keys if not re.search(rf"`(input\.)?{key}`", page)] == []

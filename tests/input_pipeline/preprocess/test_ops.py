@@ -80,7 +80,8 @@ class TestTable:
         assert apply("onehot(3, multi=False)", label=[])["labels"].shape == (0, 3)
         assert apply("onehot(3, 'label', None)", label=1)["label"].tolist() == [0, 1, 0]
 
-    def test_keys_are_dropped_copied_and_flattened(self):
+    def test_keys_are_kept_dropped_copied_and_flattened(self):
+        assert apply('keep("label")', label=2, other=3) == {"label": 2}
         assert apply("drop('image', 'absent')", label=2) == {"label": 2}
         copied = apply("copy('image', 'original')|pad(1)")
         np.testing.assert_array_equal(copied["original"], SMALL)
@@ -96,9 +97,6 @@ class TestTable:
             "image": (2, 3), "mask": (4, 5), "small": (4, 4)
         }  # fmt: skip
         np.testing.assert_array_equal(result["image"], SMALL)
-
-    def test_keep_drops_the_other_keys(self):
-        assert apply('keep("label")', label=2, other=3) == {"label": 2}
 
 
 def windows_of_tensorflow(tf, size, area, draws):
