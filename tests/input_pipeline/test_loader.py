@@ -163,11 +163,6 @@ def test_examples_that_do_not_fit_in_one_batch_are_an_error(first, second, messa
         next(ip.eval_batches(ListSource([first, second]), "", 2))
 
 
-def test_error_of_an_op_names_the_example():
-    with pytest.raises(ip.InputError, match=r"digits, split test, example \d+: onehot\(5\)"):
-        list(ip.eval_batches(ip.open_source("digits", split="test"), "onehot(5)", 400))
-
-
 @pytest.mark.slow
 def test_closed_stream_ends_its_threads():
     batches = ip.train_batches(Numbers(100), "", 10, seed=0, threads=3)

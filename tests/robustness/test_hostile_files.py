@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
 
 import corpora
 import hostile_files as hostile
@@ -66,6 +65,7 @@ class TestImages:
         with pytest.raises(ip.InputError, match=r"exceeds (the )?limit|broken image|not an image") as error:
             ip.Preprocess(spec)({"image": BOMBS[name]}, np.random.default_rng(0))
         assert len(str(error.value).splitlines()) == 1
+        assert not isinstance(error.value, ip.ReadingError)  # it may be skipped
 
     @pytest.mark.parametrize("name", ["png", "gif", "gif of a larger frame", "bmp", "tiff", "jpeg"])
     def test_limit_holds_after_another_library_removed_pillows_limit(self, name, monkeypatch):
@@ -103,15 +103,6 @@ class TestImages:
         with refused("takes more than the limit of 0.05 s"):
             decode.decode(image_datasets.bomb_png(1, 1, *[profile] * 2000))
         assert time.thread_time() - started < 1
-
-    def test_loader_skips_an_image_that_exceeds_a_limit(self, tmp_path):
-        image_datasets.image_folder(tmp_path, train=4, val=1)
-        Path(ip.open_source("folder", data_dir=str(tmp_path)).describe(1)).write_bytes(BOMBS["png of one row"])
-        source = ip.open_source("folder", data_dir=str(tmp_path))
-        batches = ip.train_batches(
-            source, "decode(precise=True)|resize_pillow(8)", len(source), 0, corrupt=ip.CorruptPolicy("skip"), threads=0
-        )
-        assert next(batches)["_skipped"].sum() == 1
 
     def test_largest_image_of_imagenet_is_accepted(self):
         data = image_datasets.bomb_jpeg(1)
@@ -237,21 +228,6 @@ class TestTokens:
         (tmp_path / "a.bin").write_bytes(bytes(11))
         with refused("a.bin", "11 bytes", "2 bytes"):
             open_text(tmp_path / "a", "megatron")
-
-    @pytest.mark.parametrize(
-        ("description", "fact"),
-        [
-            ("[" * 100_000, "a.json"),
-            ('{"vocab_size": %s}' % ("9" * 5000), "a.json"),
-            ('{"vocab_size": 1000000000000000}', "1,000,000,000,000,000 tokens"),
-            ('{"vocab_size": -1}', "-1 tokens"),
-        ],
-    )
-    def test_invalid_description_of_a_token_file_is_refused(self, tmp_path, description, fact):
-        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
-        prefix.with_suffix(".json").write_text(description)
-        with refused(fact):
-            open_text(prefix, "megatron")
 
 
 class TestTokenizers:

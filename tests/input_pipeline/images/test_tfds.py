@@ -1,20 +1,16 @@
 """Datasets of tensorflow-datasets: the stored examples of every split, and errors that name what is wrong."""
 
-import itertools
 import os
 import sys
 
 import image_datasets
 import numpy as np
 import pytest
-from batches import assert_same_batches
 
 import input_pipeline as ip
 from input_pipeline.tfrecord import TFRecordFile
 
 pytest_plugins = ["input_fixtures"]
-
-PP = 'decode|resize_pillow(8)|flip_lr|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 
 
 def open_imagenet(root, split="train", **options):
@@ -53,13 +49,6 @@ class TestExamples:
             assert stored < source.nbytes() < 2 * stored
             assert "imagenet2012-train." in source.describe(119)
             assert source.describe(119).endswith("-00002-of-00003, record 39")
-
-    @pytest.mark.slow
-    def test_batches_are_equal_for_both_formats_and_from_any_step(self, imagenet):
-        sources = [open_imagenet(root, "train[:95%]") for root in imagenet[0].values()]
-        assert_same_batches(*(ip.train_batches(source, PP, 30, seed=7) for source in sources), 6)
-        late = [ip.train_batches(sources[1], PP, 30, seed=7, start_step=4)]
-        assert_same_batches(itertools.islice(ip.train_batches(sources[0], PP, 30, seed=7), 4, None), *late, 2)
 
     def test_multiple_labels_become_a_multi_hot_vector(self, tmp_path):
         pytest.importorskip("tensorflow_datasets")

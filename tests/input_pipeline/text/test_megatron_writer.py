@@ -35,19 +35,17 @@ def test_files_have_megatrons_format_byte_for_byte(tmp_path, monkeypatch, vocab_
 def test_invalid_description_or_one_of_another_pair_is_refused(tmp_path):
     corpora.written_megatron(tmp_path / "pile", [[1, 2, 3], [4, 5]])
     path = tmp_path / "pile.json"
-    for content, message in (
-        (
-            path.read_text().replace('"documents": 2', '"documents": 3'),
-            "json gives 3 documents, but the .idx 2 sequences",
-        ),
-        (
-            path.read_text().replace('"vocab_size": 10', '"vocab_size": "10"'),
-            "expected a JSON object with numbers",
-        ),
-        (path.read_text().replace('"end_of_text": null', '"end_of_text": 10'), "end_of_text=10 is not in the voc"),
-        ("{", r"cannot read .*pile\.json: "),
+    valid = path.read_text()
+    for old, new, message in (
+        ('"documents": 2', '"documents": 3', "json gives 3 documents, but the .idx 2 sequences"),
+        ('"vocab_size": 10', '"vocab_size": "10"', "expected a JSON object with numbers"),
+        ('"vocab_size": 10', '"vocab_size": 1000000000000000', "1,000,000,000,000,000 tokens"),
+        ('"vocab_size": 10', '"vocab_size": -1', "-1 tokens"),
+        ('"vocab_size": 10', '"vocab_size": ' + "9" * 5000, r"cannot read .*pile\.json: "),
+        ('"end_of_text": null', '"end_of_text": 10', "end_of_text=10 is not in the voc"),
+        ("{", "[" * 100_000, r"cannot read .*pile\.json: "),
     ):
-        path.write_text(content)
+        path.write_text(valid.replace(old, new))
         with pytest.raises(ip.InputError, match=message):
             ip.open_source("megatron", path=str(tmp_path / "pile"), context=CONTEXT)
 
