@@ -28,16 +28,12 @@ MODEL = [f"--config.{key}={value}" for key, value in DIGITS.items() if key.start
 FOREIGN = re.compile(r"^[IWEF]\d{4} |WARNING|\bTPU\b|absl|tensorflow|oneDNN|XLA|cuda|Warning:|Traceback", re.IGNORECASE)
 
 
-@pytest.fixture
-def environment():
-    """The environment of a user: no backend of JAX is selected."""
-    without = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-
-
 @pytest.mark.weekly
-def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
+def test_train_evaluate_and_predict_print_no_foreign_line(digits_workdir, tmp_path):
+    """In the environment of a user: no backend of JAX is selected."""
+    without = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     Image.new("L", (8, 8)).save(tmp_path / "a.jpg")
     short = ["total_steps=2", "model.depth=1", "model.width=16", "model.compose=none", "tensorboard=true"]
     resize = "decode(1)|resize(8)|value_range(-1, 1)"  # by TensorFlow

@@ -1,11 +1,14 @@
 """The page: complete, escaped, in one file of a bounded size, and refused early if it cannot be written."""
 
+import base64
+import io
 import re
 from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from PIL import Image
 from report_examples import HOSTILE, evaluation, page
 
 from dcvit.errors import ConfigError
@@ -96,11 +99,6 @@ def test_pictures_have_the_pixels_of_the_image():
 
 def decoded(source):
     """The pixels of a data URL."""
-    import base64
-    import io
-
-    from PIL import Image
-
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
 
 

@@ -19,11 +19,8 @@ def fail():
     pytest.fail("computed again")
 
 
-def test_a_value_is_computed_once(path):
+def test_a_value_is_computed_once_and_that_of_something_else_is_refused(path):
     assert stored(path, ("config",), fail) == VALUE
-
-
-def test_a_value_of_something_else_is_refused(path):
     with pytest.raises(ConfigError, match=r"results\.json was computed from other configs or another run; remove it"):
         stored(path, ["other"], fail)
 

@@ -145,6 +145,17 @@ def stop(process, number=signal.SIGTERM, status=preemption.SAVED):
     return err
 
 
+def end(process, first, second, status):
+    """Send a signal and, while the process saves, another one; return what is printed on stderr after the first."""
+    process.send_signal(first)
+    read_until(process.stderr, f"{preemption.NAMES[first]}: saving and stopping", process)
+    time.sleep(0.5)  # longer than `REPEAT_SECONDS`
+    process.send_signal(second)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == status, err
+    return err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "number", "status", "again"),
@@ -196,13 +207,7 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     ],
 )
 def test_second_signal_ends_the_process_while_it_saves(hangup, first, second, status):
-    process = start(LISTENING, "never saved", "stays", repeat_seconds=0.1)
-    process.send_signal(first)
-    read_until(process.stderr, f"{preemption.NAMES[first]}: saving and stopping", process)
-    time.sleep(0.5)  # longer than `REPEAT_SECONDS`
-    process.send_signal(second)
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == status, err
+    err = end(start(LISTENING, "never saved", "stays", repeat_seconds=0.1), first, second, status)
     assert err == f"ended by {preemption.NAMES[second]} before the run was saved\n"
 
 
@@ -248,12 +253,7 @@ def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, number, stat
     """A second signal arrives while the save does not end, as on a disk that does not respond."""
     workdir, code = tmp_path / "run", TRAINING.replace("return stop(self)", "time.sleep(600)")
     process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1), repeat_seconds=0.1)
-    process.send_signal(number)
-    read_until(process.stderr, f"{preemption.NAMES[number]}: saving and stopping", process)
-    time.sleep(0.5)  # longer than `REPEAT_SECONDS`
-    process.send_signal(number)
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == status, err
+    err = end(process, number, number, status)
     assert restoring.latest(workdir) in (3, 4)
     assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
     assert "Traceback" not in err

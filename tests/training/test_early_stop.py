@@ -58,17 +58,12 @@ def test_a_run_stops_after_that_many_evaluations_without_improvement(values, mod
     assert stopped_at(values, mode, patience) == expected
 
 
-def test_only_the_latest_evaluation_decides():
+@pytest.mark.parametrize("options", [("val/loss", "min", 2), ()])
+def test_only_the_latest_evaluation_decides_and_nothing_without_the_key(options):
     """`early_stop` may change when a run is resumed, whose earlier rows would have stopped it."""
-    early = EarlyStop(("val/loss", "min", 2))
+    early = EarlyStop(options)
     for step, value in enumerate([1.0, 2.0, 2.0, 0.5, 0.4], start=1):
         early.update(step, {"val/loss": value})
-    assert early.reason is None
-
-
-def test_nothing_stops_a_run_without_the_key():
-    early = EarlyStop(())
-    early.update(1, {"val/loss": 1.0})
     assert early.reason is None
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dcvit import errors
 from dcvit.errors import ConfigError
@@ -36,11 +37,11 @@ def train(**options):
 
 def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=None, frozen=()):
     """Compute -schedule · (lr · lr_mult · Adam(clip(g)) + wd · wd_mult · p) with the cosine schedule, in numpy."""
-    flat = {"block/kernel": ("block", "kernel"), "block/bias": ("block", "bias"), "head/kernel": ("head", "kernel")}
-    p = {name: np.asarray(PARAMS[a][b], np.float64) for name, (a, b) in flat.items()}
+    p = {name: np.asarray(x, np.float64) for name, x in flatten_dict(PARAMS, sep="/").items()}
     m, v = ({name: np.zeros_like(x) for name, x in p.items()} for _ in range(2))
     for step, grads in enumerate(GRADS):
-        g = {name: np.asarray(grads[a][b], np.float64) for name, (a, b) in flat.items() if name not in frozen}
+        flat = flatten_dict(grads, sep="/")
+        g = {name: np.asarray(x, np.float64) for name, x in flat.items() if name not in frozen}
         norm = np.sqrt(sum((x**2).sum() for x in g.values()))
         schedule = 0.5 * (1 + np.cos(np.pi * step / 4))
         for name, x in g.items():
@@ -51,7 +52,7 @@ def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=N
             rate = lr * (lr_mult or {}).get(name, 1)
             decay = wd * (wd_mult or {"block/kernel": 1, "head/kernel": 1}).get(name, 0)
             p[name] = p[name] - schedule * (rate * adam + decay * p[name])
-    return {"block": {"kernel": p["block/kernel"], "bias": p["block/bias"]}, "head": {"kernel": p["head/kernel"]}}
+    return unflatten_dict(p, sep="/")
 
 
 @pytest.mark.slow

@@ -65,15 +65,6 @@ def make(config="vit_digits", tiny=TINY, **overrides):
     return made
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_invalid_config_is_one_line_that_names_key_and_value(name):
-    overrides, message = BAD[name]
-    with pytest.raises((ConfigError, InputError, CheckpointError)) as error:
-        make(**overrides)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 BAD_TEXT = {
     "too small a vocabulary": ({"vocab_size": 200}, "has 257 tokens, config.vocab_size=200"),
     "context above the model's": ({"model.context": 8}, "config.model.context=8 is less than the data's 24"),
@@ -93,12 +84,12 @@ BAD_TEXT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BAD_TEXT)
-def test_invalid_config_of_a_language_model_is_one_line(name):
-    overrides, message = BAD_TEXT[name]
-    with pytest.raises((ConfigError, InputError)) as error:
-        make("lm_stdlib", LM_TINY, **overrides)
+@pytest.mark.parametrize("name", [*BAD, *(pytest.param(name, marks=pytest.mark.slow) for name in BAD_TEXT)])
+def test_invalid_config_is_one_line_that_names_key_and_value(name):
+    config, tiny = ("lm_stdlib", LM_TINY) if name in BAD_TEXT else ("vit_digits", TINY)
+    overrides, message = (BAD | BAD_TEXT)[name]
+    with pytest.raises((ConfigError, InputError, CheckpointError)) as error:
+        make(config, tiny, **overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -152,6 +143,10 @@ def test_missing_training_data_has_a_stand_in_for_compilation(labels):
     assert (made.model.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
     with pytest.raises(InputError):
         setup.load_setup("vit_digits", words)
+
+
+@pytest.mark.slow
+def test_images_of_cifar_fit_its_config():
     made = setup.load_setup("vit_cifar:dataset=cifar100,runlocal=true", stand_in=True)
     assert (made.plan.total_steps, made.task.example.shape, made.model.module.num_classes) == (12, (1, 32, 32, 3), 100)
 

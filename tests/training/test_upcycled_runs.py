@@ -80,16 +80,13 @@ def test_model_data_and_recipe_are_those_of_the_run(runs):
     assert (short.model.compose, short.model_load.upcycle) == (None, False)
 
 
-def test_tokenizer_that_the_run_trained_is_used_again(runs):
-    workdir = runs("lm_text:data_dir=books,tokenizer=train")
+@pytest.mark.parametrize(("argument", "tokenizer"), [(",tokenizer=train", "{}/tokenizer.json"), ("", None)])
+def test_tokenizer_that_the_run_trained_is_used_again(runs, argument, tokenizer):
+    workdir = runs(f"lm_text:data_dir=books{argument}")
     for init in (workdir, workdir / "checkpoints" / "6"):
         new = configs.load(f"upcycle:init={init}")
         for data in (new.input.data, new.evals.validation.data):
-            assert data.tokenizer == f"{workdir}/tokenizer.json"
-
-
-def test_run_of_bytes_needs_no_tokenizer(runs):
-    assert configs.load(f"upcycle:init={runs('lm_text:data_dir=books')}").input.data.tokenizer is None
+            assert data.tokenizer == (tokenizer and tokenizer.format(workdir))
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,11 @@ def test_splits_share_no_set_of_words_in_facts(domain):
 
 
 @pytest.mark.slow
-def test_every_task_has_examples_in_both_splits_and_the_rows_have_the_answers_everywhere():
+def test_every_task_has_examples_in_both_splits():
     for split in ("train", "validation"):
         source = ip.open_source("synthetic", shots=0, split=split)
         words = [source.tokenizer.decode(source[i]["tokens"].tolist()).split() for i in range(6 * len(TASKS))]
         examples = [row[: row.index(";") + 1] for row in words]
-        assert all(answers(example) == {example[-2]} for example in examples)
         for number in range(len(TASKS)):
             assert len({tuple(example) for example in examples[number :: len(TASKS)]}) > 2
 
