@@ -8,15 +8,18 @@ import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
+import input as bench_input
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_pages
+import runs as bench_runs
+import step as tpu_step
 from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-from dcvit import dcmha
+from dcvit import aot, dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
@@ -156,17 +159,57 @@ def test_the_site_has_an_explorer_page_of_every_model_of_the_package(tmp_path, l
         assert len(facts_of(path.read_text())["samples"]) == 2
 
 
-def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
-    import input as bench_input
+def result(name):
+    return json.loads((ROOT / "docs" / f"{name}.json").read_text())
 
-    page = (ROOT / "docs" / "tutorials" / "imagenet.md").read_text()
-    for line in bench_input.lines(json.loads((ROOT / "docs" / "input.json").read_text())):
-        assert line in page
+
+def several_seeds(name):
+    found = result(name)
+    assert len(found["seeds"]) == 5
+    return ["\n".join(bench_runs.lines(name, found)), found["machine"]]
+
+
+def slices():
+    """Every slice that a config recommends, each of which fits."""
+    rows = result("aot")
+    assert [(row["config"], row["topology"]) for row in rows] == configs.recommended()
+    assert {row["verdict"] for row in rows} == {"fits"}
+    return ["\n".join(aot.markdown(rows))]
+
+
+def traffic():
+    for row in result("gpu_traffic"):
+        kind = "forward + backward" if row["gradient"] else "forward"
+        times = f"{row['moved'] / 1e9:.1f} | {1e3 * row['moved'] / 4.8e12:.1f}"
+        yield f"| {kind} | {row['row']} | {times} | {row['kernels']:,} | {row['temporary'] / 2**20:,.0f} |"
+
+
+def steps_on_tpus():
+    results = result("tpu_step")
+    for topology in dict.fromkeys(row["topology"] for row in results):
+        yield "\n".join(tpu_step.comparison([row for row in results if row["topology"] == topology]))
+
+
+TABLES = [
+    ("tutorials/imagenet.md", lambda: bench_input.lines(result("input"))),
+    ("composed_tasks.md", lambda: several_seeds("synthetic")),
+    ("composed_tasks.md", lambda: several_seeds("scenes")),
+    ("tutorials/upcycling.md", lambda: several_seeds("upcycle")),
+    ("pods.md", slices),
+    ("performance_notes.md", traffic),
+    ("performance_notes.md", steps_on_tpus),
+]
+
+
+@pytest.mark.parametrize(("page", "lines"), TABLES)
+def test_tables_are_what_was_measured(page, lines):
+    text = (ROOT / "docs" / page).read_text()
+    assert [line for line in lines() if line not in text] == []
 
 
 def test_the_times_on_a_gpu_are_those_of_their_files():
     page = (ROOT / "docs" / "performance.md").read_text()
-    attention, training = (json.loads((ROOT / "docs" / f"gpu_{x}.json").read_text()) for x in ("attention", "training"))
+    attention, training = result("gpu_attention"), result("gpu_training")
     shapes = {
         "vit_s16": "256 × 196 tokens, 6 heads of 64", "lm_405m": "8 × 2,048 causal tokens, 16 heads of 64",
         "lm_6.9b": "2 × 2,048 causal tokens, 32 heads of 128",
@@ -191,51 +234,18 @@ def test_the_times_on_a_gpu_are_those_of_their_files():
 
 def test_the_training_for_equal_time_on_a_gpu_is_that_of_its_file():
     page = (ROOT / "docs" / "performance.md").read_text()
-    result = json.loads((ROOT / "docs" / "gpu_equal_time.json").read_text())
+    trained = result("gpu_equal_time")
     arms = {
         "grouped": "plain, 2 key heads", "folded": "folded, 2 key heads", "folded, post": "folded, post only",
         "mha": "plain, 6 key heads",
     }  # fmt: skip
     for arm, words in arms.items():
-        milliseconds = 1e3 * statistics.median(result["seconds per step"][arm])
-        bits = ", ".join(f"{value:.3f}" for value in result["bits per byte"][arm].values())
-        assert f"| {words} | {milliseconds:.1f} | {result['steps'][arm]:,} | {bits} |" in page
+        milliseconds = 1e3 * statistics.median(trained["seconds per step"][arm])
+        bits = ", ".join(f"{value:.3f}" for value in trained["bits per byte"][arm].values())
+        assert f"| {words} | {milliseconds:.1f} | {trained['steps'][arm]:,} | {bits} |" in page
     for arm in ("folded", "folded, post"):
-        found = result["differences"][arm]
+        found = trained["differences"][arm]
         assert f"| {found['mean']:+.3f} ± {found['± 95 %']:.3f} |" in page
-
-
-def test_the_table_of_gpu_traffic_is_that_of_its_file():
-    page = (ROOT / "docs" / "performance_notes.md").read_text()
-    for row in json.loads((ROOT / "docs" / "gpu_traffic.json").read_text()):
-        kind = "forward + backward" if row["gradient"] else "forward"
-        times = f"{row['moved'] / 1e9:.1f} | {1e3 * row['moved'] / 4.8e12:.1f}"
-        line = f"| {kind} | {row['row']} | {times} | {row['kernels']:,} | {row['temporary'] / 2**20:,.0f} |"
-        assert line in page
-
-
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [("synthetic", "composed_tasks.md"), ("scenes", "composed_tasks.md"), ("upcycle", "tutorials/upcycling.md")],
-)
-def test_the_tables_of_several_seeds_are_what_the_benchmark_measured(name, page):
-    import runs as bench_runs
-
-    result = json.loads((ROOT / "docs" / f"{name}.json").read_text())
-    page = (ROOT / "docs" / page).read_text()
-    assert "\n".join(bench_runs.lines(name, result)) in page
-    assert result["machine"] in page
-    assert len(result["seeds"]) == 5
-
-
-def test_the_table_of_tpu_slices_is_what_the_compiler_reported():
-    """The table has every slice that a config recommends, and each fits."""
-    from dcvit import aot
-
-    rows = json.loads((ROOT / "docs" / "aot.json").read_text())
-    assert "\n".join(aot.markdown(rows)) in (ROOT / "docs" / "pods.md").read_text()
-    assert [(row["config"], row["topology"]) for row in rows] == configs.recommended()
-    assert {row["verdict"] for row in rows} == {"fits"}
 
 
 def test_the_table_of_layers_is_the_one_that_is_enforced():
@@ -267,7 +277,7 @@ def test_the_statements_of_the_reproduction_are_those_of_its_files():
 
 def test_the_figures_of_the_recipe_are_those_of_its_file():
     page = (ROOT / "docs" / "reproduction.md").read_text()
-    found = json.loads((ROOT / "docs" / "reproduction" / "recipe.json").read_text())
+    found = result("reproduction/recipe")
     steps = ", ".join(f"{step:,}" for step in found["checked_steps"])
     lines = [
         f"| records of train[:99%], steps | {found['records']:,}, {found['total_steps']:,} |",
@@ -281,7 +291,7 @@ def test_the_figures_of_the_recipe_are_those_of_its_file():
         f"| {x['resident_megabytes']:,.0f} |"
         for x in found["input"]
     ]
-    estimates = {(x["topology"], x["config"]): x for x in json.loads((ROOT / "docs" / "tpu_step.json").read_text())}
+    estimates = {(x["topology"], x["config"]): x for x in result("tpu_step")}
     for row in found["hours"]:
         if tpu := re.fullmatch(r"(v\d\w)-(\d+)", row["slice"]):
             step = estimates[f"{tpu[1]}:2x2", f"vit_i1k:variant={row['model']}"]
@@ -289,13 +299,3 @@ def test_the_figures_of_the_recipe_are_those_of_its_file():
         cells = [f"{x:.1f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values()]
         lines.append(f"| {' | '.join(cells)} |")
     assert [line for line in lines if line not in page] == []
-
-
-def test_the_tables_of_training_steps_on_tpus_are_what_the_compiler_estimated():
-    import step as tpu_step
-
-    results = json.loads((ROOT / "docs" / "tpu_step.json").read_text())
-    page = (ROOT / "docs" / "performance_notes.md").read_text()
-    for topology in dict.fromkeys(result["topology"] for result in results):
-        some = [result for result in results if result["topology"] == topology]
-        assert "\n".join(tpu_step.comparison(some)) in page, topology

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -194,11 +193,6 @@ class Sandbox:
 
     def trainings(self, worker=0):
         return [words for _, words in self.lines(f"runs{worker}")]
-
-
-def parsed(out):
-    """The words of every line of a shell script."""
-    return [shlex.split(line) for line in out.splitlines()]
 
 
 def wait_for(condition):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import SCRIPTS, parsed
+from stand_ins import SCRIPTS
 
 SHELL_SCRIPTS = sorted([*SCRIPTS.rglob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
 
@@ -39,6 +39,6 @@ def test_launch_commands_in_the_documentation_are_accepted(sandbox):
         else:
             continue
         assert (status, err) == (0, ""), command
-        assert parsed(out)
+        assert shlex.split(out)
         tried += 1
     assert tried == 4

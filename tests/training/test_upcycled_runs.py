@@ -25,24 +25,20 @@ def upcycle(init, workdir, arguments="", *overrides):
     return cli.run(train.main, ["--config", f"upcycle:init={init}{arguments}", "--workdir", str(workdir), *words])
 
 
-def assert_continues(plain, upcycled, metric):
-    """The first evaluation of a run is the last one of another, and the compositions are new."""
-    before, after = (metrics.read(workdir / "metrics.jsonl") for workdir in (plain, upcycled))
-    assert after[0]["step"] == 0
-    assert after[0][metric] == pytest.approx(before[-1][metric], abs=1e-6)
-    assert after[0]["num_params"] > before[0]["num_params"]
-    gained = {name for name in names(load_params(upcycled)) if COMPOSITION.fullmatch(name)}
-    assert gained == names(load_params(upcycled)) - names(load_params(plain))
-
-
 def names(params):
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)}
 
 
 @pytest.mark.weekly
-def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path):
-    assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre", "model.branches=q", "model.rank=1") == 0
-    assert_continues(digits_workdir, tmp_path / "run", "test/loss")
+def test_run_of_images_starts_with_the_metrics_of_the_plain_run_and_new_compositions(digits_workdir, tmp_path):
+    run = tmp_path / "run"
+    assert upcycle(digits_workdir, run, ",compose=pre", "model.branches=q", "model.rank=1") == 0
+    before, after = (metrics.read(workdir / "metrics.jsonl") for workdir in (digits_workdir, run))
+    assert after[0]["step"] == 0
+    assert after[0]["test/loss"] == pytest.approx(before[-1]["test/loss"], abs=1e-6)
+    assert after[0]["num_params"] > before[0]["num_params"]
+    gained = {name for name in names(load_params(run)) if COMPOSITION.fullmatch(name)}
+    assert gained == names(load_params(run)) - names(load_params(digits_workdir))
 
 
 def test_plain_run_in_a_composed_model_is_one_line_that_names_the_option(digits_workdir, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 
 import corpora
+import numpy as np
 import pytest
 
 import input_pipeline as ip
@@ -90,8 +91,6 @@ def test_a_tokenizer_that_joins_an_answer_with_its_surroundings_is_an_error(tmp_
         """Two bytes make one token, wherever a word begins."""
 
         def encode_batch(self, texts):
-            import numpy as np
-
             return [np.array([sum(t.encode()[i : i + 2]) for i in range(0, len(t), 2)]) for t in texts]
 
     monkeypatch.setattr(files, "open_tokenizer", lambda *_: Pairs())
