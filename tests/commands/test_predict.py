@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 @pytest.fixture
-def workdir(digits_workdir):
-    return digits_workdir
-
-
-@pytest.fixture
 def images(tmp_path):
     """Six test digits as PNG and JPEG files of several sizes and modes, and their labels by file name."""
     source = input_pipeline.open_source("digits", split="test")
@@ -45,23 +40,22 @@ def images(tmp_path):
     return labels
 
 
-def call(capsys, main, *argv):
-    """Exit status, standard output and standard error of a command."""
+def call(capsys, *argv):
+    """Exit status, standard output and standard error of the command."""
     capsys.readouterr()
-    status = run(main, [str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return status, out, err
+    status = run(predict.main, [str(a) for a in argv])
+    return status, *capsys.readouterr()
 
 
 @pytest.mark.slow
-def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, images, tmp_path, capsys):
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "3", "--format", "csv")
+def test_predictions_equal_the_models_logits_for_files_and_folders(digits_workdir, images, tmp_path, capsys):
+    status, out, _ = call(capsys, "--workdir", digits_workdir, tmp_path, "--topk", "3", "--format", "csv")
     assert status == 0
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["file"] for row in rows[::3]] == list(images)
-    config = values.read_json(workdir / "config.json")
+    config = values.read_json(digits_workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
-    params = jax.tree.map(jnp.asarray, load_params(workdir))
+    params = jax.tree.map(jnp.asarray, load_params(digits_workdir))
     logits = hub_evaluate.predictor(kinds.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
@@ -69,10 +63,10 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, imag
         shares = [float(row["probability"]) for row in rows[i : i + 3]]
         assert shares == sorted(shares, reverse=True)
         assert sum(shares) <= 1 + 1e-5
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images, "--topk", "1", "--format", "json")
+    status, out, _ = call(capsys, "--workdir", digits_workdir, *images, "--topk", "1", "--format", "json")
     assert [row["label"] for row in json.loads(out)] == [row["label"] for row in rows[::3]]
     first = rows[:3]
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images, "--topk", "3")
+    status, out, _ = call(capsys, "--workdir", digits_workdir, *images, "--topk", "3")
     assert status == 0
     line = out.splitlines()[0]
     assert line.split() == [
@@ -82,16 +76,16 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, imag
     assert len({len(line) for line in out.splitlines()}) == 1  # the columns are aligned
 
 
-def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, capsys):
+def test_probabilities_are_sigmoids_if_the_loss_is(digits_workdir, images, tmp_path, capsys):
     copy = tmp_path / "sigmoid"
-    shutil.copytree(workdir, copy)
+    shutil.copytree(digits_workdir, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "loss": "sigmoid_xent"}))
     (copy / "accepted.json").write_text('{"accept": ["loss"]}')
     first = next(iter(images))
     rows = [
-        json.loads(call(capsys, predict.main, "--workdir", w, first, "--topk", "10", "--format", "json")[1])
-        for w in (workdir, copy)
+        json.loads(call(capsys, "--workdir", w, first, "--topk", "10", "--format", "json")[1])
+        for w in (digits_workdir, copy)
     ]
     softmax, sigmoid = ({row["label"]: row["probability"] for row in each} for each in rows)
     assert sum(softmax.values()) == pytest.approx(1, abs=1e-4)
@@ -101,12 +95,12 @@ def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, ca
         assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)
 
 
-def test_unreadable_files_are_errors_and_the_others_are_classified(workdir, images, tmp_path, capsys):
+def test_unreadable_files_are_errors_and_the_others_are_classified(digits_workdir, images, tmp_path, capsys):
     good = list(images)[:2]
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty.jpg").write_bytes(b"")
     bad = [tmp_path / "text.png", tmp_path / "empty.jpg", tmp_path / "absent.png"]
-    status, out, err = call(capsys, predict.main, "--workdir", workdir, *bad, *good, "--format", "json")
+    status, out, err = call(capsys, "--workdir", digits_workdir, *bad, *good, "--format", "json")
     assert status == 1
     assert {row["file"] for row in json.loads(out)} == set(good)
     assert len(err.splitlines()) == 3
@@ -130,28 +124,28 @@ def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_cl
     assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
 
 
-def test_batch_is_yielded_before_the_files_of_the_next_are_read(workdir, monkeypatch):
+def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, monkeypatch):
     """Any number of files needs the memory of one batch."""
     data, read = io.BytesIO(), []
     Image.new("L", (8, 8), 255).save(data, "PNG")
     monkeypatch.setattr(inference, "read_regular", lambda path: read.append(path) or data.getvalue())
     files = [Path(f"{i}.png") for i in range(2 * inference.BATCH + 1)]
     images = inference.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
-    batches = dcvit.load(workdir).classify(images, topk=1)
+    batches = dcvit.load(digits_workdir).classify(images, topk=1)
     for number in (1, 2):
         batch = next(batches)
         assert (len(batch), len(read)) == (inference.BATCH, number * inference.BATCH)
     assert [len(batch) for batch in batches] == [1]
 
 
-def test_folder_without_images_is_an_error_and_other_files_are_classified(workdir, images, tmp_path, capsys):
+def test_folder_without_images_is_an_error_and_other_files_are_classified(digits_workdir, images, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    status, out, err = call(capsys, predict.main, "--workdir", workdir, tmp_path / "empty", next(iter(images)))
+    status, out, err = call(capsys, "--workdir", digits_workdir, tmp_path / "empty", next(iter(images)))
     assert (status, out.count("\n"), err.count("\n")) == (1, 1, 1)
     assert err.startswith("error: no image files (")
 
 
-def test_hostile_file_names_are_one_row_in_every_format(workdir, images, tmp_path, capsys):
+def test_hostile_file_names_are_one_row_in_every_format(digits_workdir, images, tmp_path, capsys):
     folder = tmp_path / "[red]a["
     folder.mkdir()
     names = ["x].png", "line\nfeed.png", "\x1b[31m.png", "\u202egnp.png", os.fsdecode(b"\xff.png")]
@@ -159,8 +153,8 @@ def test_hostile_file_names_are_one_row_in_every_format(workdir, images, tmp_pat
         shutil.copy(next(iter(images)), folder / name)
     (folder / "no\nimage.png").write_text("")
     for form in ("table", "csv", "json"):
-        argv = ("--workdir", workdir, folder, "--topk", "1", "--format", form)
-        status, out, err = call(capsys, predict.main, *argv)
+        argv = ("--workdir", digits_workdir, folder, "--topk", "1", "--format", form)
+        status, out, err = call(capsys, *argv)
         assert (status, err.count("\n")) == (1, 1)
         assert "no\\nimage.png: " in err
         assert (out + err).replace("\n", "").isprintable()

@@ -10,16 +10,8 @@ import input_pipeline as ip
 from dcvit import tokenize
 from dcvit.cli import run
 
+pytest_plugins = ["input_fixtures"]
 CONTEXT = 24
-
-
-@pytest.fixture(params=["bytes", "trained"])
-def arguments(request, tmp_path):
-    """(arguments, path of the tokenizer): `--tokenizer` with a trained tokenizer.json, or no arguments and None."""
-    if request.param == "bytes":
-        return [], None
-    path = corpora.train_tokenizer(tmp_path / "tokenizer.json")
-    return ["--tokenizer", str(path)], path
 
 
 def command(tmp_path, *words):
@@ -27,14 +19,15 @@ def command(tmp_path, *words):
 
 
 @pytest.mark.slow
-def test_files_have_the_rows_of_the_text(tmp_path, arguments, capsys):
-    words, path = arguments
+def test_files_have_the_rows_of_the_text(tmp_path, tokenizer_path, capsys):
+    path = tokenizer_path and str(tokenizer_path)
+    words = ["--tokenizer", path] if path else []
     texts = corpora.documents(60)
     corpora.write_jsonl(tmp_path / "data" / "a.jsonl.zst", texts[:30], key="body")
     corpora.write_jsonl(tmp_path / "data" / "b.jsonl", texts[30:], key="body")
     assert command(tmp_path, *words, "--key", "body") == 0
     source = ip.open_source("megatron", path=str(tmp_path / "out" / "pile"), context=CONTEXT)
-    read = {"context": CONTEXT, "tokenizer": path and str(path), "key": "body"}
+    read = {"context": CONTEXT, "tokenizer": path, "key": "body"}
     expected = ip.open_source("text", path=str(tmp_path / "data"), **read)
     assert (source.vocab_size, source.end_of_text) == (expected.vocab_size, expected.end_of_text)
     assert len(source) == len(expected)
@@ -44,16 +37,14 @@ def test_files_have_the_rows_of_the_text(tmp_path, arguments, capsys):
     description = json.loads((tmp_path / "out" / "pile.json").read_bytes())
     nbytes = sum(len(text.encode()) for text in texts)
     assert description == {
-        "vocab_size": source.vocab_size, "end_of_text": source.end_of_text, "tokenizer": path and str(path),
+        "vocab_size": source.vocab_size, "end_of_text": source.end_of_text, "tokenizer": path,
         "bytes": nbytes, "documents": 60, "tokens": len(expected.tokens),
     }  # fmt: skip
     shown = capsys.readouterr().out
     assert shown.startswith(f"60 documents, {nbytes:,} bytes of text, {len(expected.tokens):,} tokens in ")
     assert "tokens/s)" in shown
     assert f"vocab_size {source.vocab_size}, end_of_text {source.end_of_text}" in shown
-    known = ip.open_source(
-        "megatron", path=str(tmp_path / "out" / "pile"), context=CONTEXT, tokenizer=path and str(path)
-    )
+    known = ip.open_source("megatron", path=str(tmp_path / "out" / "pile"), context=CONTEXT, tokenizer=path)
     np.testing.assert_array_equal(known.token_bytes, expected.token_bytes)
 
 

@@ -25,10 +25,8 @@ def special(tmp_path, request):
         path.symlink_to("/dev/zero")
     else:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            yield path
-            return
-    yield path
+            listener.bind(str(path))  # the file stays
+    return path
 
 
 SPECIAL = pytest.mark.parametrize("special", ["pipe", "folder", "device", "socket"], indirect=True)

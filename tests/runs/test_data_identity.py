@@ -40,10 +40,6 @@ def tfds(root, file_format="tfrecord"):
     return {"name": "imagenet2012", "split": "train", "data_dir": str(root)}, file
 
 
-def array_record(root):
-    return tfds(root, "array_record")
-
-
 def input_ids(root):
     pytest.importorskip("tensorflow")
     records = [corpora.example({"input_ids": [i] * 9}) for i in range(20)]
@@ -67,19 +63,14 @@ def lines(root):
 
 
 KINDS = {
-    "folder": folder, "parquet": parquet, "tfds": tfds, "array_record": array_record, "input_ids": input_ids,
-    "megatron": megatron, "text": text, "spans": lines, "answers": lines,
+    "folder": folder, "parquet": parquet, "tfds": tfds, "array_record": lambda root: tfds(root, "array_record"),
+    "input_ids": input_ids, "megatron": megatron, "text": text, "spans": lines, "answers": lines,
 }  # fmt: skip
 READ_ONCE = {"text", "spans", "answers"}  # when they are opened
 
 
 def opened(kind, options):
     return ip.open_source({"array_record": "tfds"}.get(kind, kind), **options)
-
-
-def read_all(source):
-    for index in range(len(source)):
-        source[index]
 
 
 def replace(file, change):
@@ -103,7 +94,7 @@ def test_file_that_is_changed_or_replaced_ends_the_run(tmp_path, kind, change):
     options, file = KINDS[kind](tmp_path / "data")
     source = opened(kind, options)
     replace(file, change)
-    for read in (lambda: read_all(source), files_of(source).digests):
+    for read in (lambda: [source[i] for i in range(len(source))], files_of(source).digests):
         with pytest.raises(ip.ReadingError, match=f"{file} was changed or replaced after it was opened") as error:
             read()
         assert "\n" not in str(error.value)

@@ -11,19 +11,11 @@ from dcvit.training import hooks
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
 
-def remove(workdir):
-    shutil.rmtree(workdir)
-
-
 def relink(workdir):
     """The workdir becomes a link to a copy of itself, as after a move to a larger disk."""
     shutil.copytree(workdir, workdir.with_name("copy"))
     workdir.rename(workdir.with_name("moved"))
     workdir.symlink_to("copy")
-
-
-def remove_metrics(workdir):
-    (workdir / "metrics.jsonl").unlink()
 
 
 def replace_metrics(workdir):
@@ -43,8 +35,8 @@ def lock_again(workdir):
     [
         (relink, ".lock"),
         pytest.param(replace_metrics, "metrics.jsonl", marks=pytest.mark.exhaustive),
-        pytest.param(remove, ".lock", marks=pytest.mark.exhaustive),
-        pytest.param(remove_metrics, "metrics.jsonl", marks=pytest.mark.exhaustive),
+        pytest.param(shutil.rmtree, ".lock", marks=pytest.mark.exhaustive),
+        pytest.param(lambda w: (w / "metrics.jsonl").unlink(), "metrics.jsonl", marks=pytest.mark.exhaustive),
         pytest.param(lock_again, ".lock", marks=pytest.mark.exhaustive),
     ],
 )

@@ -20,6 +20,14 @@ TINY = [
 ]  # fmt: skip
 
 
+def evaluated(argv, capsys):
+    """Train, and return the rows of an evaluation."""
+    assert cli.run(train.main, argv) == 0
+    capsys.readouterr()
+    assert cli.run(evaluate.main, ["--workdir", argv[3], "--format", "csv"]) == 0
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
 @pytest.mark.slow
 def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
     loaded = config.load("lm_synthetic")
@@ -36,10 +44,7 @@ def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_p
     words = [f"--config.{word}" for word in [*TINY, *limits]]
     workdir = str(tmp_path / "run")
     argv = ["--config", "lm_synthetic:steps=3,shots=1", "--workdir", workdir, *words]
-    assert cli.run(train.main, argv) == 0
-    capsys.readouterr()
-    assert cli.run(evaluate.main, ["--workdir", workdir, "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = evaluated(argv, capsys)
     names = [
         f"validation/{name}" for name in Source(tasks=["first/*", "last/*", "in/*", "unlike/*", "odd/*"]).task_names
     ]
@@ -57,11 +62,7 @@ def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_p
 @pytest.mark.exhaustive
 def test_a_run_on_scenes_trains_and_is_evaluated_on_two_splits(tmp_path, capsys):
     words = [f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=9", "evals.test.data.limit=5"]]
-    workdir = str(tmp_path / "run")
-    assert cli.run(train.main, ["--config", "vit_scenes:steps=3", "--workdir", workdir, *words]) == 0
-    capsys.readouterr()
-    assert cli.run(evaluate.main, ["--workdir", workdir, "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = evaluated(["--config", "vit_scenes:steps=3", "--workdir", str(tmp_path / "run"), *words], capsys)
     assert [(row["evaluation"], row["n"], row["image_size"]) for row in rows] == [
         ("test", "5", "27x27"), ("validation", "9", "27x27")
     ]  # fmt: skip

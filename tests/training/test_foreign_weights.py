@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 from small_models import logits_of, make_tokens, param_shapes, random_params
 
@@ -34,10 +35,7 @@ def weights(tmp_path_factory):
     net = lm.Model(VOCAB, **FIELDS)
     params = random_params(param_shapes(net, jnp.zeros((1, 2), jnp.int32)))
     description = Description("lm", VOCAB, FIELDS)
-    flat = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    flat = flatten_dict(jax.device_get(params), sep="/")
     tensors = {path: Tensor(array.shape, lambda array=array: array) for path, array in flat.items()}
     folder = tmp_path_factory.mktemp("llama")
     write_shards(folder, write(llama.links(description), tensors))

@@ -54,11 +54,6 @@ def merged(changes):
     return config
 
 
-def translate(**changes):
-    """The translated BASE with changes, and its notes."""
-    return big_vision.translate(merged({key.replace("__", "."): value for key, value in changes.items()}))
-
-
 def value_at(config, path):
     """The value of a dotted key; None if there is none."""
     for key in path.split("."):
@@ -300,7 +295,7 @@ PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b
 )
 def test_parameters_without_schedule_are_frozen(rules, trained, library_promotion):
     """The first regex that matches a whole name counts."""
-    config, _ = translate(schedule=rules)
+    config, _ = big_vision.translate(merged({"schedule": rules}))
     options = optim.Options("trace", {"decay": 0.0}, 1.0, config["schedule"], wd=0.5, frozen=config["frozen"])
     optimizer, _ = optim.make(PARAMS, 5, options)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), optimizer.init(PARAMS), PARAMS)
@@ -317,7 +312,7 @@ def test_parameters_without_schedule_are_frozen(rules, trained, library_promotio
     ],
 )
 def test_optimizers_of_big_vision_have_the_same_updates(name, arguments, reference, library_promotion):
-    config, _ = translate(optax_name=name, optax=arguments)
+    config, _ = big_vision.translate(merged({"optax_name": name, "optax": arguments}))
     ours = getattr(optax, config["optax_name"])(**config["optax"])
     params = {"w": jnp.zeros(5)}
     states = [transformation.init(params) for transformation in (ours, reference)]
