@@ -85,8 +85,3 @@ def test_sections_of_a_docstring_are_parsed():
         "Args": [("a", "first, continued."), ("b, c", "both.")],
         "Raises": [("ValueError", "never.")],
     }
-
-
-def test_meanings_are_found_for_lists_and_ranges_of_names():
-    meanings = reference_pages._by_name([("a, b", "x"), ("c … e", "y")], ["a", "b", "c", "d", "e", "f"])
-    assert meanings == {"a": "X", "b": "X", "c": "Y", "d": "Y", "e": "Y"}

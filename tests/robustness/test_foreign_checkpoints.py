@@ -7,7 +7,6 @@ import pytest
 from trained_workdirs import DIGITS
 
 from dcvit import cli, evaluate, predict, train
-from dcvit.runs import workdir
 from dcvit.runs.steps import complete_steps
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -112,12 +111,6 @@ def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):
     monkeypatch.setattr(steps, "about", lambda path: saved(path) | {"step": 61})
     assert resume(folder) == 2
     assert f"{folder}/checkpoints/61 holds the state of step 60" in capsys.readouterr().err
-
-
-def test_differences_that_were_accepted_once_are_accepted_later(folder):
-    assert resume(folder, "--accept", "lr", lr=0.02, total_steps=60) == 0
-    assert json.loads((folder / workdir.ACCEPTED).read_text()) == {"accept": ["lr", "total_steps"]}
-    assert evaluated(folder) == 0  # the checkpoint was saved before the change
 
 
 @pytest.mark.parametrize("name", ["²", "007", "٣", "60.5", "-1"])

@@ -89,7 +89,6 @@ def test_new_run_in_a_workdir_is_a_new_wandb_run(tmp_path, wandb):
     ("options", "message"),
     [
         ({"projet": "x"}, "config.wandb has no option 'projet'; did you mean 'project'?"),
-        ({"id": "x"}, "config.wandb has no option 'id'"),
         ({"mode": "ofline"}, "config.wandb.mode='ofline'; did you mean 'offline'?"),
     ],
 )

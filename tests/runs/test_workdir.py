@@ -1,5 +1,6 @@
 """A workdir holds one run: another config, other data or a second process is refused."""
 
+import json
 import locale
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from sources import ListSource
 from trained_workdirs import DIGITS
 
-from dcvit import cli, train
+from dcvit import cli, evaluate, train
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.pages.report import html
@@ -84,13 +85,19 @@ def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_pat
         assert values.read_json(tmp_path / "config.json").seed == seed
 
 
-@pytest.mark.exhaustive
-def test_accepted_difference_is_reported_and_recorded(folder, capsys):
+@pytest.mark.slow
+def test_accepted_difference_is_reported_and_recorded_and_accepted_later(folder, capsys):
     accept = ("--accept", "total_steps")
     assert run(folder, *accept, total_steps=62, seed=1) == 2
     assert "config.total_steps" not in capsys.readouterr().err
-    assert run(folder, *accept, total_steps=62) == 0
-    assert "accepted: config.total_steps (saved: 60, now: 62)" in capsys.readouterr().err
+    assert run(folder, *accept, "--accept", "lr", lr=0.02, total_steps=62) == 0
+    err = capsys.readouterr().err
+    for difference in ("lr (saved: 0.01, now: 0.02)", "total_steps (saved: 60, now: 62)"):
+        assert f"accepted: config.{difference}\n" in err
+    assert json.loads((folder / workdir.ACCEPTED).read_text()) == {"accept": ["lr", "total_steps"]}
+    shutil.rmtree(folder / "checkpoints" / "62")
+    assert cli.run(evaluate.main, ["--workdir", str(folder)]) == 0  # on a checkpoint from before the change
+    assert run(folder, lr=0.02, total_steps=62) == 0
     assert saved_steps(folder)[-1] == 62
     assert values.read_json(folder / "config.json").total_steps == 62
 

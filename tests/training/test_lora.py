@@ -183,7 +183,6 @@ BAD = {
     "no base": ({"model_init": None}, "config.lora adapts the parameters of config.model_init: set it"),
     "no target": ({"lora.targets": ".*/queri/kernel"}, "config.lora: targets='.*/queri/kernel' matches no parameter"),
     "no matrix": ({"lora.targets": "embedding/kernel"}, "matches embedding/kernel, which is no projection"),
-    "no rank": ({"lora.rank": 0}, "config.lora: rank=0 should be in 1 … 16"),
     "high rank": ({"lora.rank": 17}, "rank=17 should be in 1 … 16"),
     "no regex": ({"lora.targets": "("}, "config.lora.targets: '(' is not a regular expression"),
     "whole": ({"lora.whole": ["head/.*"]}, "config.lora has no option 'whole'"),

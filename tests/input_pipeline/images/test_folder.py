@@ -143,7 +143,6 @@ def remove_all_classes(root):
         (None, {"data_dir": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
         (None, {"val_fraction": 1.5}, ip.InputError, "between 0 and 1"),
         (None, {"val_fraction": 0.1, "split": "test"}, ip.InputError, "no split 'test'"),
-        (None, {"data": "x"}, ip.InputError, "did you mean 'data_dir'"),
     ],
 )
 def test_invalid_folders_and_options_are_named(root, damage, options, error, message):

@@ -44,19 +44,16 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("pda(1)", "unknown op 'pda'; did you mean 'pad'"),
         ("pad()", "missing a required argument: 'border'"),
         ("pad('1')", "border='1' should be of type int"),
-        ("pad(n)", "must be literals"),
         ("pad(__import__('os').getpid())", "must be literals"),
         ("pad(1", "cannot parse"),
         ("pad(1)|(|)keep('image')", "cannot parse"),
         ("pad(1, inkey=3)", "inkey=3 should be a key of the example"),
-        ("keep('image', key='image')", "preprocessing op 'keep' has no option 'key'"),
         ("pad(1, inky='image')", "preprocessing op 'pad' has no option 'inky'"),
         ("pad(1, inkey='depth')", "preprocessing needs 'depth', the example has image"),
         ("value_range(0, 1, [0, 0], [1, 2, 3])", "should be below"),
         ("value_range(0, 1, 0, [1, 2])", "value_range: 2 values for an image of 1 channels"),
         ("vgg_value_range", "vgg_value_range: 3 values for an image of 1 channels"),
         ("vgg_value_range([1, 2], [1])", "expected one mean and one std above 0"),
-        ("onehot(10, on='1')", "on='1' should be of type float"),
         ("os.system('true')", "not of the form"),
         ("resize(8, metod='area')", "did you mean 'method'"),
         ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
@@ -64,21 +61,18 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("decode(2)", "expected 1 or 3"),
         ("random_crop(5)", "the image is only 2x3"),
         ("central_crop(3)", "the image is only 2x3"),
-        ("onehot(10)", "preprocessing needs 'label', the example has image"),
         ("onehot(0)", "expected 1 class or more"),
-        ("keep('label')|pad(4)", "preprocessing needs"),
         ("resize(0)", "a size of 0 pixels"),
         ("inception_crop(8, 50, 5)", "expected min <= max"),
         ("decode_jpeg_and_inception_crop(8, ratio_min=0)", "expected min <= max"),
         ("randaug(-1)", "expected 0 to 100 layers"),
         ("randaug(2, 31)", "magnitude 0 to 30"),
         ("pad(-1)", "expected a border of 0 to 10,000"),
-        ("value_range(0, 1, 5, 5)", "in_min=5 should be below in_max=5"),
     ],
 )
 def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
     with pytest.raises(ip.InputError, match=message):
-        apply(spec, label=0) if spec.startswith("keep('label')") else apply(spec)
+        apply(spec)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +81,6 @@ def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
         ("decode", SMALL, r"decode: 'image' should be the bytes of an image file, found uint8 of shape \(2, 3, 1\)"),
         ("decode_jpeg_and_inception_crop(8, inkey='label')", SMALL, "'label' should be the bytes .* found int$"),
         ("value_range", b"x", r"value_range: 'image' should be pixels of shape \(height, width, chan.*, found bytes$"),
-        ("value_range(inkey='label')", SMALL, "value_range: 'label' should be pixels .*, found int$"),
-        ("central_crop(inkey='labels')", SMALL, r"central_crop: 'labels' .*, found float32 of shape \(10,\)$"),
         ("resize(4, key='labels')", SMALL, r"resize: 'labels' .*, found float32 of shape \(10,\)$"),
         ("pad(1)", np.zeros((2, 2), np.uint8), r"pad: 'image' .*, found uint8 of shape \(2, 2\)$"),
         ("flip_lr", np.array([[["a"]]]), r"flip_lr: 'image' .*, found <U1 of shape \(1, 1, 1\)$"),
