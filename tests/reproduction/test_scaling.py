@@ -13,7 +13,7 @@ from dcvit.reproduction import arms, costs, scaling
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [pytest.param("figure3", marks=pytest.mark.exhaustive), "figure4"])
+@pytest.mark.parametrize("name", ["figure3", "figure4"])
 def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_the_same(name):
     found = scaling.points(name, 1200)
     steps = [[point.steps for point in each] for each in found.values()]

@@ -5,18 +5,16 @@ import shutil
 
 import pytest
 from trained_workdirs import DIGITS
+from training_runs import digits_command
 
-from dcvit import cli, evaluate, predict, train
+from dcvit import cli, evaluate, predict
 from dcvit.runs.steps import complete_steps
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
 
-def resume(folder, *words, **overrides):
-    options = [f"--config.{key}={value}" for key, value in {**DIGITS, "total_steps": 62, **overrides}.items()]
-    return cli.run(
-        train.main, ["--config", "vit_digits", "--workdir", str(folder), "--accept", "total_steps", *options, *words]
-    )
+def resume(folder):
+    return digits_command(folder, "--accept", "total_steps", base=DIGITS, total_steps=62)
 
 
 def evaluated(folder):

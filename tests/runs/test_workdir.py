@@ -1,5 +1,6 @@
 """A workdir holds one run: another config, other data or a second process is refused."""
 
+import functools
 import json
 import locale
 import shutil
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from sources import ListSource
 from trained_workdirs import DIGITS
+from training_runs import digits_command
 
-from dcvit import cli, evaluate, train
+from dcvit import cli, evaluate
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.pages.report import html
@@ -23,9 +25,7 @@ from input_pipeline.shuffle import Blocks
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def run(folder, *words, **overrides):
-    options = [f"--config.{key}={value}" for key, value in {**DIGITS, **overrides}.items()]
-    return cli.run(train.main, ["--config", "vit_digits", "--workdir", str(folder), *options, *words])
+run = functools.partial(digits_command, base=DIGITS)
 
 
 @pytest.fixture

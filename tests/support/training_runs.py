@@ -90,11 +90,11 @@ def shared_step():
         return setup, *make_step(setup)
 
 
-def digits_command(workdir, **overrides):
+def digits_command(workdir, *words, base=TINY, **overrides):
     """Train a tiny classifier of digits as the command does; return the exit status."""
-    options = [f"--config.{key}={value}" for key, value in {**TINY, **overrides}.items()]
+    options = [f"--config.{key}={value}" for key, value in {**base, **overrides}.items()]
     with jax.numpy_dtype_promotion("standard"):
-        return cli.run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *options])
+        return cli.run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *options, *words])
 
 
 def lm_command(workdir, *words, **overrides):
