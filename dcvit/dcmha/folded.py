@@ -32,7 +32,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Float[Array, "B T H D"]:
-    """Compute a call of attention; `attend` computes plain attention, `combine` is such as `combine_heads`."""
+    """Compute the attention of a `Call` by plain attention, `attend`; `combine` is such as `combine_heads`."""
     inputs, groups = call.inputs, call.options.groups
     q = compose_heads(inputs.q, inputs.pre, groups=groups, combine=combine)
     out = attend(call.without_composition(q))

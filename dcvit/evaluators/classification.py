@@ -145,7 +145,7 @@ class Evaluator:
         return metrics | {"loss": total / max(n, 1), "n": n}
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
-        """Return one row."""
+        """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
         speed = {"images_per_second": round(self.score.rate(), 1)}
         return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
 

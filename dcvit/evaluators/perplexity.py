@@ -90,5 +90,5 @@ class Evaluator:
         return numbers
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
-        """Return one row."""
+        """Return one row of results: `name`, the metrics, and tokens per second."""
         return [{"evaluation": name, **metrics, "tokens_per_second": round(self.score.rate() * self.source.context, 1)}]

@@ -25,13 +25,14 @@ from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.trees import param_shapes
 from dcvit.models.upcycling import fields_that_change_the_function
+from dcvit.models.vit import with_grid
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.parallel.trees import Tensors, check_tree, shapes_of
 from dcvit.runs.files import Folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.weights.families import Weights
-from dcvit.weights.family import Description, at_image_size, build, errors_name_file, example
+from dcvit.weights.family import Description, build, errors_name_file, example
 from dcvit.weights.preprocessing import at_size
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -181,6 +182,25 @@ def _at_image_size(config: ConfigDict, size: tuple[int, int]) -> ConfigDict:
             except CheckpointError as e:
                 raise ConfigError(f"{name}: {e}") from None
     return config
+
+
+def at_image_size(description: Description, params: Tensors, size: tuple[int, int]) -> tuple[Description, Tensors]:
+    """Return a described model, and its parameters, for images of another height and width.
+
+    Learned position embeddings are interpolated, and the preprocessing is that of `at_size`.
+
+    Raises:
+      ConfigError: the model is not one of images, or its patches do not divide the size.
+      CheckpointError: see `dcvit.weights.family.example` and `dcvit.weights.preprocessing.at_size`.
+    """
+    if description.model_name != "vit":
+        raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found a language model")
+    old, patch = example(description, params).shape[1:3], params["embedding/kernel"].shape[:2]
+    if any(side < 1 or side % p for side, p in zip(size, patch, strict=True)):
+        raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
+    grids = [(height // patch[0], width // patch[1]) for height, width in (old, size)]
+    pp = at_size(description.pp, size) if description.pp else ""
+    return description._replace(pp=pp), with_grid(params, *grids)
 
 
 def open_trained(

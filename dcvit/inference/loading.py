@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dcvit.errors import CheckpointError, ConfigError, checked, nearest
 from dcvit.hub import pretrained
-from dcvit.hub.model import TrainedModel, open_run, open_trained
+from dcvit.hub.model import TrainedModel, at_image_size, open_run, open_trained
 from dcvit.hub.source import ModelSource
 from dcvit.inference.images import ImageModel
 from dcvit.inference.model import Kind, LoadedModel, of_kind
@@ -25,7 +25,7 @@ from dcvit.parallel.sharding import check_model, make_mesh, with_shardings
 from dcvit.runs.files import Folder, folder
 from dcvit.runs.workdir import read_class_names
 from dcvit.weights import tensors as files
-from dcvit.weights.family import at_image_size, build, errors_name_file, example
+from dcvit.weights.family import build, errors_name_file, example
 from dcvit.weights.placement import place_params
 from dcvit.weights.tensors import Json
 

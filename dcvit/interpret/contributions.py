@@ -172,7 +172,7 @@ def attention_mask(
 def _map_sums(
     a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
-    """Return sums over pairs of |a·map|, map and map² by name, each (from, to); `a` are scores or weights."""
+    """Return sums over query-key pairs of |a·map|, map and map² by name, (from, to); `a`: scores or weights."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
     maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H

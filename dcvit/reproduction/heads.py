@@ -51,7 +51,7 @@ def task_runs(folder: Path, steps: int) -> dict[str, Run]:
 
 
 def steps_of(steps: int, at_default: int) -> int:
-    """Return `at_default`, the steps of a run when language models have `arms.STEPS`, scaled to their `steps`."""
+    """Return at_default·steps/`arms.STEPS`, at least 1: a run's steps in proportion to those of the language models."""
     return max(1, round(steps * at_default / arms.STEPS))
 
 

@@ -57,7 +57,7 @@ class Run(NamedTuple):
         return [f"{key}={value}" for key, value in {**self.overrides, **last}.items()]
 
     def parameters(self, seed: int) -> int:
-        """Return the number of parameters of the run with a seed."""
+        """Return the model's number of parameters, which the training run of `seed` wrote to its metrics.jsonl."""
         count: int = metrics.read(workdir_of(self.folder, seed) / "metrics.jsonl")[0]["num_params"]
         return count
 

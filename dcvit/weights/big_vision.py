@@ -21,7 +21,7 @@ ATTENTION = vit_links.ATTENTION
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize the names of the stem and of the first layer, scanned or unrolled."""
+    """Return True if there are the names of the stem and of the first layer, scanned or unrolled."""
     return "embedding/kernel" in tensors and first_block(tensors) is not None
 
 

@@ -54,7 +54,7 @@ def field(
 
 
 def only(name: str, value: object, *, written: bool = True) -> Key:
-    """Return a key with one supported value, which is also its default."""
+    """Return a `Key` with one supported value, which is also its default."""
 
     def read(config: Json, _: Json) -> Json:
         hf_config.check_only(config, **{name: value})
@@ -64,7 +64,7 @@ def only(name: str, value: object, *, written: bool = True) -> Key:
 
 
 def written(name: str, value: object) -> Key:
-    """Return a key that is only written, for other libraries: `value`, or a function of the fields."""
+    """Return a `Key` that is never read, only written for other libraries: `value`, or its result on the fields."""
     return Key(name, lambda *_: {}, lambda fields: value(fields) if callable(value) else value)
 
 

@@ -23,7 +23,7 @@ NORMS = {"query_norm": "query_ln", "key_norm": "key_ln"}
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize a big_vision tree whose attention has `dyn_w_proj`."""
+    """Return True for a big_vision tree whose attention has `dyn_w_proj`."""
     return "embedding/kernel" in tensors and _module(tensors) is not None
 
 

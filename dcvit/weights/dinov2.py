@@ -65,7 +65,7 @@ def _ratio(fields: Json) -> int | None:
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize the names of Hugging Face, or those of facebookresearch by the token of masked patches."""
+    """Return True for the names of Hugging Face, or of facebookresearch, which have the token of masked patches."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     if prefix is not None:
         return f"{prefix}encoder.layer.0.{SCALES[0]}" in tensors

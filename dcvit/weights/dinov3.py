@@ -67,7 +67,7 @@ KEYS = [
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize DINOv3's Vision Transformers, and its ConvNeXt models, for which `describe` raises an error."""
+    """Return True for the tensors of DINOv3's ViTs, or the config of its ConvNeXts, which `describe` refuses."""
     is_convnext = config.get("model_type") == "dinov3_convnext"
     return is_convnext or any(f"{layer.format(0)}.{SCALES[0]}" in tensors for layer in LAYERS)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -15,14 +16,14 @@ import numpy as np
 
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
-from dcvit.models import lm, trees, vit
+from dcvit.models import trees
 from dcvit.models.fields import check_largest
 from dcvit.parallel.trees import shapes_of as shapes_of_tree
 from dcvit.weights import preprocessing
 from dcvit.weights.links import Link, Shape
 from dcvit.weights.tensors import Json, Tensors
 
-MODELS: Mapping[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
+MODELS = ("vit", "lm")  # modules of `dcvit.models`
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_layers", "parent", "name")
 
 
@@ -48,12 +49,17 @@ class Description(NamedTuple):
 
 def defaults(model_name: str, *others: str) -> Json:
     """Return the defaults of the fields that determine the function of a model, except `others`, as JSON data."""
-    fields = dataclasses.fields(typing.get_type_hints(MODELS[model_name])["return"])
+    fields = dataclasses.fields(typing.get_type_hints(_constructor(model_name))["return"])
     values = {field.name: field.default for field in fields if field.name not in (*NOT_IN_FILES, *others)}
     return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 
-def build(description: Description) -> vit.ViT | lm.LM:
+def _constructor(model_name: str) -> Any:
+    """Import and return the function `Model` of a module of `dcvit.models` (late, because it imports this package)."""
+    return importlib.import_module(f"dcvit.models.{model_name}").Model
+
+
+def build(description: Description) -> Any:
     """Return the module of a described model, whose fields have values of their types.
 
     Raises:
@@ -62,7 +68,7 @@ def build(description: Description) -> vit.ViT | lm.LM:
     if description.model_name not in MODELS:
         raise CheckpointError(f"model_name={description.model_name!r:.100}; expected {' or '.join(MODELS)}")
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in description.fields.items()}
-    model, outputs = MODELS[description.model_name], description.num_outputs
+    model, outputs = _constructor(description.model_name), description.num_outputs
     try:
         check_call(typing.get_type_hints(model)["return"], fields, "fields", args=(outputs,))
         net = model(outputs, **fields)
@@ -84,8 +90,9 @@ def shapes_of(description: Description) -> Mapping[str, Shape]:
 
 
 @functools.lru_cache(maxsize=4)  # the links of a model are made several times
-def _shapes(net: vit.ViT | lm.LM) -> Mapping[str, Shape]:
-    if isinstance(net, lm.LM):
+def _shapes(net: Any) -> Mapping[str, Shape]:
+    is_image_model = hasattr(net, "patch_size")
+    if not is_image_model:
         example = jax.ShapeDtypeStruct((1, 2), np.int32)
     else:
         height, width = (*net.patch_size, 1, 1)[:2]  # the model refuses another number of sides
@@ -98,7 +105,7 @@ def _shapes(net: vit.ViT | lm.LM) -> Mapping[str, Shape]:
     found: dict[str, Shape] = {}
     for path, shape in shapes_of_tree(params).items():
         found[path.replace("block_0/", "block_{}/", 1)] = shape
-    if isinstance(net, vit.ViT):
+    if is_image_model:
         found["embedding/kernel"] = (height, width, None, net.width)
         found |= {"pos_embedding": (1, None, net.width)} if "pos_embedding" in found else {}
     return found
@@ -133,25 +140,6 @@ def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
 
 
-def at_image_size(description: Description, params: Tensors, size: tuple[int, int]) -> tuple[Description, Tensors]:
-    """Return a described model, and its parameters, for images of another height and width.
-
-    Learned position embeddings are interpolated, and the preprocessing is that of `preprocessing.at_size`.
-
-    Raises:
-      ConfigError: the model is not one of images, or its patches do not divide the size.
-      CheckpointError: see `example` and `preprocessing.at_size`.
-    """
-    if description.model_name != "vit":
-        raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found a language model")
-    old, patch = example(description, params).shape[1:3], params["embedding/kernel"].shape[:2]
-    if any(side < 1 or side % p for side, p in zip(size, patch, strict=True)):
-        raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
-    grids = [(height // patch[0], width // patch[1]) for height, width in (old, size)]
-    pp = preprocessing.at_size(description.pp, size) if description.pp else ""
-    return description._replace(pp=pp), vit.with_grid(params, *grids)
-
-
 def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model by its path; the size of images is inferred from `params`.
 
@@ -163,7 +151,7 @@ def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[i
 
 
 @functools.lru_cache(maxsize=1)  # the source and the result of a conversion are the same model
-def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
+def _param_shapes(net: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
     return shapes_of_tree(trees.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
 
 

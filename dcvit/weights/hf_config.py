@@ -103,7 +103,7 @@ def activation(config: Json, name: str, default: str) -> str:
 
 
 def activation_name(ours: str) -> str:
-    """Return the name in transformers of an activation of this project; all except "gelu" are "gelu_new"."""
+    """Return transformers' name of "gelu" or "gelu_tanh": "gelu" or "gelu_new". Callers refuse other activations."""
     return "gelu" if ours == "gelu" else "gelu_new"
 
 

@@ -47,7 +47,7 @@ KEYS = [
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize the names of ViT and DeiT, with or without a classifier."""
+    """Return True for the names of ViT and DeiT, with or without a classifier."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     return prefix is not None and any(f"{prefix}{layers}.0.layernorm_before.weight" in tensors
                                       for layers in ("encoder.layer", "layers"))  # fmt: skip

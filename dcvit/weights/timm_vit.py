@@ -56,7 +56,7 @@ FOREIGN = {
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Recognize the names of timm's VisionTransformer, except DINOv2's own files."""
+    """Return True for the names of timm's VisionTransformer, except DINOv2's own files."""
     return (
         ("pos_embed" in tensors or ROTARY in tensors)
         and any(name.startswith("patch_embed.") for name in tensors)

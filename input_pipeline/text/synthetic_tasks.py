@@ -68,12 +68,12 @@ class Domain(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A pattern, a domain, a relation and the order of the words in a fact."""
+    """An in-context task: find a word of `domain` by `pattern`, and answer with its `relation`; see the module."""
 
     pattern: str
     domain: str
     relation: str
-    reversed: bool = False
+    reversed: bool = False  # each fact has its word before the person
 
     @property
     def name(self) -> str:

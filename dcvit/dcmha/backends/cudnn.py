@@ -19,7 +19,7 @@ from dcvit.dcmha.shapes import Array, Float
 
 
 def run(call: Call) -> Float[Array, "B T H D"]:
-    """Compute a call of attention.
+    """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
     Raises:
       UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.

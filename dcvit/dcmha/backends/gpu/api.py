@@ -51,7 +51,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call) -> Float[Array, "B T H D"]:
-    """Compute a call of attention.
+    """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
     Scores and weights are float32; W·v has operands of q's dtype.
 

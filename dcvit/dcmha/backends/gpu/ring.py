@@ -80,7 +80,7 @@ class Ring:
         return rows, cols
 
     def fill(self, step: Array, slot: Array, sweep: int) -> None:
-        """Start the copies of a step, which may belong to `sweep` or a later one; the warpgroups share the work."""
+        """Start the warpgroups' copies of a step's head to `slot`; the step is in `sweep` (a pass) or later."""
         starts = [n for n in range(sweep, len(self.reads)) if n == sweep or self.reads[n] != self.reads[n - 1]]
         for n, stop in zip(starts, [*starts[1:], len(self.reads)], strict=True):
             fill = functools.partial(self.fill_as, step, slot, self.reads[n])

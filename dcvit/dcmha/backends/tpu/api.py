@@ -78,7 +78,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
-    """Compute a call of attention.
+    """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
     `interpret` is the argument of `pallas_call`. None compiles the kernels where the program is lowered for TPUs, also
     on a host without a TPU, and interprets them on all other platforms.

@@ -53,14 +53,14 @@ class StripCompose:
         )  # fmt: skip
 
     def query_weight(self, start: int, index: int) -> Array:
-        """Return packed row `start` + `index` of the query-wise weights, (1, 8, Bq)."""
+        """Return number `start` + `index` of each query's packed weights, repeated over 8 sublanes: (1, 8, Bq)."""
         rows = not_none(self.rows)
         row = slice(start + index, start + index + 1)
         parts = [jnp.broadcast_to(rows[0, n, row, :], (8, LANES)) for n in range(rows.shape[1])]
         return jnp.concatenate(parts, axis=-1)[None]
 
     def key_weight(self, start: int, index: int) -> Array:
-        """Return packed column `start` + `index` of the key-wise weights, (strip/8, 8, Bq)."""
+        """Return number `start` + `index` of each key's packed weights, repeated over lanes: (strip/8, 8, Bq)."""
         broadcast = not_none(self.broadcast)
         if self.config.rounded:
             n, is_upper = self.layout.key_word(start + index)

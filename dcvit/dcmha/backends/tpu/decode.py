@@ -107,7 +107,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
-    """Compute a call of attention of one query (T = 1).
+    """Compute the attention of one query (T = 1) that a `Call` describes, and return the outputs of the heads.
 
     `interpret` is the argument of `pallas_call`. None uses the kernel where the program is lowered for TPUs, also on a
     host without a TPU, and `dcvit.dcmha.backends.xla.decode` on all other platforms.

@@ -92,7 +92,7 @@ supports = reference.supports  # every call
 
 
 def run(call: Call) -> Float[Array, "B T H D"]:
-    """Compute a call of attention.
+    """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
     Scores and weights are float32, or float64 for float64 inputs. The product of q and the scale is
     rounded to q's dtype.

@@ -36,7 +36,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call) -> Float[Array, "B T H D"]:
-    """Compute a call of attention of one query (T = 1).
+    """Compute the attention of one query (T = 1) that a `Call` describes, and return the outputs of the heads.
 
     Scores and weights are float32, or float64 for float64 inputs.
 

@@ -103,7 +103,7 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
 def run(
     call: Call, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
 ) -> Float[Array, "B T H D"]:
-    """Compute a call of attention.
+    """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
     Scores and weights are float32, or float64 for float64 inputs. `compose` computes Eqn 7.
     """
