@@ -32,10 +32,10 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "hf": formats.write_hf,
     "timm": formats.write_timm,
     "peft": formats.write_peft,
-    **programs.WRITERS,
+    "onnx": programs.write_onnx,
+    "savedmodel": programs.write_savedmodel,
+    "stablehlo": programs.write_stablehlo,
 }
-
-
 LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv", "tensorflow": "savedmodel"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)

@@ -63,7 +63,7 @@ def write_onnx(weights: Weights, folder: Path) -> None:
     Raises:
       CheckpointError: an operation or the size of the model cannot be expressed, or jax2onnx is not installed.
     """
-    jax2onnx = library("jax2onnx")
+    jax2onnx, weights = library("jax2onnx"), weights.in_float32()
     if weights.size * 4 >= ONNX_BYTES:
         raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
     shape: tuple[int | str, ...] = ("B", *(_tail(weights) or (formats.context_of(weights),)))
@@ -95,6 +95,7 @@ def write_stablehlo(weights: Weights, folder: Path) -> None:
       CheckpointError: an operation cannot be exported, or flatbuffers is not installed.
     """
     library("flatbuffers")  # writes the file, and JAX does not require it
+    weights = weights.in_float32()
     tail = _tail(weights)
     limit = [] if tail else [f"t <= {formats.context_of(weights)}"]
     free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)
@@ -116,6 +117,7 @@ def write_savedmodel(weights: Weights, folder: Path) -> None:
       CheckpointError: an operation cannot be expressed, or TensorFlow or orbax-export is not installed.
     """
     tf, export = library("tensorflow"), library("orbax.export")
+    weights = weights.in_float32()
     tail, apply = _tail(weights), _apply(weights)
     if weights.description.fields.get("position") == "learned":
         rest: tuple[int | None, ...] = (formats.context_of(weights),)  # a longer row has no position embeddings
@@ -138,16 +140,6 @@ def _operation(error: Exception) -> str:
     """Return the name of the primitive in an error, if there is one, and its first line."""
     found = re.search(r"primitive[:\s'\"]+([\w-]+)", str(error))
     return f"{found[1]} is not supported" if found else first_line(error)
-
-
-def _in_float32(write: Callable[[Weights, Path], None]) -> Callable[[Weights, Path], None]:
-    return lambda weights, folder: write(weights.in_float32(), folder)
-
-
-WRITERS = {
-    "onnx": _in_float32(write_onnx), "savedmodel": _in_float32(write_savedmodel),
-    "stablehlo": _in_float32(write_stablehlo),
-}  # fmt: skip
 
 
 def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
