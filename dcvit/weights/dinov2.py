@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dcvit.weights import hf_config, hf_vision, preprocessing, vit_links
+from dcvit.weights import config_table, hf_config, hf_vision, preprocessing, vit_links
 from dcvit.weights.config_table import ABSENT, Key, field, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
@@ -77,11 +77,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if prefix is None:
         return _describe_original(tensors)
     kind = hf_config.check_type(config, "dinov2", "dinov2_with_registers")
-    fields, classes = hf_vision.read(_keys(kind), config), vit_links.classes_of(tensors, "classifier.weight", "DINOv2")
+    fields, classes = (
+        config_table.read(_keys(kind), config),
+        vit_links.classes_of(tensors, "classifier.weight", "DINOv2"),
+    )
     fields["pool_type"] = "tok" if classes is None else "tok+gap"
     if f"{prefix}embeddings.register_tokens" in tensors:
         fields["registers"] = vit_links.shape_of(tensors, f"{prefix}embeddings.register_tokens", "DINOv2", axes=3)[1]
-    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, fields["image_size"], 1)
     return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", "Bit")
 
 
@@ -147,9 +149,7 @@ def _describe_original(tensors: Tensors) -> Description:
     }  # fmt: skip
     if "register_tokens" in tensors:
         fields["registers"] = vit_links.shape_of(tensors, "register_tokens", "DINOv2", axes=3)[1]
-    vit_links.check_heads(fields)
     size = (side * patch[0], side * patch[1])
-    vit_links.check_positions(tensors, "pos_embed", fields, size, 1)
     # The authors crop 224 of 256 pixels.
     steps = Preprocessing(size, preprocessing.resized(min(size), 0.875), "bicubic", IMAGENET_MEAN, IMAGENET_STD)
     return Description("vit", None, fields, preprocessing.to_pp(steps))

@@ -11,7 +11,7 @@ import re
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
-from dcvit.weights import hf_config, hf_vision, torch_layers, vit_links
+from dcvit.weights import config_table, hf_config, hf_vision, torch_layers, vit_links
 from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.dinov2 import ATTENTION_5, NORMS, SCALES
 from dcvit.weights.family import Description
@@ -74,7 +74,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     hf_config.check_type(config, "dinov3_vit")
-    fields = {**hf_vision.read(KEYS, config), "posemb": "rotary2d", "pool_type": "tok"}
+    fields = {**config_table.read(KEYS, config), "posemb": "rotary2d", "pool_type": "tok"}
     return hf_vision.described(fields, None, config, tensors, PATCHES, "DINOv3ViT")
 
 

@@ -148,7 +148,10 @@ def recognized(file: WeightsFile) -> Weights:
     except CheckpointError as e:
         raise CheckpointError(f"{path} ({name}): {e}") from None
     linking.check(links, tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
-    return Weights(path, name, description, linking.parameters(links, tensors))
+    params = linking.parameters(links, tensors)
+    with errors_name_file(path):
+        example(description, params)  # checks the size of the images
+    return Weights(path, name, description, params)
 
 
 def verified(weights: Weights) -> Weights:

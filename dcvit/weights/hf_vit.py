@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_vision, vit_links
+from dcvit.weights import config_table, hf_config, hf_vision, vit_links
 from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
@@ -56,7 +56,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 def describe(tensors: Tensors, config: Json) -> Description:
     kind = hf_config.check_type(config, "vit", "deit")
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
-    fields = hf_vision.read(KEYS, config)
+    fields = config_table.read(KEYS, config)
     head = next((name for name in HEADS if f"{name}.weight" in tensors), None)
     fields["pool_type"] = "tok+reg" if head == HEADS[1] else "tok"
     if f"{prefix}embeddings.{DISTILLATION}" in tensors or head == HEADS[1]:
@@ -64,8 +64,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
     classes = vit_links.classes_of(tensors, f"{head}.weight", "ViT")
     if classes is None and (size := vit_links.classes_of(tensors, f"{prefix}pooler.dense.weight", "ViT")):
         fields["rep_size"] = True if size == fields["width"] else size
-    before = 1 + fields.get("registers", 0)
-    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, fields["image_size"], before)
     processor = "DeiT" if kind == "deit" else "ViT"
     return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", processor)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_vision, torch_layers, vit_links
+from dcvit.weights import config_table, hf_config, hf_vision, torch_layers, vit_links
 from dcvit.weights.config_table import field, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
@@ -53,12 +53,10 @@ def describe(tensors: Tensors, config: Json) -> Description:
     config = {**config, **vision}
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     classes = vit_links.classes_of(tensors, "classifier.weight", "SigLIP")
-    fields = hf_vision.read(KEYS, config)
+    fields = config_table.read(KEYS, config)
     fields["pool_type"] = "map" if f"{prefix}head.probe" in tensors else "none"
     if classes is not None:  # the classifier takes the mean of the patches, and leaves the pooling head unused
         fields["pool_type"] = "gap"
-    positions = f"{prefix}embeddings.position_embedding.weight"
-    vit_links.check_positions(tensors, positions, fields, fields["image_size"], 0)
     return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", "Siglip")
 
 

@@ -89,7 +89,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
     }  # fmt: skip
     if "num_heads" in arguments:
         fields["num_heads"] = hf_config.size(arguments, "num_heads")
-    vit_links.check_heads(fields)
     if "_clip_" in architecture:
         fields["norm_epsilon"] = 1e-5
     fields |= {ours: True for ours, theirs in NORMS.items() if f"{theirs}.weight" in tensors}

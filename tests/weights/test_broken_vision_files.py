@@ -250,7 +250,7 @@ CASES = {
     "ViT, biases": (configured("hf_vit", qkv_bias=False), "6 only in the checkpoint: vit.encoder.layer.0.attention"),
     "ViT, width": (configured("hf_vit", hidden_size=32), r"\(checkpoint \(16, 3, 8, 8\), model \(32, 3, 8, 8\)\)"),
     "ViT, huge depth": (configured("hf_vit", num_hidden_layers=10**9), "=1000000000; expected a number of layers up"),
-    "ViT, image": (configured("hf_vit", image_size=32), r"has 5 rows, expected 1 \+ 16, for patches of 8x8"),
+    "ViT, image": (configured("hf_vit", image_size=32), "the model has 4 position embeddings, expected 16"),
     "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
     "SigLIP, fused weight": (
         changed("siglip", ones("head.attention.in_proj_weight", (16, 16))), r"\(16, 16\), model \(48, 16\)"
