@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, first_line_with_type
 from dcvit.weights import dcvit_hf, gpt2, gpt_neox, llama
-from dcvit.weights.tensors import Json, adapted_base
+from dcvit.weights.tensors import Json, adapted_base, read_json
 
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -44,7 +43,7 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     Raises:
       CheckpointError: transformers cannot load the folder.
     """
-    name = class_name(_config(folder))
+    name = class_name(read_json(folder / "config.json"))
     if name is None:
         return None
     import torch
@@ -97,7 +96,7 @@ def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
     import torch
     from safetensors.torch import load_file
 
-    config = _config(folder)
+    config = read_json(folder / "config.json")
     model = timm.create_model(config["architecture"], **config.get("model_args", {}), num_classes=config["num_classes"])
     model.load_state_dict(load_file(folder / "model.safetensors"))
     with torch.no_grad():
@@ -110,11 +109,6 @@ def installed(*names: str) -> bool:
         return all(importlib.import_module(name) is not None for name in names)
     except (ImportError, RuntimeError):
         return False
-
-
-def _config(folder: Path) -> Json:
-    found: Json = json.loads((folder / "config.json").read_text())
-    return found
 
 
 def _torch(x: np.ndarray) -> Any:
