@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -63,34 +63,20 @@ def period_of(paths: Iterable[str]) -> int:
     return max((1 + int(match["place"] or 0) for match in matches), default=0)
 
 
-def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes that a checkpoint's tensors have when arranged in the layout of a model.
+def in_layout(tensors: Tensors, model: Shapes) -> set[str]:
+    """Return the names of the parameters that hold tensors, or layers of them, in the layout of a model.
 
     Raises:
       CheckpointError: two tensors hold the same parameter.
     """
-    parts: dict[str, list[tuple[int | None, tuple[int, ...]]]] = {}
-    for source, target in _pairs(tensors, model):
-        shape = tensors[source.path].shape[source.layer is not None :]
-        parts.setdefault(target.path, []).append((target.layer, shape))
-    return {path: _stacked_shape(layers, model.get(path, ())) for path, layers in parts.items()}
+    return {target.path for _, target in _pairs(tensors, model).values()}
 
 
-def _stacked_shape(layers: Sequence[tuple[int | None, tuple[int, ...]]], model: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of stacked layers; if a layer is missing or has another shape, it differs from `model`."""
-    shape = next((shape for _, shape in layers if shape != model[1:]), layers[0][1])
-    numbers = [index for index, _ in layers if index is not None]
-    if not numbers:
-        return layers[0][1]
-    last = max(numbers) + 1
-    return (len(numbers) if (last,) == model[:1] else last, *shape)
-
-
-def _pairs(tensors: Tensors, model: Shapes) -> Iterator[tuple[Part, Part]]:
-    """Yield pairs of a tensor, or one layer of a stacked tensor, and its place in the layout of a model."""
+def _pairs(tensors: Tensors, model: Shapes) -> dict[str, tuple[Part, Part]]:
+    """Return, for each parameter of unrolled layers, its place in tensors and in the layout of a model."""
     wanted, period = unrolled(model), period_of(model)
-    for name, source in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
-        yield source, wanted.get(name) or _place(name, period)
+    sources = unrolled({path: tensor.shape for path, tensor in tensors.items()})
+    return {name: (source, wanted.get(name) or _place(name, period)) for name, source in sources.items()}
 
 
 def _place(name: str, period: int) -> Part:
@@ -125,19 +111,21 @@ def place_params(
     """
     leaves: dict[str, Leaf] = by_name(like)
     model = shapes_of(leaves)
-    there = in_layout(tensors, model)
-    kept = {path for pattern in dont_load for path in matches(pattern, there | model, "dont_load")}
-    found, wanted = ({path: shape for path, shape in side.items() if path not in kept} for side in (there, model))
-    check_tree(found, wanted, file)
+    pairs = _pairs(tensors, model)
+    names = model.keys() | {target.path for _, target in pairs.values()}
+    kept = {path for pattern in dont_load for path in matches(pattern, names, "dont_load")}
+    pairs = {name: (source, target) for name, (source, target) in pairs.items() if target.path not in kept}
+    found = {name: tensors[source.path].shape[source.layer is not None :] for name, (source, _) in pairs.items()}
+    wanted = {name: part for name, part in unrolled(model).items() if part.path not in kept}
+    check_tree(found, {name: model[x.path][x.layer is not None :] for name, x in wanted.items()}, file)
     placed: dict[str, jax.Array] = {}
     parts: dict[str, list[tuple[Part, Part]]] = {}  # of each tensor, to read it once
-    for source, target in _pairs(tensors, model):
-        if target.path not in kept:
-            parts.setdefault(source.path, []).append((source, target))
-    for path, pairs in parts.items():
-        value = _read(tensors[path], leaves[pairs[0][1].path].dtype, f"{file}: {path}")
-        whole = value.shape == model.get(path) and all(source == target for source, target in pairs)
-        for source, target in [(Part(path), Part(path))] if whole else pairs:
+    for source, target in pairs.values():
+        parts.setdefault(source.path, []).append((source, target))
+    for path, places in parts.items():
+        value = _read(tensors[path], leaves[places[0][1].path].dtype, f"{file}: {path}")
+        whole = value.shape == model.get(path) and all(source == target for source, target in places)
+        for source, target in [(Part(path), Part(path))] if whole else places:
             part = value if source.layer is None else value[source.layer]
             placed[target.path] = _put(part, target.layer, leaves[target.path], placed.get(target.path))
     return nested({path: placed.get(path, leaf) for path, leaf in leaves.items()})

@@ -211,10 +211,10 @@ def test_a_stack_with_a_missing_layer_is_refused(small, missing):
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
     tensors = dict(weights.params)
-    lost = tensors.pop(f"Transformer/decoderblock_{missing}/mlp_norm/scale")
-    with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(1, 32\), model \(2, 32\)\)"):
+    lost = tensors.pop(name := f"Transformer/decoderblock_{missing}/mlp_norm/scale")
+    with pytest.raises(CheckpointError, match=f"; 1 only in the model: {name}$"):
         place_params(tensors, shapes, "file")
-    with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(5, 32\), model \(2, 32\)\)"):
+    with pytest.raises(CheckpointError, match=f"decoderblock_4/mlp_norm/scale; 1 only in the model: {name}$"):
         place_params({**tensors, "Transformer/decoderblock_4/mlp_norm/scale": lost}, shapes, "file")
 
 
