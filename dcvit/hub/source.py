@@ -21,8 +21,8 @@ from dcvit.models.upcycling import gained_compositions, has_compositions, identi
 from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, absolute
-from dcvit.weights import adapters, big_vision_files, peft, preprocessing
-from dcvit.weights.families import Weights, family_of, recognized
+from dcvit.weights import adapters, big_vision_files, preprocessing
+from dcvit.weights.families import Weights, family_of, opened, recognized
 from dcvit.weights.placement import check_finite, in_layout, place_params
 from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz
 from input_pipeline.files import expand
@@ -60,8 +60,8 @@ class ModelSource:
 
     @functools.cached_property
     def file(self) -> WeightsFile:
-        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.peft.opened`."""
-        return peft.opened(Path(self.path))
+        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.families.opened`."""
+        return opened(Path(self.path))
 
     @functools.cached_property
     def is_described(self) -> bool:

@@ -1,8 +1,8 @@
 """Weights of another library as a model of this project: recognized, described and read.
 
 Each family is a module with the functions of `dcvit.weights.family.Family`; `FAMILIES` holds them by name, and the
-first whose `matches` is true reads a file. To add a family, write such a module, as `dcvit.weights.gpt2`, and name it
-here; to write it, name it in `dcvit.weights.export.formats`.
+first whose `matches` is true reads a file; exports write those of `WRITTEN`. To add a family, write such a module, as
+`dcvit.weights.gpt2`, and name it here; to write it, name it in `dcvit.weights.export.formats.NATIVE`, too.
 """
 
 from __future__ import annotations
@@ -37,16 +37,12 @@ from dcvit.weights import (
     timm_vit,
 )
 from dcvit.weights import links as linking
-from dcvit.weights.family import Description, Family, errors_name_file, example, param_shapes
-from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, of_floats, tokenizer_of
+from dcvit.weights.family import Description, Family, WrittenFamily, errors_name_file, example, param_shapes
+from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, adapted_base, of_floats, open_file, tokenizer_of
 
 log = logging.getLogger(__name__)
-FAMILIES: dict[str, Family] = {
-    "own": own,
-    "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
+WRITTEN: dict[str, WrittenFamily] = {
     "dcvit_hf": dcvit_hf,
-    "dcmha_vit": dcmha_vit,
-    "big_vision": big_vision,
     "timm": timm_vit,
     "hf_vit": hf_vit,
     "siglip": siglip,
@@ -55,6 +51,13 @@ FAMILIES: dict[str, Family] = {
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,
+}
+FAMILIES: dict[str, Family] = {
+    "own": own,
+    "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
+    "dcmha_vit": dcmha_vit,
+    "big_vision": big_vision,
+    **WRITTEN,
 }
 
 
@@ -127,7 +130,19 @@ def open_weights(path: str | Path) -> Weights:
       CheckpointError: see `dcvit.weights.tensors.open_file`; or the tensors belong to no known family, or do not fit
         the model that they describe.
     """
-    return recognized(peft.opened(Path(path)))
+    return recognized(opened(Path(path)))
+
+
+def opened(path: Path) -> WeightsFile:
+    """Open a file or a folder of weights; the tensors of a folder of PEFT are those of its base, adapted.
+
+    Raises:
+      CheckpointError: see `dcvit.weights.tensors.open_file`, `adapted_base` and `dcvit.weights.peft.merged`.
+    """
+    if not (base := adapted_base(path)):
+        return open_file(path)
+    file = open_file(base)
+    return WeightsFile(path, peft.merged(of_floats(file.tensors, base), path), file.config)
 
 
 def recognized(file: WeightsFile) -> Weights:

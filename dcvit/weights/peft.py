@@ -20,17 +20,7 @@ from dcvit.models.lora import A, Adaptation, B
 from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import Shapes
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import (
-    ADAPTER,
-    Json,
-    Tensor,
-    Tensors,
-    WeightsFile,
-    adapted_base,
-    of_floats,
-    open_file,
-    read_json,
-)
+from dcvit.weights.tensors import ADAPTER, Json, Tensor, Tensors, of_floats, open_file, read_json
 
 FILE = "adapter_model.safetensors"
 PREFIX, LOW, HIGH = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -42,18 +32,6 @@ KNOWN = frozenset((
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
     "target_modules", "task_type", "use_rslora",
 ))  # fmt: skip
-
-
-def opened(path: Path) -> WeightsFile:
-    """Open a file or a folder of weights; the tensors of a folder of PEFT are those of its base, adapted.
-
-    Raises:
-      CheckpointError: see `dcvit.weights.tensors.open_file`, `adapted_base` and `merged`.
-    """
-    if not (base := adapted_base(path)):
-        return open_file(path)
-    file = open_file(base)
-    return WeightsFile(path, merged(of_floats(file.tensors, base), path), file.config)
 
 
 def merged(base: Tensors, folder: Path) -> Tensors:

@@ -17,7 +17,7 @@ from dcvit.errors import CheckpointError
 from dcvit.weights import links as linking
 from dcvit.weights import own
 from dcvit.weights.export import formats
-from dcvit.weights.families import FAMILIES, Weights, open_weights
+from dcvit.weights.families import FAMILIES, WRITTEN, Weights, open_weights
 from dcvit.weights.family import Description, shapes_of
 from dcvit.weights.tensors import Tensor
 
@@ -39,7 +39,7 @@ MODELS = {
 
 def config_of(family):
     """Return the config.json of a model, which big_vision's have none of."""
-    return formats.WRITTEN[family].config(MODELS[family]) if family in formats.WRITTEN else {}
+    return WRITTEN[family].config(MODELS[family]) if family in WRITTEN else {}
 
 
 def model(family):
@@ -373,11 +373,11 @@ def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
     described = {**MODELS[family].fields, **fields}
     outputs = described.pop("num_outputs", MODELS[family].num_outputs)
     with pytest.raises(CheckpointError, match=match):
-        formats.WRITTEN[family].config(MODELS[family]._replace(fields=described, num_outputs=outputs))
+        WRITTEN[family].config(MODELS[family]._replace(fields=described, num_outputs=outputs))
 
 
 def test_fields_with_the_defaults_of_the_model_are_written():
     """A description of a run leaves them out."""
     fields = {k: v for k, v in MODELS["hf_vit"].fields.items() if k not in ("width", "num_heads", "patch_size")}
-    found = formats.WRITTEN["hf_vit"].config(MODELS["hf_vit"]._replace(fields=fields))
+    found = WRITTEN["hf_vit"].config(MODELS["hf_vit"]._replace(fields=fields))
     assert (found["hidden_size"], found["num_attention_heads"], found["patch_size"]) == (768, 12, 16)

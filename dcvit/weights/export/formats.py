@@ -25,34 +25,15 @@ from dcvit.parallel.trees import nested
 from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import replace
-from dcvit.weights import (
-    adapters,
-    dcvit_hf,
-    dinov2,
-    dinov3,
-    gpt2,
-    gpt_neox,
-    hf_processor,
-    hf_vit,
-    llama,
-    names,
-    own,
-    peft,
-    siglip,
-    timm_vit,
-)
+from dcvit.weights import adapters, dcvit_hf, hf_processor, names, own, peft
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
-from dcvit.weights.families import Weights
-from dcvit.weights.family import Description, WrittenFamily, build, example
+from dcvit.weights.families import WRITTEN, Weights
+from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
 
 # Families of transformers by our models; the first that can express a model is used.
-WRITTEN: dict[str, WrittenFamily] = {
-    "hf_vit": hf_vit, "siglip": siglip, "dinov2": dinov2, "dinov3": dinov3, "gpt2": gpt2, "llama": llama,
-    "gpt_neox": gpt_neox, "timm": timm_vit, "dcvit_hf": dcvit_hf,
-}  # fmt: skip
 NATIVE = {"vit": ("hf_vit", "siglip", "dinov2", "dinov3"), "lm": ("gpt2", "llama", "gpt_neox")}
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
