@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -73,19 +73,12 @@ def write_onnx(weights: Weights, folder: Path) -> None:
         # Nested jitted functions are inlined: jax2onnx 0.13 copies them by private names that JAX 0.12 changed.
         with _silent(), jax.disable_jit():
             proto = jax2onnx.to_onnx(
-                lambda x: apply(params, x), inputs=[_Input(shape, dtype)], model_name="dcvit",
+                lambda x: apply(params, x), inputs=[SimpleNamespace(shape=shape, dtype=dtype)], model_name="dcvit",
                 input_names=[input_name(weights)], output_names=["logits"],
             )  # fmt: skip
     except Exception as e:  # the library has no error type of its own
         raise CheckpointError(f"onnx cannot express the model: {_operation(e)}") from None
     (folder / ONNX).write_bytes(proto.SerializeToString())
-
-
-class _Input:
-    """Shape and dtype of an input whose batch size is free."""
-
-    def __init__(self, shape: tuple[int | str, ...], dtype: np.dtype[Any]):
-        self.shape, self.dtype = shape, dtype
 
 
 def write_stablehlo(weights: Weights, folder: Path) -> None:
