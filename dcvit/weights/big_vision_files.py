@@ -134,24 +134,16 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_memory(place: Path | str, *shapes: tuple[int, ...]) -> None:
-    """Raise CheckpointError if an array of one of the shapes does not fit into memory, at one byte for an element.
-
-    TensorStore ends the process if it cannot allocate an array, or one of its chunks.
-    """
-    left = memory.available()
-    for shape in shapes:
-        if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
-            raise CheckpointError(
-                f"{place} announces an array or chunks of shape {shape}, more than the available memory"
-            )
-
-
 def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
     """Read a zarr array; missing chunks have the fill value if `fill` is True, and are an error otherwise."""
     import tensorstore
 
-    check_memory(folder, shape, chunks)
+    left = memory.available()
+    for sizes in (shape, chunks):  # TensorStore ends the process if it cannot allocate an array or a chunk of it
+        if min(sizes, default=0) < 0 or (left is not None and math.prod(sizes) > left):  # at a byte for an element
+            raise CheckpointError(
+                f"{folder} announces an array or chunks of shape {sizes}, more than the available memory"
+            )
     kvstore = {"driver": "file", "path": str(folder)}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
     try:

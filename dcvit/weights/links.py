@@ -95,12 +95,8 @@ def _to_ours(link: Link, arrays: Arrays) -> Arrays:
 def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and the value of each tensor of the other library, from parameters by their paths."""
     for link in links:
-        yield from zip(link.theirs, _to_theirs(link, params), strict=True)
-
-
-def _to_theirs(link: Link, params: Mapping[str, Tensor]) -> Arrays:
-    values = link.to_theirs(*(params[path].read() for path in link.ours))
-    return [np.asarray(value, order="C") for value in values]
+        values = link.to_theirs(*(params[path].read() for path in link.ours))
+        yield from zip(link.theirs, (np.asarray(value, order="C") for value in values), strict=True)
 
 
 def check(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern[str] | None = None) -> None:

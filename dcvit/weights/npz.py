@@ -123,7 +123,9 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
     # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
     _shape(archive, name, info)  # the file may have changed
-    _check_memory(name, info.file_size)
+    left, size = memory.available(), info.file_size
+    if left is not None and size > left:
+        raise CheckpointError(f"member {name!r} announces {size / 1e9:.1f} GB; available memory: {left / 1e9:.1f} GB")
     longer = copy.copy(info)
     longer.file_size += 1  # zipfile stops at this size; one byte more shows excess data
     with _errors_in(name), archive.open(longer) as stream:

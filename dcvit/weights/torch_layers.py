@@ -38,8 +38,12 @@ def links(table: Table, description: Description, *, in_out: bool = False, by_he
     for theirs, ours in table.items():
         if isinstance(ours, str):
             found += module(theirs, ours, shapes, in_out=in_out)
-        else:
-            found += fused(theirs, ours, shapes, in_out=in_out, by_head=by_head)
+            continue
+        for end, their_end in (("kernel", "weight"), ("bias", "bias")):
+            paths = tuple(f"{name}/{end}" for name in ours)
+            if paths[0] in shapes:
+                name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
+                found.append(_linear(name, paths, shapes[paths[0]], in_out, by_head))
     return in_all_layers(found, description)
 
 
