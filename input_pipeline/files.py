@@ -124,10 +124,6 @@ def check_unchanged(path: str, state: FileState) -> None:
         raise ReadingError(f"{path} was changed or replaced after it was opened")
 
 
-def _states(paths: Sequence[str]) -> list[int]:
-    return [number for path in paths for number in file_state(path)]
-
-
 class OpenedFiles:
     """The files of a data source, in order, and their states when it was opened."""
 
@@ -143,8 +139,9 @@ class OpenedFiles:
         self.paths, self.root = paths, f"{root}/"
         self.states = array.array("q")  # the numbers of each file: a million tuples need much more memory
         size = max(1, len(paths) // 64)
+        parts = (paths[start : start + size] for start in range(0, len(paths), size))
         with ThreadPoolExecutor(16) as pool:  # remote files take long
-            for states in pool.map(_states, [paths[start : start + size] for start in range(0, len(paths), size)]):
+            for states in pool.map(lambda part: [*itertools.chain(*map(file_state, part))], parts):
                 self.states.extend(states)
 
     def state(self, number: int) -> FileState:

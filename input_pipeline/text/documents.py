@@ -91,7 +91,8 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
     else:
         paths = [place] if place.is_file() else [Path(p) for p in glob.glob(str(place), recursive=True)]  # noqa: PTH207
         paths = [p for p in paths if p.is_file() and (not contains or not p.name.endswith(INDEX_SUFFIX))]
-        root = place.parent if place.is_file() else _root(place)
+        fixed = itertools.takewhile(lambda part: part == glob.escape(part), place.parent.parts)
+        root = place.parent if place.is_file() else Path(*fixed)  # in front of the first part with a wildcard
     if not paths:
         raise MissingDataError(f"no files at {path}: expected a file, a glob, or a folder of files {expected}")
     for file in paths:
@@ -99,12 +100,6 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
             raise InputError(f"{file}: expected a name {expected}")
     paths.sort(key=lambda file: file.relative_to(root).as_posix())
     return Files(paths, root, sum(file.stat().st_size for file in paths))
-
-
-def _root(pattern: Path) -> Path:
-    """Return the folder in front of the first part of a glob that has a wildcard."""
-    fixed = itertools.takewhile(lambda part: part == glob.escape(part), pattern.parent.parts)
-    return Path(*fixed)
 
 
 def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:

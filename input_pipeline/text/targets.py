@@ -5,7 +5,7 @@ import numpy as np
 from input_pipeline.errors import InputError
 from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import LINE_SUFFIXES, Document, read_documents
+from input_pipeline.text.documents import LINE_SUFFIXES, read_documents
 from input_pipeline.text.files import TokenizedFiles
 from input_pipeline.text.tokenizer import END_OF_TEXT, end_token
 
@@ -48,7 +48,13 @@ class Source(TokenizedFiles):
         ends, first_targets = [0], []
         for document, (before, after) in self.encoded(read_documents(files, (inputs, targets)), opened):
             self.check_memory(len(stream) + LOCATION_BYTES * len(self.locations))
-            _check_targets(document, targets, len(after), context)
+            if not len(after):
+                raise InputError(f"{document.location}: {targets!r} is empty: nothing to predict")
+            if len(after) > context - 1:
+                raise InputError(
+                    f"{document.location}: targets of {len(after)} tokens; with a token before and one after them, a "
+                    f"context of {context} has room for {context - 1}"
+                )
             before = before[-(context - len(after)) :] if len(before) else np.array([end])
             stream += np.concatenate([before, after, [end]]).astype(self.dtype).tobytes()
             ends.append(len(stream) // self.dtype.itemsize)
@@ -73,14 +79,3 @@ class Source(TokenizedFiles):
     def nbytes(self) -> int:
         """Return the size of all tokens in bytes."""
         return self.tokens.nbytes
-
-
-def _check_targets(document: Document, key: str, length: int, context: int) -> None:
-    """Raise InputError if the targets of a line are empty, or do not fit in a row with a token before and one after."""
-    if not length:
-        raise InputError(f"{document.location}: {key!r} is empty: nothing to predict")
-    if length > context - 1:
-        raise InputError(
-            f"{document.location}: targets of {length} tokens; with a token before and one after them, a context of "
-            f"{context} has room for {context - 1}"
-        )
