@@ -128,7 +128,8 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
         known = {key: value for key, value in data.items() if key in saved["data"]}  # older versions stored fewer
         found |= differences("data", {**saved["data"], "files": None}, {**known, "files": None})
         found |= _file_differences(saved["data"].get("files"), known.get("files"))
-    refused = {key: values for key, values in found.items() if not _is_accepted(key, accept)}
+    names = tuple(f"{name}." for name in accept)
+    refused = {key: text for key, text in found.items() if not f"{key.removeprefix('config.')}.".startswith(names)}
     return Differences({key: values for key, values in found.items() if key not in refused}, refused)
 
 
@@ -144,11 +145,6 @@ def _file_differences(saved: Mapping[str, str] | None, current: Mapping[str, str
 def is_free(key: str) -> bool:
     """Return True for a config key that does not change the result of a step, so that a resumed run may change it."""
     return key in FREE_KEYS or key.startswith(FREE_PREFIXES)
-
-
-def _is_accepted(key: str, accept: Sequence[str]) -> bool:
-    name = key.removeprefix("config.")
-    return any(name == a or name.startswith(f"{a}.") for a in accept)
 
 
 def resume_warnings(saved: Facts, current: Facts) -> list[str]:

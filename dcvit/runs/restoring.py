@@ -120,7 +120,9 @@ def open_params(source: Folder) -> dict[str, ts.TensorStore]:
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
-    item = _verified_params(source)
+    item = _params(folder := steps.step_folder(source))
+    if found := steps.problems(folder, only=(item.name,)):
+        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
     base, context = absolute(item), ts.Context()
     scheme = "file://" if isinstance(base, Path) else ""
     opened = {}
@@ -148,14 +150,6 @@ def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
 def _params(folder: Folder) -> Folder:
     """Return the item with the parameters of a checkpoint, the averaged ones if there are any."""
     return folder / ("ema" if "ema" in checksums.items(folder) else "params")
-
-
-def _verified_params(source: Folder) -> Folder:
-    """Return the item with the parameters of a checkpoint after checking its checksums."""
-    item = _params(folder := steps.step_folder(source))
-    if found := steps.problems(folder, only=(item.name,)):
-        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
-    return item
 
 
 def _metadata(item: Folder) -> PyTree:

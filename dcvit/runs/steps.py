@@ -50,9 +50,11 @@ def step_folder(path: Folder) -> Folder:
 
 
 def complete_steps(folder: Folder) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in ascending order."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if is_step(path.name) and _is_complete(path))
+    """Return the steps of the checkpoints in a folder that are complete and not set aside, in ascending order."""
+    paths = [path for path in folder.iterdir() if is_step(path.name)] if folder.is_dir() else []
+    if not isinstance(folder, Path):
+        paths = [path for path in paths if (path / COMMITTED).exists() and not (path / ASIDE).exists()]
+    return sorted(int(path.name) for path in paths)
 
 
 def is_step(name: str) -> bool:
@@ -77,11 +79,6 @@ def about(path: Folder) -> dict[str, Any]:
         if name in found and not isinstance(found[name], kind):
             raise CheckpointError(f"cannot read {file}: {name!r} is of type {type(found[name]).__name__}")
     return found
-
-
-def _is_complete(path: Folder) -> bool:
-    """Return True if a folder with the name of a step was completely written and is not set aside."""
-    return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
 
 
 def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
