@@ -234,8 +234,10 @@ def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy 
 
 def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> list[Axis]:
     """Return the spec of a rule, completed to all dimensions. Raise ConfigError if it does not fit the shape."""
-    if re.match(r"opt_state/|step$|skipped$|nonfinite$", name) and not _fits(shape, rule, mesh):
-        return [None] * len(shape)
+    if re.match(r"opt_state/|step$|skipped$|nonfinite$", name):
+        fitting = shape[max(0, len(shape) - len(rule)) :]
+        if len(fitting) < len(rule) or divisible_axes(fitting, rule, mesh) != list(rule):
+            return [None] * len(shape)
     if len(rule) > len(shape):
         raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")
     last = [tuple(axis) if isinstance(axis, list) else axis for axis in rule]
@@ -261,12 +263,6 @@ def _strategy_spec(name: str, shape: tuple[int, ...], strategy: str, mesh: Mesh)
         if chosen is not None:
             spec[chosen] = "fsdp" if spec[chosen] is None else ("tensor", "fsdp")
     return spec
-
-
-def _fits(shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> bool:
-    """Return True if a spec has no more dimensions than an array, and its axes divide them."""
-    last = shape[max(0, len(shape) - len(rule)) :]
-    return len(last) == len(rule) and divisible_axes(last, rule, mesh) == list(rule)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -113,7 +113,10 @@ def _translate_input(config: Part) -> None:
 
 
 def _translate_model(config: Part) -> None:
-    """Translate `model`, and the initial bias of its head."""
+    """Translate `model`, and the initial bias of its head.
+
+    The `remat_policy` concerns scanned layers: those of big_vision keep nothing unless JAX has the policy.
+    """
     model = config.inner("model")
     _translate_remat(model)
     if (bias := config.values.pop("init_head_bias", None)) is not None:
@@ -129,6 +132,9 @@ def _translate_remat(model: Part) -> None:
         model.put("remat", remat, f"remat_policy={policy!r}" if policy else "")
     elif policy:
         model.note("remat_policy is dropped: it concerns scanned layers only")
+    if (bias := config.values.pop("init_head_bias", None)) is not None:
+        model.put("head_bias_init", bias, f"config.init_head_bias={bias}")
+    config.values["model"] = model.values
 
 
 def _translate_mixup(config: Part) -> None:
