@@ -118,14 +118,6 @@ def _translate_model(config: Part) -> None:
     The `remat_policy` concerns scanned layers: those of big_vision keep nothing unless JAX has the policy.
     """
     model = config.inner("model")
-    _translate_remat(model)
-    if (bias := config.values.pop("init_head_bias", None)) is not None:
-        model.put("head_bias_init", bias, f"config.init_head_bias={bias}")
-    config.values["model"] = model.values
-
-
-def _translate_remat(model: Part) -> None:
-    """Translate `remat_policy`; with scanned layers, big_vision stores nothing unless it names a policy of JAX."""
     policy = model.values.pop("remat_policy", None)
     if model.values.get("scan"):
         remat = "nothing_saveable" if policy in (None, "none") else policy
