@@ -39,17 +39,6 @@ def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, he
     ]
 
 
-def read(keys: Sequence[Key], config: Json) -> Json:
-    """Return the fields of a model from a config.json, and in addition `image_size`, height and width of the images.
-
-    Raises:
-      CheckpointError: a value is not supported, or the heads do not divide the width.
-    """
-    fields = config_table.read(keys, config)
-    vit_links.check_heads(fields)
-    return fields
-
-
 def described(
     fields: Json, classes: int | None, config: Json, tensors: Tensors, patches: str, processor: str
 ) -> Description:

@@ -103,15 +103,6 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def _check_memory(name: str, announced: int) -> None:
-    """Raise CheckpointError if the array of a member, of `announced` bytes, needs more than the available memory."""
-    left = memory.available()
-    if left is not None and announced > left:
-        raise CheckpointError(
-            f"member {name!r} announces {announced / 1e9:.1f} GB; available memory: {left / 1e9:.1f} GB"
-        )
-
-
 def _shape(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> tuple[int, ...]:
     """Return the shape in the header of one member."""
     with _errors_in(name), archive.open(info) as stream:

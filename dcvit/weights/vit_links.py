@@ -183,12 +183,6 @@ def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int
     return shape
 
 
-def check_heads(fields: Json) -> None:
-    """Raise CheckpointError if the heads do not divide the width."""
-    if fields["width"] % fields["num_heads"]:
-        raise CheckpointError(f"{fields['num_heads']} heads do not divide the width {fields['width']}")
-
-
 def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple[int, int], before: int) -> None:
     """Raise CheckpointError if position embeddings do not fit the image.
 
