@@ -1,6 +1,6 @@
 """Parameters of models from anywhere: runs, big_vision and other libraries, and conversion to their formats.
 
-`families.open_weights` opens files as `Weights`; `loading` loads parameters into a model, and `placement` puts them on
+`families.open_weights` opens files as `Weights`, whose model is a `family.Description`; `placement` puts parameters on
 their devices. `export` writes files. `tensors` reads the files of other libraries.
 
 Each family of models is one module with two tables, both for reading and for writing: the keys of its config.json
