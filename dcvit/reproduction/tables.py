@@ -184,32 +184,6 @@ def shown(value: Cell) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def draw_maps(table: Table, chart: Maps, path: Path) -> None:
-    """Draw a matrix for each pair of values of two columns."""
-    from matplotlib.figure import Figure  # takes long to import
-
-    down, across = ([*dict.fromkeys(row[column] for row in table.rows)] for column in (chart.down, chart.across))
-    panels = {
-        (i, j): [row for row in table.rows if (row[chart.down], row[chart.across]) == (a, b)]
-        for i, a in enumerate(down)
-        for j, b in enumerate(across)
-    }
-    heights = [0.8 + 0.2 * len(panels[i, 0]) for i in range(len(down))]
-    figure = Figure((1.2 + 1.6 * len(across), sum(heights)), layout="constrained")
-    axes = figure.subplots(len(down), len(across), squeeze=False, height_ratios=heights)
-    for i, a in enumerate(down):
-        matrices = [[_numbers(panels[i, j], column) for column in chart.columns] for j in range(len(across))]
-        most = max(abs(x) for matrix in matrices for column in matrix for x in column) or 1.0
-        for j, (axis, matrix) in enumerate(zip(axes[i], matrices, strict=True)):
-            image = axis.imshow([*zip(*matrix, strict=True)], cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
-            axis.set_title(f"{a}: {across[j]}", fontsize=8)
-            axis.set_xticks(range(len(chart.columns)), chart.columns, fontsize=6)
-            labels = [f"{row[chart.label]}" for row in panels[i, j]] if j == 0 else []
-            axis.set_yticks(range(len(labels)), labels, fontsize=6)
-        figure.colorbar(image, ax=axes[i].tolist())
-    figure.savefig(path, dpi=120)
-
-
 def _numbers(rows: Sequence[Row], column: str) -> list[float]:
     """Return the numbers of a column, 0 for a missing one."""
     return [value if isinstance(value := row[column], int | float) else 0.0 for row in rows]

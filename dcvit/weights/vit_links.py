@@ -183,26 +183,6 @@ def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int
     return shape
 
 
-def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple[int, int], before: int) -> None:
-    """Raise CheckpointError if position embeddings do not fit the image.
-
-    Args:
-      tensors: the tensors.
-      name: name of the position embeddings.
-      fields: fields of the model.
-      image_size: height and width.
-      before: number of rows for tokens before the patches.
-    """
-    rows = shape_of(tensors, name, "the file", axes=len(tensors[name].shape) if name in tensors else 3)[-2]
-    (height, width), (p_h, p_w) = image_size, fields["patch_size"]
-    count = (height // p_h) * (width // p_w)
-    if rows != count + before:
-        raise CheckpointError(
-            f"{name} has {rows} rows, expected {before} + {count}, for patches of {p_h}x{p_w} of images of "
-            f"{height}x{width}"
-        )
-
-
 def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:
     """Raise CheckpointError if a field of a model has a value that a library does not support.
 
