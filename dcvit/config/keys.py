@@ -10,12 +10,6 @@ from dcvit.errors import has_type
 
 OWN_TOKENIZER = "{workdir}/tokenizer.json"  # option `tokenizer` of text: the run trains it and keeps it in its workdir
 UNITS = ("steps", "epochs", "examples", "percent")
-# Fields of models, keys of `config.model`, that change the training of a model or the way it is computed. Given the
-# parameters, they do not change its function.
-TRAINING_ONLY_FIELDS = (
-    "dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std", "scan", "remat",
-    "implementation", "dtype_mm",
-)  # fmt: skip
 
 
 class Key(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -116,14 +115,3 @@ def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
         if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
             holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
     return filled.lock()
-
-
-def flattened(values: Mapping[str, object], prefix: str = "") -> Json:
-    """Return nested mappings as one, by dotted keys; an empty mapping is a value."""
-    found: Json = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

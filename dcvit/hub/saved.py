@@ -10,12 +10,12 @@ from pathlib import Path
 import tensorstore as ts
 
 from dcvit.config import values
-from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_trained
 from dcvit.hub.source import ModelSource, adapted, open_parameters
 from dcvit.models import lm, vit
+from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.models.lora import is_adapter
 from dcvit.parallel.trees import check_tree
 from dcvit.runs import steps

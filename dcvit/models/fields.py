@@ -47,6 +47,12 @@ LARGEST_OF = {
     "depth": 1 << 12, "num_heads": 1 << 16, "num_key_heads": 1 << 16, "rank": 1 << 16, "groups": 1 << 16,
     "registers": 1 << 16, "context": (1 << 31) - 1, "window": (1 << 31) - 1, "prefill_window": (1 << 31) - 1,
 }  # fmt: skip
+# Fields that change the training of a model or the way it is computed. Given the parameters, they do not change its
+# function.
+TRAINING_ONLY_FIELDS = (
+    "dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std", "scan", "remat",
+    "implementation", "dtype_mm",
+)  # fmt: skip
 
 
 class AttentionFields(nn.Module, kw_only=True):

@@ -15,11 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
-from dcvit.models.fields import AttentionFields
+from dcvit.models.fields import TRAINING_ONLY_FIELDS, AttentionFields
 from dcvit.parallel.trees import by_name, names_of
 
 COMPOSITION = re.compile(r"(?:.*/)?(?:pre|post)/(w_(?:[qk][12g]|b))")  # name of a parameter of a composition

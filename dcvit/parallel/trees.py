@@ -67,3 +67,14 @@ def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
+
+
+def flattened(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested mappings as one, by dotted keys; an empty mapping is a value."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 
 from dcvit.config import load as configs
-from dcvit.config.values import flattened
 from dcvit.errors import ConfigError, check_values, checked
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
+from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
 from dcvit.training import trainer

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import trees
-from dcvit.models.fields import check_largest
+from dcvit.models.fields import TRAINING_ONLY_FIELDS, check_largest
 from dcvit.parallel.trees import shapes_of as shapes_of_tree
 from dcvit.weights import preprocessing
 from dcvit.weights.links import Link, Shape

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
+from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.weights import config_table, hf_config
 from dcvit.weights.config_table import Key
 from dcvit.weights.family import Description, defaults

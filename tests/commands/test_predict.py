@@ -23,6 +23,7 @@ from dcvit.errors import ConfigError, escaped
 from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.inference import images as inference
+from dcvit.runs.workdir import read_class_names
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -110,7 +111,7 @@ def test_unreadable_files_are_errors_and_the_others_are_classified(digits_workdi
 def test_unusable_class_names_and_preprocessing_are_refused(images, tmp_path):
     (tmp_path / "data.json").write_text('{"class_names": 3}')
     with pytest.raises(ConfigError, match="should be a list of class names"):
-        inference.read_class_names(tmp_path, 10)
+        read_class_names(tmp_path, 10)
     with pytest.raises(ConfigError, match="pp_predict yields uint8"):
         next(inference.read_images([Path(next(iter(images)))], "decode(1)|resize_pillow(8)", pytest.fail))
 

@@ -30,11 +30,11 @@ from trained_workdirs import load_params
 
 import dcvit
 from dcvit import cli, convert, evaluate, generate, versions
-from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.hub.source import ModelSource, open_parameters
 from dcvit.models import lm, vit
+from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
-from dcvit.config.values import flattened
 from dcvit.pages.report import measures
 from dcvit.pages.report.diagram import reliability_diagram
 from dcvit.pages.report.html import Node, document, picture, tag
 from dcvit.pages.report.outcomes import BINS, Mistake, Outcomes
+from dcvit.parallel.trees import flattened
 
 MATRIX_CLASSES = 20  # up to so many classes, a page shows the confusion matrix
 CONFUSIONS = 30  # rows of the list that replaces it
