@@ -15,7 +15,7 @@ import pytest
 import input_pipeline as ip
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import evaluations, part
+from dcvit.config.big_vision import evaluations, part, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
 from input_pipeline.preprocess.builder import calls
@@ -368,3 +368,16 @@ def test_setup_of_a_translated_config(tmp_path, caplog, library_promotion):
     assert made.task.augmentation.mixup == 0.2
     assert made.evaluators["test"].loss == "sigmoid_xent"
     assert [float(made.plan.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
+
+
+def test_page_names_every_key_that_is_dropped_or_refused():
+    page = (Path(__file__).parents[3] / "docs" / "big_vision.md").read_text()
+    tables = (
+        translation.NO_EFFECT,
+        translation.NO_EFFECT_INPUT,
+        translation.UNSUPPORTED,
+        translation.UNSUPPORTED_INPUT,
+    )
+    keys = {key for table in (*tables, evaluations.NO_EFFECT) for key in table}
+    assert len(keys) > 15
+    assert [key for key in keys if not re.search(rf"`(input\.)?{key}`", page)] == []
