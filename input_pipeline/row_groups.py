@@ -45,10 +45,10 @@ class OpenedParquet(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Sizes in bytes of pages of a row group: `stored` of all selected ones, `largest` of a single decoded value."""
+    """Sizes in bytes for a row group: of all selected pages as stored, and an upper bound of one decoded value."""
 
     stored: int
-    largest: int  # bound of a decoded value
+    largest: int
 
 
 def most_decoded(stored: int) -> int:

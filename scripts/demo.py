@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default, help="folder for all results")
     steps = 600 if is_text else 2000
     parser.add_argument("--steps", type=int, default=steps, help=f"steps of the language models (default {steps})")
-    parser.add_argument("--seeds", default="1", help="seeds of the language models, or their number (default 1)")
+    parser.add_argument("--seeds", default="1", help="seeds, such as 0,1,2, or their number (default 1)")
     if not is_text:
         parser.add_argument("--epochs", type=int, default=20, help="passes over the training images (default 20)")
     args = parser.parse_args(words[is_text:])

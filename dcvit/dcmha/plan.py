@@ -67,7 +67,7 @@ class Backend(NamedTuple):
       holds_scores: it holds an array of all scores, H×T×S, in memory.
       is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.selection`), and the compiler cannot split it
         over devices.
-      is_fused: the scores stay on the chip. For `folded`, that of the plain attention inside it counts.
+      is_fused: the scores stay on the chip. For `folded`, this depends on the plain attention inside it.
     """
 
     module: str

@@ -119,7 +119,7 @@ class TrainedModel:
         return load_params(self.source, make_like, self._at_size if self._image_size else None)
 
     def _at_size(self, tensors: Tensors) -> Tensors:
-        """Return the parameters for images of `image_size`, if that was given."""
+        """Return the parameters for images of `image_size`, which was given."""
         assert self._image_size
         description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
         with errors_name_file(self.source.path):

@@ -113,7 +113,7 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
                 raise ConfigError(f"the task {task.task_name!r} of {name!r} is named twice")
             if getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
-            if getattr(task, "UNSAFE_CODE", False):  # executed by the library
+            if getattr(task, "UNSAFE_CODE", False):  # the library would execute it
                 raise ConfigError(
                     f"the task {task.task_name!r} runs code that the model writes, which is not supported"
                 )

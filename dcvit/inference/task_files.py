@@ -76,7 +76,7 @@ def sandboxed_templates() -> Iterator[None]:
 
 
 class _Sandbox(NamedTuple):
-    """Replacement of the library's Jinja environment, and of its templates."""
+    """Replacement of the library's Jinja environment; with a `template`, replacement of a template."""
 
     environment: Environment
     template: str = ""

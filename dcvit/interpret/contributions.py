@@ -38,7 +38,7 @@ class Contribution(NamedTuple):
       branch: the branch, as in `dcvit.interpret.circuits.TERMS`.
       from_head, to_head: the heads.
       query, key: the pair of tokens.
-      amount: the score ("pre") or attention weight ("post").
+      amount: what is added to the score ("pre") or to the attention weight ("post").
     """
 
     layer: int
@@ -52,7 +52,7 @@ class Contribution(NamedTuple):
 
 
 class AverageContributions(NamedTuple):
-    """Averages over many inputs, for each layer. Pairs are a query and a key to which it attends.
+    """Averages over many inputs, for each layer. A pair is a query and a key that it attends to.
 
     Fields:
       share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the heads h'; the

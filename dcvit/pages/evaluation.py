@@ -34,8 +34,8 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
 
     Returns:
       The rows of all evaluators with the same keys, `COLUMNS` and the columns of all evaluators; values that do not
-      exist, such as the step of a checkpoint without one, are None. And the report as HTML, which is empty without
-      `report` and in all processes except the first.
+      exist, such as the step of a checkpoint without one, are None. The second result is the report as HTML, which is
+      empty without `report` and in all processes except the first.
 
     Raises:
       ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be

@@ -155,16 +155,18 @@ def _image_samples(
     first = next(batches, None)
     if first is None:
         return [], iter(())
-    rows, columns = (size // patch for size, patch in zip(first[1].shape[1:3], module.patch_size, strict=True))
+    sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
+    tokens = extra + math.prod(size // patch for size, patch in sizes)
     label = (lambda i: str(model.class_names[i])) if module.num_classes else None
 
     def inputs() -> Iterator[Input]:
         for names, images in itertools.chain([first], batches):
             for name, image in zip(names, images, strict=True):
+                rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
                 facts: Json = {"name": Path(name).name, "picture": picture(image, name).get("src")}
                 yield facts | {"rows": rows, "columns": columns, "extra": extra}, image[None], label
 
-    return [extra + rows * columns] * len(found), inputs()
+    return [tokens] * len(found), inputs()
 
 
 def _text_samples(

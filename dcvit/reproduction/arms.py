@@ -29,7 +29,7 @@ class Mean(NamedTuple):
     interval: float | None
 
     def cells(self, column: str, interval: str = "") -> dict[str, Cell]:
-        """Return the cells of a column and of that of the interval, by default "COLUMN ± 95 %"."""
+        """Return two cells: the mean in `column`, and its interval, by default in the column "COLUMN ± 95 %"."""
         return {column: self.mean, interval or f"{column} ± 95 %": self.interval}
 
 

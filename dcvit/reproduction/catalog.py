@@ -38,7 +38,7 @@ class Trained(NamedTuple):
       plan: function (folder of the runs, steps) -> the runs to train.
       table: function (folder, seeds, steps) -> the table of complete runs.
       steps: the default number of steps.
-      folder: the name of the folder of the runs, which entries may share.
+      name: the name of the folder of the runs, which entries may share.
     """
 
     plan: Callable[[Path, int], list[Run]]
@@ -222,7 +222,8 @@ def reproduce(
       The exit status, and the table unless a run failed.
 
     Raises:
-      ConfigError: see `check`.
+      ConfigError: see `check`; or a run diverged or is not complete, or the runs of a model differ in more than their
+        seed.
     """
     check(name, scale)
     compute = ENTRIES[name].compute

@@ -235,11 +235,7 @@ def components(curve: Float64[np.ndarray, " N"], share: float) -> int:
 
 
 def figure5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table with the curves of captured variance (`curves`) of both models, mean over layers and seeds.
-
-    Raises:
-      ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
-    """
+    """Return the table with the curves of captured variance (`curves`) of both models, mean over layers and seeds."""
     in_context.check_complete(runs, seeds)
     found = {seed: {name: curves(workdir_of(runs / name, seed)) for name in in_context.ARMS} for seed in seeds}
     rows: list[Row] = []

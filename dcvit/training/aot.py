@@ -168,7 +168,7 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
 
 
 def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
-    """Return the bytes that the forward pass of a batch stores for the backward pass, without the parameters."""
+    """Return the bytes that a device stores from the forward to the backward pass, without the parameters."""
     model: Any = setup.model.module
     mesh, size = setup.model.mesh, setup.data.batch_size // setup.plan.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,7 +23,6 @@ from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.text.train_tokenizer import train_tokenizer
 
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)

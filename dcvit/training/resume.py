@@ -47,9 +47,9 @@ class Start:
         initialized. `start_state` donates their memory to the state.
     """
 
-    step: int  # to resume from; 0 for a new run, also from a converted model
-    about: Mapping[str, Any]  # that of its checkpoint; empty for a run without checkpoint
-    shapes: TrainState  # with shardings
+    step: int
+    about: Mapping[str, Any]
+    shapes: TrainState
     loaded: Params
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +34,6 @@ from dcvit.training.memory import check_layers
 from dcvit.training.model import make_adaptation, make_loader, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, task_class
-
-LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Weights(NamedTuple):
       params: the parameters by path in the tree of unrolled layers.
       record: the content of the run's config.json; empty if the weights are not a run.
       workdir: the folder of the run.
-      adapts: function that opens the weights that a run of adapters adapts, or returns None if they are those of a run.
+      adapts: function that opens the base weights of a run of adapters, and returns None if the base is a run; None for
+        other weights.
     """
 
     path: Path

@@ -29,7 +29,7 @@ class Link(NamedTuple):
       ours: paths of the parameters, such as "head/kernel", in the tree of unrolled layers.
       to_ours: function from the arrays of `theirs` to those of `ours`, both in order.
       to_theirs: its inverse.
-      shapes: the shapes of the tensors, in order; empty if they are not checked before reading.
+      shapes: the shapes of the tensors, in order; None in a shape stands for any size.
       check: function of the tensors' arrays that raises CheckpointError if their values contradict each other.
     """
 
@@ -117,6 +117,6 @@ def check(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern
 
 
 def _sizes(shape: Shape, found: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape whose sizes of any length are those that were found, or else -1."""
+    """Replace each None in a shape by the size that was found, or by -1 if the number of axes differs."""
     known = found if len(found) == len(shape) else (-1,) * len(shape)
     return tuple(other if size is None else size for size, other in zip(shape, known, strict=True))

@@ -25,8 +25,8 @@ def write_shards(
 ) -> None:
     """Write tensors into `model.safetensors`, or into shards `model-0000i-of-0000N.safetensors` with their index.
 
-    The tensors of one shard are in memory at a time. The files have temporary names until all are complete; after an
-    error no file is left.
+    The tensors of one shard are in memory at a time. The shards have temporary names until all are complete. After an
+    error, files may be left, which the caller removes.
 
     Args:
       folder: an existing folder without such files.

@@ -83,26 +83,6 @@ def _convolution(theirs: str, ours: str, shape: Shape) -> Link:
     )
 
 
-def fused(
-    theirs: str, ours: Sequence[str], shapes: Mapping[str, Shape], *, in_out: bool = False, by_head: bool = False
-) -> list[Link]:
-    """Link a linear layer that computes the outputs of several modules of equal shapes.
-
-    Args:
-      theirs: the layer; or the common prefix of its tensors' names, ending in "_".
-      ours: the modules.
-      shapes: the parameters of the model.
-      in_out, by_head: see `links`.
-    """
-    found = []
-    for end, their_end in (("kernel", "weight"), ("bias", "bias")):
-        paths = tuple(f"{name}/{end}" for name in ours)
-        if paths[0] in shapes:
-            name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
-            found.append(_linear(name, paths, shapes[paths[0]], in_out, by_head))
-    return found
-
-
 def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool = False) -> Link:
     """Link the weight or the bias of a linear layer to the kernels or biases of one or several modules."""
     sizes = [size or 0 for size in shape]

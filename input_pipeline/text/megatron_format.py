@@ -89,7 +89,7 @@ def read_description(prefix: str) -> Description:
 def read_index(prefix: str) -> MegatronIndex:
     """Read PREFIX.idx, and check its first and last numbers, and by the last sequence the size of PREFIX.bin.
 
-    The files are not read completely, so time and memory hardly depend on their size.
+    PREFIX.bin is not read, and most of PREFIX.idx only if its sequences have equal lengths.
 
     Raises:
       InputError: a file is not readable or damaged, or the files are not a pair.
@@ -102,8 +102,8 @@ def read_index(prefix: str) -> MegatronIndex:
         if not sequences or not tokens_size:
             raise InputError(f"{path} holds no sequences, or {data} no tokens")
         numbers = np.memmap(path, np.uint8, "r", HEADER.size)
-    except OSError as e:
-        raise InputError(f"cannot read {e.filename or path}: {e.strerror}") from None
+    except (OSError, ValueError) as e:  # ValueError: the file became shorter
+        raise InputError(f"cannot read {getattr(e, 'filename', None) or path}: {first_line(e)}") from None
     sizes, starts, documents = np.split(numbers, [4 * sequences, 12 * sequences])
     dtype, length = np.dtype(DTYPES[code]), _equal_length(sizes.view("<i4"))
     end = _checked_end(sizes.view("<i4"), starts.view("<i8"), path, dtype.itemsize)

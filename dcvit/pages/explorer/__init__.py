@@ -25,7 +25,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
     Args:
       title: title of the window.
-      runs: for each model its `name`, `facts` in one line, and optionally `lending` and `diversity` as JSON data.
+      runs: for each model its `name`, `facts` in one line, and optionally `averages` and `diversity` as JSON data.
       samples: the inputs. Their facts have the `run` (the model), a `name`, and of an image `picture`, `rows`,
         `columns` and `extra` (tokens before the patches), of a text its tokens as `text`.
     """

@@ -1,6 +1,6 @@
 // Attention of one layer of one input, recomputed from queries, keys, values and compose factors, as in
-// dcvit.dcmha.reference. Arrays are flat: scores and weights H x S for one query, maps H x H with the contributing
-// heads as rows.
+// dcvit.dcmha.backends.xla.reference. Arrays are flat: scores and weights H x S for one query, maps H x H with the
+// contributing heads as rows.
 
 const TERMS = ["skip", "static", "query projection", "query gate", "key projection", "key gate"];
 const STAGES = ["scores", "composed scores", "weights", "composed weights"];

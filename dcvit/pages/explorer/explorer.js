@@ -35,7 +35,7 @@ function loadRollout(index) {
 
 const clamp = (value, most) => Math.max(0, Math.min(Math.trunc(Number(value) || 0), most));
 
-// How many values the numbers of the state have that depend on the sample.
+// The number of possible values of each part of the state that depends on the sample.
 const countsOf = ({ layers: all, tokens, heads }) => Object.entries({ layer: all.length, query: tokens, key: tokens, head: heads });
 
 function normalize() {

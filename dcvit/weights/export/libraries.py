@@ -104,7 +104,7 @@ def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
 
 
 def installed(*names: str) -> bool:
-    """Return True if all modules can be imported; an import that fails, as between unfit versions, counts as absent."""
+    """Return True if all modules can be imported; one that fails, as with incompatible versions, counts as absent."""
     try:
         return all(importlib.import_module(name) is not None for name in names)
     except (ImportError, RuntimeError):
