@@ -22,10 +22,11 @@ RMS_EPSILON = 1e-6
 
 
 class ComposeWeights(NamedTuple):
-    """Weights of one compose. A field that is None is an absent branch; the skip connection always exists.
+    """Weights of one compose: the function `compose`, which mixes attention scores or weights across the H heads.
 
-    `q1` and `q2` must be given together, and so must `k1` and `k2`. The fields `q…` belong to the T queries, the fields
-    `k…` to the S keys.
+    Branches are added to the skip connection; None is an absent one. `q…` belong to the T queries, `k…` to the S keys:
+    `q1` and `q2`, `k1` and `k2` project down to rank R and up (give both or neither), `qg` and `kg` are gates. `static`
+    is a J×J matrix for each of G groups of J = H/G heads.
     """
 
     q1: Float[Array, "B T R H"] | None = None  # query-wise dynamic projection, down (RMS-normed over H)

@@ -33,7 +33,7 @@ REGISTER = 128  # columns of a register of a TPU, in multiples of which it store
 
 
 class Columns(NamedTuple):
-    """Neighboring columns of the weights of one side: a field of `ComposeWeights` of one compose."""
+    """Neighboring columns of the packed weights of the queries or of the keys: one field of one `ComposeWeights`."""
 
     compose_name: str
     field: str

@@ -42,7 +42,7 @@ class LayerInputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Inputs of attention of one call of a layer, with its options and the new cache."""
+    """Inputs and options of attention in one call of a layer, the new cache, and inputs and values of new tokens."""
 
     inputs: Inputs
     causal: bool

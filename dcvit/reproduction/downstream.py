@@ -54,10 +54,10 @@ def clozes(text: str, length: int) -> list[Question]:
 
 
 def line_starts(text: str) -> dict[int, str]:
-    """Return the starts of lines that can be a choice, by line number: lines with several letters after another line.
+    """Return the starts of lines that a question can offer as continuations, by line number from 0.
 
-    A start has the line break before it and `LONGEST_LINE` characters in all. Text with other characters than ASCII has
-    no such lines.
+    The line before must not be blank. A start begins with the line break, has at most `LONGEST_LINE` characters, and at
+    least `SHORTEST_LINE` without white space around them. Text with other characters than ASCII has no such lines.
     """
     lines = text.split("\n") if text.isascii() else []
     starts = {i: f"\n{line}"[:LONGEST_LINE].rstrip() for i, line in enumerate(lines) if i and lines[i - 1].strip()}

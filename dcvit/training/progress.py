@@ -68,7 +68,7 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Start a new measurement."""
+        """Start to measure the mean time of a step anew."""
         self.since, self.steps = time.perf_counter(), 0
 
     @contextlib.contextmanager

@@ -106,7 +106,7 @@ def _rope(config: Json, found: Json) -> Json:
 
 
 def _kind(fields: Json) -> str:
-    """Return the `model_type` that can express the fields, if any can."""
+    """Return the `model_type` to write for the fields; `ConfigTable.config` raises if it cannot express them."""
     if fields["qk_norm"] or fields["qkv_bias"]:
         return "qwen3" if fields["qk_norm"] else "qwen2"
     return "mistral" if fields["window_pattern"] == "1:0" else "llama"

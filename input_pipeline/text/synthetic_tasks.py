@@ -89,7 +89,7 @@ def _domain(pools: Sequence[Sequence[Sequence[str]]], **relations: Mapping[str, 
 
 
 def _groups(members: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]]:
-    """Return the words of each group, and the name of each word's group."""
+    """Return the words of each group, and each word's group; `members` has a group's words, in one text, by name."""
     return [text.split() for text in members.values()], {
         word: name for name, text in members.items() for word in text.split()
     }

@@ -73,7 +73,7 @@ def _layout(array: np.ndarray) -> ts.ChunkLayout:
 
 
 def write_safetensors(weights: Weights, folder: Path, max_shard_bytes: int | None = None) -> None:
-    """Write `model.safetensors`, or shards with their index; the description is in the headers, too."""
+    """Write `model.safetensors` or shards with an index; config.json and headers have `weights.description`."""
     size = max_shard_bytes or SHARD_BYTES
     write_shards(folder, weights.read(), max_shard_bytes=size, metadata=own.metadata(weights.description))
     _write_json(folder / "config.json", own.config(weights.description))

@@ -27,7 +27,7 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def training_data(config: Mapping[str, object]) -> Json:
-    """Return the training data of a run's config."""
+    """Return `input.data` of a run's config, the options of the training data; empty if there are none."""
     given = config.get("input")
     data = given.get("data") if isinstance(given, dict) else None
     return data if isinstance(data, dict) else {}

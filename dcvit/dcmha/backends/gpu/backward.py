@@ -1,4 +1,7 @@
-"""Bodies of the backward GPU kernels. A sweep is a loop over all heads of a group; "planes" are hidden planes.
+"""Bodies of the backward GPU kernels. A sweep is a loop over all heads of a group.
+
+"Planes" are the hidden planes of a compose, the result of its down projection: queries × keys, one for each rank. P are
+the attention weights before the post-compose, W those after it.
 
     post_grad    sweep 1: planes of the pre-compose
                  sweep 2: planes of the post-compose and of its transpose

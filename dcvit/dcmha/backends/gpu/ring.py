@@ -194,7 +194,7 @@ def product(block: Block, slot: Array, pair: int) -> Array:
 
 
 def start_product(block: Block, accumulator: Ref, slot: Array, pair: int) -> None:
-    """Start the computation of `product`."""
+    """Start to add q·k (pair 0) or dO·v (pair 1) of the head in `slot` to `accumulator`; reading it waits."""
     left, right = (side.at[slot] for side in block.scratch.scores[pair])
     for a, b in block.config.terms:
         keys = right.at[b, block.own_keys].transpose((1, 0))

@@ -125,7 +125,7 @@ class StripCompose:
             yield total(terms)
 
     def compose(self, a: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
-        """Return an iterator over the composed planes of the heads, from the planes `a`, and the hidden planes."""
+        """Return an iterator over the composed planes of `a`, one per head, and the hidden planes; see `hidden`."""
         hidden = self.hidden(a, "down")
         return self.compose_planes(a, hidden, "up"), hidden
 
