@@ -1,4 +1,4 @@
-"""Bodies of the forward GPU kernels. A sweep is a loop over all heads of a group; "planes" are the hidden planes of a compose.
+"""Bodies of the forward GPU kernels. A sweep loops over all heads of a group; "planes" are hidden planes of a compose.
 
     statistics   sweep 1: planes of the pre-compose;  sweep 2: maximum and sum of 2^L over the tile's keys
     weights      sweep 1: planes of the post-compose; sweep 2: composed weights W
