@@ -242,7 +242,7 @@ CASES = {
     "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
     "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
     "timm, crop to nothing": (configured("timm", pretrained_cfg__crop_pct=1e-320), "pretrained_cfg is not as timm wr"),
-    "timm, heads": (configured("timm", model_args__num_heads=5), "5 heads do not divide the width 16"),
+    "timm, heads": (configured("timm", model_args__num_heads=5), "num_heads=5 does not divide width=16"),
     "timm, positions": (changed("timm", ones("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
     "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
