@@ -21,7 +21,7 @@ from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
 
 class CacheUpdate(NamedTuple):
-    """Position of the tokens of one call in the cache of each example; see `dcvit.dcmha.kv_cache`."""
+    """Numbers that place the tokens of one call in the cache of each example; see `dcvit.dcmha.kv_cache`."""
 
     start: Int[Array, " B"]  # number of tokens in the cache before the call
     added: Int[Array, " B"]  # number of tokens of the call that are real; padding follows them
@@ -29,7 +29,7 @@ class CacheUpdate(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Arrays of one call of a layer."""
+    """Arrays that one call of an attention layer takes; `cache` and `update` only if it decodes."""
 
     q: Float[Array, "B T M"]
     k: Float[Array, "B S _"] | None = None  # None: as q
@@ -120,7 +120,7 @@ class Attention(VariantProjections):
 
     @nn.compact
     def attend(self, x: LayerInputs) -> tuple[Float[Array, "B T _"], Cache]:
-        """Return the output, and the cache extended by the new tokens, or one of the new tokens alone."""
+        """Return the output, and `x.cache` with the new tokens added or, without it, a cache of these tokens alone."""
         prepared = self.prepare(x)
         call = make_call(
             prepared.inputs, self.attended_composition(), causal=prepared.causal, window=prepared.window
@@ -128,7 +128,7 @@ class Attention(VariantProjections):
         return self.output_of(self.head_outputs(prepared.tokens, call), x.q), prepared.cache
 
     def prepare(self, x: LayerInputs) -> Prepared:
-        """Project the inputs, compute the compose weights (Eqn 5-6), and add the tokens of the cache."""
+        """Return attention's inputs: projections, compose weights (Eqn 5-6) and, if T = 1, the tokens of the cache."""
         x_k = x.q if x.k is None else x.k
         if self.rotary and x_k is not x.q:
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
@@ -152,7 +152,7 @@ class Attention(VariantProjections):
         return Prepared(inputs, False, None, cache, tokens)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
-        """Return the weights of the layer's composes by name: "pre", "post", both or none."""
+        """Return the layer's `ComposeWeights` by name, "pre", "post" or both, for inputs of M = `width`."""
         composition = self.composition()
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
@@ -173,16 +173,16 @@ class Attention(VariantProjections):
         return outputs
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
-        """Apply the output projection to the outputs of all heads; the result is sharded as `like`."""
+        """Return the output projection of all heads' outputs, sharded as `like`, the layer's input."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
 
     def attended_composition(self) -> Composition:
-        """Return the composition of the attention call: the layer's, or the one that computes its head variant."""
+        """Return the composition that attention applies: the layer's, or the one that computes its head variant."""
         return self.composition() if self.compose else composition_of(self.heads, self.num_heads)
 
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:
-    """Return the inputs for attention from one new token to all tokens of the cache."""
+    """Return attention's inputs for one new token: its query, the cached keys and values, a mask of visible ones."""
     if inputs.segments is not None:
         raise ValueError("one token that attends to a cache has no segments: give a mask of the slots")
     length = update.start + update.added

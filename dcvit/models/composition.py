@@ -17,10 +17,10 @@ from dcvit.parallel.mesh import BATCH, constrain
 
 
 class ComposeParams(nn.Module):
-    """The parameters of one compose, θ = {W_q1, W_q2, W_qg, W_k1, W_k2, W_kg, W_b}.
+    """Parameters θ = {W_q1, W_q2, W_qg, W_k1, W_k2, W_kg, W_b} of one compose, that of scores or that of weights.
 
     Fields:
-      composition: the composition to which the compose belongs.
+      composition: the settings of both composes of a layer.
       num_heads: H.
     """
 
@@ -49,9 +49,9 @@ class ComposeInput(NamedTuple):
 
 
 def compose_inputs(x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"], *, groups: int) -> dict[str, ComposeInput]:
-    """Return the inputs of the dynamic weights by side: "q" and "k", or "qk" if both sides have the same input.
+    """Return the inputs of dynamic weights: "q" of queries and "k" of keys, or "qk" if these are the same array.
 
-    Call this before any other use of the inputs.
+    With one group (`groups`), one copy is replicated. Call this before any other use of the inputs.
     """
     inputs = {"qk": x_q} if x_q is x_kv else {"q": x_q, "k": x_kv}
     replicated = {sides: constrain(x, BATCH, "context", None) if groups == 1 else x for sides, x in inputs.items()}
@@ -66,7 +66,7 @@ def compose_weights(
     num_heads: int,
     dtype: DTypeLike | None,
 ) -> dict[str, ComposeWeights]:
-    """Compute the weights of both compositions of an attention layer; one product reads an input for all of them.
+    """Compute the weights of a layer's pre- and post-compose; each input is multiplied once, by the parameters of both.
 
     Args:
       composition: the composition of the layer.
@@ -76,7 +76,7 @@ def compose_weights(
       dtype: dtype of the computation; None means that of the inputs.
 
     Returns:
-      The weights by compose.
+      The weights of "pre" and "post", as far as `params` has them.
     """
     weights = {name: {"static": some["static"]} if "static" in some else {} for name, some in params.items()}
     for sides, (x, replicated) in inputs.items():
@@ -94,11 +94,11 @@ def compose_weights(
 def _split_weights(
     params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, *, num_heads: int, gelu: str
 ) -> dict[str, dict[str, Array]]:
-    """Return the dynamic weights by compose and name, on a mesh that splits heads over devices."""
+    """Return dynamic weights of `sides` ("q", "k", "qk") for "pre" and "post" by name; the mesh splits the heads."""
     weights: dict[str, dict[str, Array]] = {name: {} for name in params}
 
     def kernels(end: str) -> dict[tuple[str, str], Array]:
-        """Return the parameters whose names end with `end`, by compose and side."""
+        """Return the parameters named side + `end`, such as "q1", by ("pre" or "post", side)."""
         names = [(name, side) for side in sides for name in params if f"{side}{end}" in params[name]]
         return {(name, side): params[name][f"{side}{end}"].astype(inputs.x.dtype) for name, side in names}
 

@@ -48,7 +48,7 @@ def token_axes(call: Call, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[st
 
 
 def attention(attend: Attend, call: Call, axis: tuple[str, ...]) -> Float[Array, "B T H D"]:
-    """Compute the outputs of the tokens of this device.
+    """Return the outputs of attention for the tokens of this device.
 
     Args:
       attend: attention on one device.
@@ -71,7 +71,7 @@ def attention(attend: Attend, call: Call, axis: tuple[str, ...]) -> Float[Array,
 
 
 def _in_window(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
-    """Compute attention with a window; the keys before a device's own come from the previous device."""
+    """Return this device's outputs for attention with a window; the previous device sends the keys before its own."""
     n, window = jax.lax.axis_size(axis), not_none(call.options.window)
 
     def with_earlier(x: Array) -> Array:
@@ -86,7 +86,7 @@ def _in_window(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
 
 
 def _balanced(attend: Attend, call: Call, axis: tuple[str, ...]) -> Array:
-    """Compute attention to all keys, in two steps: for blocks of queries with even numbers, and with odd numbers."""
+    """Return this device's outputs for attention to all keys, computed for all even blocks of queries, then all odd."""
     gathered = _map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), call.inputs, BY_KEY)
     call = dataclasses.replace(call, inputs=gathered)
     return jnp.concatenate([_of_blocks(attend, call, axis, parity) for parity in (0, 1)], axis=1)
@@ -123,7 +123,7 @@ def _map(f: Callable[[Array], Array], inputs: Inputs, names: tuple[str, ...]) ->
 
 
 def _part(call: Call, inputs: Inputs, ids: Array, first_query: int) -> Call:
-    """Return the call with `inputs` of a part of the queries, with segment ids `ids` and their `first_query`."""
+    """Return the call with `inputs` of a part of the queries, segment ids `ids` of the keys, and `first_query`."""
     inputs = inputs._replace(segments=not_none(inputs.segments)._replace(keys=ids))
     options = dataclasses.replace(call.options, first_query=first_query)
     return dataclasses.replace(call, inputs=inputs, options=options)

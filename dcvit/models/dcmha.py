@@ -42,7 +42,7 @@ UNSUPPORTED = {
 
 
 class Wanted(NamedTuple):
-    """The results that a call of a layer returns besides the output."""
+    """Flags of the results that a call of a layer returns besides the output: attention weights, and the cache."""
 
     weights: bool = False
     cache: bool = False
@@ -103,7 +103,7 @@ class FlaxAttention(Attention):
     def _call_explicitly(
         self, mesh: AbstractMesh, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted
     ) -> LayerOutputs:
-        """Return `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
+        """Return the results of `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
         if self.is_initializing():  # parameters exist outside of the automatic axes
             tokens = LayerInputs(inputs.q, inputs.k, inputs.v)
             tokens = jax.tree.map(lambda x: jnp.zeros((1, 1, x.shape[-1]), x.dtype), tokens)
@@ -117,7 +117,7 @@ class FlaxAttention(Attention):
         return LayerOutputs(*call(variables, inputs, dropout_key))
 
     def _call(self, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
-        """Return the results with the leading axes of the inputs."""
+        """Return the output and the `wanted` results for inputs with any leading axes, which the results have, too."""
         lead = inputs.q.shape[:-2]
         flat = flat_inputs(inputs, mask_heads=1 if self.compose or self.heads else self.num_heads)
         results = self._attend(flat, dropout_key, wanted)
@@ -125,7 +125,7 @@ class FlaxAttention(Attention):
 
     @nn.compact
     def _attend(self, x: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
-        """Return the results for inputs B T M, as `Attention.attend`."""
+        """Return the output and the `wanted` results for inputs B T M; see `Attention.attend`."""
         prepared = self.prepare(x)
         inputs, batch, mask = prepared.inputs, len(x.q), prepared.inputs.mask
         has_per_head_mask = mask is not None and mask.shape[1] > 1
@@ -150,7 +150,7 @@ class FlaxAttention(Attention):
 def _with_auto_axes(
     module: FlaxAttention, wanted: Wanted, mesh: AbstractMesh, specs: tuple[P | None, ...]
 ) -> Callable[..., tuple[Array, Array | None, Cache | None]]:
-    """Return the function of `FlaxAttention._call_explicitly` on arrays."""
+    """Return `_call` as a function (variables, inputs, dropout key) of arrays, whose results are sharded by `specs`."""
 
     def call(
         variables: Mapping[str, Params], inputs: LayerInputs, dropout_key: Array | None
@@ -162,7 +162,7 @@ def _with_auto_axes(
 
 
 def check_axes(inputs: LayerInputs) -> None:
-    """Raise ValueError if inputs lack an axis, or have other leading axes than the queries, also segments."""
+    """Raise ValueError if inputs or segments lack an axis, or have other leading axes than the queries."""
     shapes = [x.shape for x in (inputs.q, inputs.k, inputs.v) if x is not None]
     if any(len(shape) < 2 or shape[:-2] != shapes[0][:-2] for shape in shapes):
         raise ValueError(f"expected inputs (*B, T, M) with the same leading axes, found {shapes}")
@@ -217,7 +217,7 @@ def boolean_mask(
 
 
 def heads_as_examples(inputs: Inputs) -> Inputs:
-    """Reshape the inputs of plain attention so that each head is an example with one head and its own mask."""
+    """Return the inputs of plain attention as B·H examples with one head, so that each head has its own mask."""
     batch, _, heads, _ = inputs.q.shape
     assert inputs.mask is not None
 
@@ -344,7 +344,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         return results.out
 
     def _with_cache(self, inputs: LayerInputs) -> LayerInputs:
-        """Return the inputs of one token with the variables of the cache."""
+        """Return `inputs`, which are of one token, with `cache` and `update` from the collection "cache"."""
         variables: Mapping[str, Array] = self.variables["cache"]
         *lead, slots = variables["cached_key"].shape[:-2]
         shapes = [x.shape[:-1] for x in inputs[:3] if x is not None]
@@ -357,7 +357,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         return inputs._replace(cache=Cache(k, v, pre, post), update=CacheUpdate(start, added, oldest))
 
     def _store(self, cache: Cache, is_cached: bool) -> None:
-        """Write the variables of the cache; the first call creates empty ones."""
+        """Write `cache` to the collection "cache" and count its new token; unless `is_cached`, write zeros instead."""
         heads = self.num_key_heads or self.num_heads
         arrays = {"cached_key": cache.k, "cached_value": cache.v}
         arrays = {name: x.reshape(*x.shape[:-1], heads, -1) for name, x in arrays.items()}
@@ -379,7 +379,7 @@ def _with_prefix(variables: Mapping[str, Array], prefix: str) -> ComposeWeights 
 def check_supported(
     values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Mapping[str, str]
 ) -> None:
-    """Raise ValueError if one of the `unsupported` arguments of flax's layer differs from its default."""
+    """Raise ValueError, with the reason in `unsupported`, if an argument named there does not have its default."""
     for name, reason in unsupported.items():
         if name in values and values[name] is not defaults[name]:
             raise ValueError(f"DCMHA has no {name}, because {reason}: leave its default, or use flax's layer")

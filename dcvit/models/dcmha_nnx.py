@@ -32,7 +32,7 @@ MODULES = ("query", "key", "value", "query_ln", "key_ln", "out", "pre", "post") 
 
 
 class ComposeParameters(nnx.Module):
-    """Parameters of one compose, by the names of `dcvit.models.composition.ComposeParams`."""
+    """Parameters of one compose ("pre" or "post"), with the names of `dcvit.models.composition.ComposeParams`."""
 
     def __init__(self, layer: dcmha.DCMHA, width: int, rngs: nnx.Rngs):
         params = ComposeParams(layer.composition(), layer.num_heads)
@@ -175,7 +175,7 @@ class DCMHA(nnx.MultiHeadAttention):
         batch_size: int | Shape | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Set attributes for `nnx.view`; with `decode`, the two sizes create a cache if there is none."""
+        """Set attributes for `nnx.view`; `decode`, `batch_size` and `max_length` together create a missing cache."""
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
@@ -201,7 +201,7 @@ def _dropout(
 
 
 def _params(layer: DCMHA) -> dict[str, dict[str, Array]]:
-    """Return the parameters by module and name, as the linen layer has them."""
+    """Return the parameters of `layer` by module and name, in the linen layer's tree."""
     modules = {name: getattr(layer, name, None) for name in MODULES}
     return {
         name: {key: x[...] for key, x in vars(module).items() if isinstance(x, nnx.Param)}
@@ -211,7 +211,7 @@ def _params(layer: DCMHA) -> dict[str, dict[str, Array]]:
 
 
 def _cache(layer: DCMHA) -> dict[str, Array]:
-    """Return the arrays of the cache by name."""
+    """Return the arrays of the cache of `layer` by name; {} without a cache."""
     return {name: x[...] for name, x in vars(layer).items() if isinstance(x, nnx.Cache)}
 
 
@@ -227,6 +227,6 @@ def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _draw(params: ComposeParams, key: Array, width: int) -> dict[str, Array]:
-    """Return initial parameters of one compose; jitted, so that layers with equal composes compile once."""
+    """Return initial parameters of one compose by name; jitted, so that layers with equal `params` compile once."""
     values: dict[str, Array] = params.init(key, width)["params"]
     return values

@@ -22,7 +22,7 @@ LayerCaches: TypeAlias = dict[str, Any]  # a Cache for each unrolled layer, and 
 
 
 class TokenContext(NamedTuple):
-    """Positions of the tokens, and their documents; the same for all layers."""
+    """Positions, documents and places in the cache of the tokens of one call; the same for all layers."""
 
     positions: Int[Array, "#B T"]  # for position embeddings
     segments: Int[Array, "B T"] | None  # the first token of the document of each token
@@ -36,7 +36,7 @@ def token_context(
     first: Int[Array, " B"] | None = None,
     count: Int[Array, " B"] | None = None,
 ) -> TokenContext:
-    """Return the positions and segments of tokens, which restart at each document if `end_of_text` is given.
+    """Return the positions of tokens, which restart at each document if `end_of_text` is given, and their documents.
 
     Args:
       tokens: the tokens of a call.

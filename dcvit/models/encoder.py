@@ -44,7 +44,7 @@ class Encoder1DBlock(nn.Module):
     def __call__(
         self, x: Float[Array, "B T M"], drop_rate: Float[Array, ""] | None
     ) -> tuple[Float[Array, "B T M"], dict[str, Array]]:
-        """Return the output and the intermediates.
+        """Return the output, and the intermediates by name.
 
         Args:
           x: the input.
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
         return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
 
     def _scan(self, x: Array, fields: dict[str, object], rates: np.ndarray) -> tuple[Array, list[dict[str, Array]]]:
-        """Apply the scanned blocks; return the output, and for each block of a group its stacked intermediates."""
+        """Apply scanned blocks with drop `rates` (group, block); return the output, and each block's intermediates."""
         repeats, period = rates.shape
         block_class = rematerialized(Encoder1DBlock, self.remat, scanned=True)
         drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]
@@ -158,7 +158,7 @@ class MAPHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B M"]:
-        """Return one vector for each example."""
+        """Return the output of the probe, one vector for each example."""
         batch, _, width = x.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width)).astype(x.dtype)
         probe = jnp.tile(probe, (batch, 1, 1))

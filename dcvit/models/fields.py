@@ -96,7 +96,7 @@ class AttentionFields(nn.Module, kw_only=True):
 
 
 class TransformerFields(AttentionFields, kw_only=True):
-    """The size of a transformer and the way it is computed. No integer may exceed `LARGEST_OF`, or else `LARGEST`.
+    """Size and computation of a transformer. Integers are limited by field in `LARGEST_OF`, all others by `LARGEST`.
 
     Fields:
       width: M.
@@ -158,7 +158,7 @@ class TransformerFields(AttentionFields, kw_only=True):
 
     @nn.nowrap
     def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
-        """Return a constructor of a layer's attention that takes the layer's index, and sets its composition."""
+        """Return a constructor of attention that takes `layer`; outside of `compose_layers`, its `compose` is None."""
         if self.compose_layers is None:
             return attention
         composes = [self.composition_of(layer).compose for layer in range(self.depth)]
@@ -170,7 +170,7 @@ class TransformerFields(AttentionFields, kw_only=True):
 
 
 def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
-    """Return the values that `module` has in the fields declared by the class `fields` and its base classes."""
+    """Return the values, by name, that `module` has in the fields of the class `fields` and its base classes."""
     names = [field.name for field in dataclasses.fields(fields) if field.name not in ("parent", "name")]
     return {name: getattr(module, name) for name in names}
 
@@ -184,7 +184,7 @@ def rematerialized(block_class: Callable[..., Layer], remat: str, *, scanned: bo
 
 
 def check_choices(module: nn.Module, **choices: Iterable[str | None]) -> None:
-    """Raise ValueError if the value of a field is not one of its choices, given by keyword."""
+    """Raise ValueError if a field named in `choices` has a value that is not one of the valid ones given there."""
     for name, valid in choices.items():
         value = getattr(module, name)
         if value not in valid:
@@ -206,7 +206,7 @@ def check_not_negative(module: nn.Module, *names: str) -> None:
 
 
 def check_largest(module: nn.Module) -> None:
-    """Raise ValueError if an integer in a field is above `LARGEST_OF`, or else above `LARGEST`."""
+    """Raise ValueError if an integer in a field is above the field's limit in `LARGEST_OF`, by default `LARGEST`."""
     for field in dataclasses.fields(module):
         value, largest = getattr(module, field.name), LARGEST_OF.get(field.name, LARGEST)
         if isinstance(value, int) and value > largest:
@@ -229,7 +229,7 @@ def check_attention(module: AttentionFields, num_heads: int) -> None:
 
 
 def check_transformer(module: TransformerFields) -> None:
-    """Raise ValueError if the fields of `TransformerFields` are invalid. `Attention` checks those that it inherits."""
+    """Raise ValueError if fields of `TransformerFields` are invalid; `Attention` checks those of `AttentionFields`."""
     check_choices(module, remat=REMATS, dtype_mm=DTYPES)
     check_largest(module)
     check_positive(module, "width", "num_heads")

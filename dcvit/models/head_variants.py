@@ -39,14 +39,14 @@ Attend = Callable[[Call], Array]  # a call of attention -> outputs of its heads
 
 
 class Tokens(NamedTuple):
-    """The layer's tokens: inputs of the queries, and their values."""
+    """The new tokens of one call of a layer: the layer's inputs x, and the values v computed from them."""
 
     x: Float[Array, "B T M"]  # the layer's input
     v: Float[Array, "B T K D"]  # their own values
 
 
 class HeadVariant(nn.Module):
-    """Fields of all variants.
+    """Base class of the modules of head variants, with the fields of all.
 
     Fields:
       num_heads: H.
@@ -61,7 +61,7 @@ class HeadVariant(nn.Module):
     dtype: DTypeLike | None = None
 
     def dense(self, features: int, name: str) -> nn.Dense:
-        """Return a projection without bias."""
+        """Return a dense layer with `features` outputs, without bias."""
         return nn.Dense(features, use_bias=False, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
 
 
@@ -90,7 +90,7 @@ class MixtureOfHeads(HeadVariant):
 
     @nn.compact
     def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
-        """Return the weighted outputs of all heads."""
+        """Return the outputs of all heads, times the gates of the router."""
         outputs = attend(call)
         gates = constrain(self._gates(tokens.x), BATCH, "context", "tensor").astype(outputs.dtype)
         return outputs * gates[..., None]
@@ -167,7 +167,7 @@ class DifferentialV2(HeadVariant):
 
     @nn.compact
     def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
-        """Return the differences."""
+        """Return the differences o of the outputs of the H pairs of query heads."""
         outputs = attend(call)
         scores = self.dense(self.num_heads, "lambda")(tokens.x)
         factor = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype)))
@@ -185,7 +185,7 @@ class ExclusiveSelf(HeadVariant):
 
     @nn.compact
     def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
-        """Return the orthogonal parts of the outputs. Every query needs its own token's value in `tokens.v`."""
+        """Return the parts z of the outputs. Every query needs its own token's value in `tokens.v`."""
         outputs = attend(call)
         wide = statistics_dtype(outputs.dtype)
         own = tokens.v.astype(wide)
@@ -204,7 +204,7 @@ class ElementwiseGates(HeadVariant):
 
     @nn.compact
     def __call__(self, tokens: Tokens, call: Call, attend: Attend) -> Float[Array, "B T H D"]:
-        """Return the gated outputs."""
+        """Return the outputs of all heads, times their gates."""
         outputs = attend(call)
         scores = self.dense(outputs.shape[-2] * outputs.shape[-1], "gate")(tokens.x)
         gates = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype))).astype(outputs.dtype)
@@ -222,7 +222,7 @@ class SharedMap(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        """Return x·T for every head."""
+        """Return x times the D×D map, for every head."""
         size = x.shape[-1]
         matrix = self.param("map", lambda _: jnp.eye(size))
         x, matrix = nn.dtypes.promote_dtype(x, matrix, dtype=self.dtype)
@@ -245,7 +245,7 @@ def row_numbers(tokens: Int[Array, "B T"]) -> Int[Array, "B 2*T"]:
 
 
 def paired(inputs: Inputs) -> Inputs:
-    """Arrange the inputs of attention of "paired" as `in_rows`."""
+    """Return the inputs of attention for "paired": queries, keys and values as `in_rows`, mask and ids for 2T rows."""
     mask, segments = inputs.mask, inputs.segments
     if mask is not None:
         for axis in (2, 3):
@@ -285,7 +285,7 @@ def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
 
 
 def composition_of(head_variant: str | None, num_heads: int) -> Composition:
-    """Return the composition of the call for a variant: without composes, but with the groups that it composes in."""
+    """Return the `Composition` of a head variant's attention: no compose, and groups of two heads for "diff"."""
     return Composition(groups=num_heads // 2 if head_variant == "diff" else 1)
 
 
@@ -320,7 +320,7 @@ class VariantProjections(Projections):
         return module(self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
 
     def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        """Return queries, keys or values after the variant's `SharedMap`; unchanged for other variants."""
+        """Return queries, keys or values (by `name`), for the variant "knocking" after a `SharedMap`."""
         if self.heads != "knocking":
             return x
         mapped: Array = SharedMap(self.dtype, name=f"knocking_{name}")(x)
@@ -333,11 +333,11 @@ class VariantProjections(Projections):
         return super().rotated(in_rows(x), row_numbers(positions)).reshape(x.shape)
 
     def arranged(self, inputs: Inputs, length: Int[Array, " B"] | None = None, window: int | None = None) -> Inputs:
-        """Return the inputs of attention, `paired` if the variant is; with `length`, by `paired_in_cache`."""
+        """Return the inputs, for the variant "paired" arranged by `paired` or, with `length`, by `paired_in_cache`."""
         if self.heads != "paired":
             return inputs
         return paired(inputs) if length is None else paired_in_cache(inputs, length, window)
 
     def query_heads(self) -> int:
-        """Return the number of heads of the queries, which is twice `num_heads` for some variants."""
+        """Return the number of heads of the queries: 2H for the variant "diff2", otherwise H."""
         return 2 * self.num_heads if self.heads == "diff2" else self.num_heads

@@ -203,7 +203,7 @@ def check_scaling(scaling: Sequence[float]) -> None:
 
 
 class _Head(nn.Module):
-    """The head's parameter `kernel`, M×V; the product is elsewhere, because a chunked loss computes it in parts."""
+    """Module that returns the head's `kernel`, M×V; `unembed` multiplies by it, for a chunked loss in parts."""
 
     vocab_size: int
     init_std: float
@@ -230,7 +230,7 @@ def head_kernel(params: Params) -> Float[Array, "M V"]:
 
 
 def layer_windows(net: LM) -> tuple[int | None, ...]:
-    """Return the window of each layer of the repeated pattern; None is a global layer."""
+    """Return the window of each layer of the repeated pattern, in tokens; None for a global layer."""
     return tuple(net.window if kind == "L" else None for kind in WINDOW_PATTERNS[net.window_pattern])
 
 
@@ -259,7 +259,7 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
 
 def _capacity(net: LM, layers: object) -> int:
-    """Return the number of tokens that fit into the caches of all layers; without global layers, there is no limit."""
+    """Return how many tokens the caches in the tree `layers` can hold; `MAX_TOKENS` if no layer is global."""
     if None not in layer_windows(net)[: net.depth]:
         return MAX_TOKENS
     caches = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, Cache))
@@ -289,7 +289,7 @@ def load(
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
 ) -> dict[str, Any]:
-    """Return `init_params` with the values of a checkpoint of this project, scanned or unrolled.
+    """Return `init_params` with the values of a checkpoint or of weights of another library, scanned or unrolled.
 
     The arguments and the errors are those of `dcvit.models.vit.load`.
     """

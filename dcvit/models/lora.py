@@ -73,7 +73,7 @@ class Adaptation:
         return {name for pattern in self.whole for name in matches(pattern, names, "dont_load")}
 
     def merged(self, base: Params, trained: Params) -> Params:
-        """Return all parameters of the adapted model, from the base's and the trained ones."""
+        """Return all parameters of the adapted model: those of `base`, with A·B added or replaced as `trained` says."""
         changed: dict[str, Array] = by_name(trained)
 
         def value(name: str, leaf: Array) -> Array:
@@ -90,7 +90,7 @@ class Adaptation:
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
     def _sides(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
-        """Return the leading axes of a (stack of) adapted matrices, and a matrix's numbers of inputs and outputs."""
+        """Return a stack's leading sizes, () for one matrix, and a matrix's numbers of inputs and outputs."""
         axes = matrix_axes(name)
         if axes is None:
             raise ValueError(f"targets={self.targets!r} matches {name}, which is no projection of attention or an MLP")

@@ -21,7 +21,7 @@ from dcvit.parallel.mesh import BATCH, constrain, constrain_to
 
 
 class Projections(AttentionFields):
-    """The parameters of flax's `MultiHeadDotProductAttention`. It also has the fields of `AttentionFields`.
+    """Projections as those of flax's `MultiHeadDotProductAttention`. It also has the fields of `AttentionFields`.
 
     Fields:
       num_heads: H; divides the width of queries, keys and values.
@@ -100,7 +100,7 @@ class Projections(AttentionFields):
         return rotate(x, positions, width=self.rotary, base=self.rotary_base, scaling=self.rotary_scaling)
 
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
-        """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
+        """Return queries B T H D, keys and values B S K D of the inputs, after any QK-norm and rotary embedding."""
         head_dim = self.head_dim(x_q.shape[-1])
         biases = "qkv" * self.use_bias if self.qkv_bias is None else self.qkv_bias
 

@@ -77,7 +77,7 @@ def attention(
 
 
 def place(call: Call, *, implementation: str | None, dropout: Dropout | None) -> Placement:
-    """Return the placement of a call.
+    """Return how a call is computed on the active mesh.
 
     Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
     heads of another device, tokens are split over "tensor" too, instead of the heads.

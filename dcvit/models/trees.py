@@ -37,7 +37,7 @@ def matrix_axes(name: str) -> tuple[int, int] | None:
 
 
 def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Array:
-    """Return an array of a model's intermediates by its path. Raise ConfigError, with the nearest, if there is none."""
+    """Return the array at path `name` in a model's intermediates `out`, or raise ConfigError, which calls it `what`."""
     found: dict[str, jax.Array] = by_name(out)
     if name not in found:
         raise ConfigError(f"the model has no {what} {name!r}; {nearest(name, found)}")

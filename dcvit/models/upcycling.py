@@ -83,7 +83,7 @@ def gained_compositions(loaded: Collection[str], model: Params, file: str) -> li
 
 
 def fields_that_change_the_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[object, object]]:
-    """Return fields, with their values in both models, by which the functions differ apart from the compositions.
+    """Return the fields, except of compositions, that make the functions differ: name -> (plain's, composed's value).
 
     Fields that change names or shapes of parameters are omitted.
     """

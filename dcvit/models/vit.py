@@ -168,7 +168,7 @@ class ViT(TransformerFields):
         return tokens
 
     def _head(self, x: Array, x_2d: Array, out: Outputs) -> tuple[Array, Outputs]:
-        """Apply `pool_norm`, `pre_logits` and `head` to the pooled vector, and to every patch."""
+        """Apply `pool_norm`, `pre_logits` and `head` to the pooled x and patches x_2d; return x's result, and `out`."""
         if self.pool_norm:
             norm = nn.LayerNorm(epsilon=self.norm_epsilon, name="pool_norm")
             x, x_2d = norm(x), norm(x_2d)
@@ -210,7 +210,7 @@ class ViT(TransformerFields):
 
 
 def _pool(x: Array, patches: Array, pool_type: str) -> Array:
-    """Return one vector for each image, or all patches with `pool_type="none"`."""
+    """Return one vector for each image, from all tokens `x` or the patches; with `pool_type="none"`, the patches."""
     if pool_type == "none":
         return patches
     if pool_type in ("tok", "0"):
@@ -320,7 +320,7 @@ def with_grid(tensors: Tensors, grid: tuple[int, int], new: tuple[int, int]) -> 
 
 
 def _grid_sizes(*tokens: int) -> list[int]:
-    """Return the side of each square grid with so many `tokens`. Raise CheckpointError if one is not square."""
+    """Return the side of a square grid for each number in `tokens`. Raise CheckpointError if one is not a square."""
     sizes = [math.isqrt(n) for n in tokens]
     if any(size * size != n for size, n in zip(sizes, tokens, strict=True)):
         raise CheckpointError(
@@ -337,7 +337,7 @@ def load(
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
 ) -> dict[str, Any]:
-    """Return `init_params` with the values of a checkpoint of big_vision or of this project, scanned or unrolled.
+    """Return `init_params` with the values of a checkpoint or of weights of another library, scanned or unrolled.
 
     Learned position embeddings are resampled to the model's grid.
 
