@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its to
 
 
 def open_source(data: Options, what: str) -> Source:
-    """Open a config's `data`; `what` is its name in error messages."""
+    """Return the source of a config's `data`, opened; `what` is the name of `data` in error messages."""
     check_data(data, what)
     with with_hints(data):
         return input_pipeline.open_source(**dict(data))
@@ -37,7 +37,7 @@ def open_source(data: Options, what: str) -> Source:
 
 @contextlib.contextmanager
 def with_hints(data: Options) -> Iterator[None]:
-    """Add to an InputError of opening `data` which arguments of the shipped configs may resolve it."""
+    """Context manager that adds to an InputError about `data` which arguments of shipped configs may resolve it."""
     folder = data.get("data_dir") if data["kind"] == "folder" else None
     if isinstance(folder, str) and folder and not expand(folder).is_dir():
         raise MissingDataError(f"no folder {folder}{'; only local folders are read' * ('://' in folder)}")
@@ -59,12 +59,12 @@ def with_hints(data: Options) -> Iterator[None]:
 
 
 def corrupt_hint(what: str) -> str:
-    """Return the end of the message about a damaged example of an input, such as "config.input"."""
+    """Return the end of messages about damaged examples of the input `what`, such as "config.input"."""
     return f"; --{what}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them"
 
 
 def check_data(data: object, what: str) -> None:
-    """Raise ConfigError if `data` names no kind, or if an option common to all kinds has the wrong type."""
+    """Raise ConfigError if `data` has no known `kind`, such as "text", or an option of all kinds has a wrong type."""
     if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
     common = {key: data[key] for key in ("kind", "part", "limit", "cache") if key in data}
@@ -72,7 +72,7 @@ def check_data(data: object, what: str) -> None:
 
 
 def trains_tokenizer(config: ConfigDict) -> bool:
-    """Return True if the data names `OWN_TOKENIZER`."""
+    """Return True if the config's data has the tokenizer `OWN_TOKENIZER`, which the run trains and stores itself."""
     data = config.input.get("data")
     return isinstance(data, Mapping | ConfigDict) and data.get("tokenizer") == OWN_TOKENIZER
 
@@ -91,7 +91,7 @@ def stored_tokenizer(workdir: Folder) -> str:
 
 @contextlib.contextmanager
 def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[ConfigDict]:
-    """Yield the config with the path of a temporary file that holds `tokenizer` in place of `OWN_TOKENIZER`."""
+    """Context manager: the config, with `OWN_TOKENIZER` replaced by a temporary file of `tokenizer` if it is given."""
     if tokenizer is None:
         yield config
         return
@@ -107,7 +107,7 @@ def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[Config
 
 
 def require(value: T | None, key: str) -> T:
-    """Return a value of the config that may also come from the data or from a workdir.
+    """Return `value`, that of the config's `key`, which may also come from the data or from a workdir.
 
     Raises:
       ConfigError: the value is None.
@@ -178,7 +178,7 @@ def image_example(
 
 
 def tokenizer_of(config: ConfigDict, path: str | None = None) -> Tokenizer:
-    """Open the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
+    """Open the tokenizer at `path`, or else that of the training data, which may be the tokenizer of bytes.
 
     Raises:
       ConfigError: the training data was tokens, and no path is given.
@@ -202,7 +202,7 @@ def tokenizer_of(config: ConfigDict, path: str | None = None) -> Tokenizer:
 
 
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:
-    """Return the options of the training data; those that are missing come from a Megatron pair's PREFIX.json."""
+    """Return the options of the training data; for Megatron files, missing ones come from their PREFIX.json."""
     options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
     stated: Mapping[str, object] = {}
     if options.get("kind") == "megatron":

@@ -1,4 +1,4 @@
-"""Evaluators of a config, and their results for a model."""
+"""Evaluators of a config: their devices, the function of a model that they call, and their construction."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_evaluators(config: ConfigDict, predict: Predict, mesh: Mesh) -> dict[st
 
 
 def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:
-    """Build one evaluator, and check its arguments and its first example."""
+    """Build one evaluator from its `options`, called `what` in messages; check its arguments and its first example."""
     known, kind = kind_of(config), options.get("type")
     if kind not in known.evaluator_types:
         raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), known.evaluator_types)}")
@@ -107,7 +107,7 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
 
 
 def _evaluator_options(options: ConfigDict, what: str) -> dict[str, Any]:
-    """Return the options that an evaluator reads itself."""
+    """Return an evaluator's arguments: its options without `type`, `optional` and `log_…`; ConfigError if invalid."""
     kwargs = {
         k: v for k, v in options.to_dict().items() if k not in ("type", "optional") and not is_duration(k, ("log",))
     }

@@ -19,13 +19,13 @@ from dcvit.models import losses
 
 
 class ModelKind(NamedTuple):
-    """A kind of models.
+    """A kind of models, "vit" or "lm", by what differs in its configs and evaluators.
 
     Fields:
       outputs_key: the config key of the number of outputs.
       variant_key: the argument of `Model` that names a variant.
       evaluator_types: the evaluators of such models.
-      complete: function (config, config of a training run) -> the config, completed for evaluation.
+      complete: function (config, config of a training run) -> the config, with missing sizes from the run's.
       evaluator_example: function (evaluator, config, name in messages) -> the shape of its model input.
     """
 
@@ -50,8 +50,7 @@ def check_loss(name: object, what: str) -> None:
 
 
 def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, end_of_text: int | None) -> ConfigDict:
-    """Return the config with the properties of its text: `vocab_size`, `model.context` and, with a document mask,
-    `model.end_of_text`; values of the config take precedence.
+    """Return the config with `vocab_size`, `model.context` and, for a document mask, `model.end_of_text` where unset.
 
     Raises:
       ConfigError: one of them is not known.
@@ -66,7 +65,7 @@ def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, e
 
 
 def _complete_images(config: ConfigDict, run: Options) -> ConfigDict:
-    """Set the number of classes of `config`, if it has none, from the config of a training run.
+    """Return `config` with the number of classes that `run`, the config of a training run, has, unless it has one.
 
     Raises:
       ConfigError: neither config states the number of classes.
@@ -78,7 +77,7 @@ def _complete_images(config: ConfigDict, run: Options) -> ConfigDict:
 
 
 def _complete_text(config: ConfigDict, run: Options) -> ConfigDict:
-    """Set the vocabulary size, context and end of text that `config` lacks from the config of a training run.
+    """Return `config` with the vocabulary size, context and end of text that it lacks, from that of a training run.
 
     Raises:
       ConfigError: neither config states one of them.

@@ -1,4 +1,4 @@
-"""Trained models: the model of a config, with the source of its parameters."""
+"""Trained models: the model of a config, with the source (file or folder) of its parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrainedModel:
 
     @property
     def label(self) -> str:
-        """The variant or preset of the model, or else its kind: "ViT", "DCViT", "Transformer" or "DCFormer"."""
+        """The name of the model's variant or preset, or else "ViT", "DCViT", "Transformer" or "DCFormer"."""
         if name := self._config.model.get(self._kind.variant_key):
             return str(name)
         plain, composed = {"vit": ("ViT", "DCViT"), "lm": ("Transformer", "DCFormer")}[self._config.model_name]
@@ -84,12 +84,12 @@ class TrainedModel:
         return found
 
     def settings(self) -> dict[str, Any]:
-        """Return the config keys that determine the parameters, without those that have their default."""
+        """Return the entries of the config that determine the parameters, except those with the default value."""
         config, defaults = json.loads(self._config.to_json()), json.loads(json.dumps(values.defaults()))
         return {key: value for key, value in config.items() if not is_free(key) and value != defaults.get(key)}
 
     def evaluator_options(self, name: str) -> dict[str, Any]:
-        """Return the options of an evaluator in the config."""
+        """Return the options of the evaluator `name` of `config.evals`."""
         found: dict[str, Any] = json.loads(self._config.evals[name].to_json())
         return found
 
@@ -119,7 +119,7 @@ class TrainedModel:
         return load_params(self.source, make_like, self._at_size if self._image_size else None)
 
     def _at_size(self, tensors: Tensors) -> Tensors:
-        """Return the parameters for images of `image_size`, which was given."""
+        """Return `tensors`, the parameters, with position embeddings interpolated to images of `image_size`."""
         assert self._image_size
         description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
         with errors_name_file(self.source.path):
@@ -147,7 +147,7 @@ class TrainedModel:
             return mesh, strategy, make_evaluators(config, predictor(self.model), mesh)
 
     def tokenizer(self, path: str | None = None) -> Tokenizer:
-        """Open the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
+        """Open the tokenizer at `path`, or else that of the training data, which may be the tokenizer of bytes.
 
         Raises:
           ConfigError: the training data was tokens and no path is given, or the tokenizer has more tokens than the
@@ -238,7 +238,7 @@ def open_run(
     overrides: Sequence[str] = (),
     image_size: tuple[int, int] | None = None,
 ) -> TrainedModel:
-    """Return the model of a source with the config of a run, or another one; see `open_trained`."""
+    """Return the model of `source` with the config of `run`, or `config` if it is given; see `open_trained`."""
     if run and config is None and run.holds_weights and not pretrained.is_pretrained(run.path):
         raise ConfigError(f"{run} is not the folder of a training run; give --config CONFIG --checkpoint {run}")
     saved = run.config() if run else ConfigDict()
@@ -249,7 +249,7 @@ def open_run(
 
 
 def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:
-    """Log a warning if weights describe a model of another function, or other preprocessing, than a config has."""
+    """Log a warning if weights describe another function or preprocessing than `model` and `pp`, those of a config."""
     described = weights.description
     with errors_name_file(weights.path):
         source = build(described)
@@ -261,5 +261,5 @@ def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None
 
 
 def listed(different: Mapping[str, tuple[object, object]]) -> str:
-    """Return a text that lists fields with their value here and, in parentheses, the other model's value."""
+    """Return "NAME=NEW (OLD there), …" for fields and their (value in another model, value here)."""
     return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())

@@ -20,7 +20,7 @@ RUN = "run.json"  # the config of the run, complete
 
 
 def names() -> list[str]:
-    """Return the names of the models."""
+    """Return the names of the pretrained models in the package."""
     return sorted(path.parent.name for path in FOLDER.glob(f"*/{RUN}"))
 
 
@@ -44,7 +44,7 @@ def is_pretrained(path: object) -> TypeGuard[Path]:
 
 
 def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
-    """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
+    """Raise ConfigError unless `--workdir` exists or, without it, both `--config` and `--checkpoint` are given."""
     if workdir is None and (config is None or checkpoint is None):
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
     if workdir is not None and not workdir.exists():

@@ -70,13 +70,13 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
 
 
 def _adapted(path: Folder) -> Weights | None:
-    """Return the base weights of a run with adapters; None for other runs."""
+    """Return the base weights of a run with adapters; None if the base is itself a run."""
     about = steps.about(checkpoint := steps.step_folder(path))
     return adapted(checkpoint, about, adapters.described(about, str(path))[1]).weights
 
 
 def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:
-    """Return the token that ends a text in the data of a run; () if there is none besides the model's."""
+    """Return the token that ends a text in a run's data, alone in a tuple; () if there is none or it is `known`."""
     end = trained.record()["input"].get("data", {}).get("end_of_text")
     if not isinstance(end, int):
         try:

@@ -33,7 +33,7 @@ UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.u
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A run, one of its checkpoints, a model of the package, weights of another library, or none of these.
+    """A place where a model may be: a run, one of its checkpoints, a model of the package, weights of another library.
 
     Fields:
       path: the file or folder, after names of models and `~` were resolved; see `find`.
@@ -65,7 +65,7 @@ class ModelSource:
 
     @functools.cached_property
     def is_described(self) -> bool:
-        """True for weights that describe their model, unless a checkpoint is there.
+        """True for weights that describe their model, unless the path is, or has, a checkpoint of a run.
 
         In big_vision's format, whose names are those of this project, few files do.
         """
@@ -79,7 +79,7 @@ class ModelSource:
 
     @functools.cached_property
     def holds_weights(self) -> bool:
-        """True for weights in any format, also of big_vision without description, unless a checkpoint is there."""
+        """True for weights in any format, also without description, unless the path is or has a checkpoint of a run."""
         if not isinstance(self.path, Path) or self.is_checkpoint:
             return False
         return self.is_described or big_vision_files.locate(self.path) is not None
@@ -94,7 +94,7 @@ class ModelSource:
         return recognized(self.file) if self.is_described else None
 
     def open_weights(self) -> Weights:
-        """Return the weights of another library.
+        """Return the weights at the path, which describe their model; raise an error where `weights` is None.
 
         Raises:
           CheckpointError: there are none, or they are damaged or unsupported; see `dcvit.weights.families`.
@@ -116,7 +116,7 @@ class ModelSource:
 
 
 def find(name: str) -> ModelSource:
-    """Return the source of a name: a path, or a model of the package."""
+    """Return the `ModelSource` of a name: of a path, or of the folder of a model of the package."""
     return ModelSource(expand(pretrained.resolve(name)))
 
 
@@ -154,7 +154,7 @@ def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> T
 
 
 def adapted(checkpoint: Folder, about: Json, init: str) -> ModelSource:
-    """Return the `model_init` that a checkpoint of adapters adapts.
+    """Return the base model that a checkpoint of adapters, with description `about`, adapts: its `model_init`, `init`.
 
     The description stores a relative path from the workdir; descriptions of older versions do not have it.
     """
@@ -166,7 +166,7 @@ def adapted(checkpoint: Folder, about: Json, init: str) -> ModelSource:
 
 
 def path_from(workdir: Folder, init: str) -> dict[str, str]:
-    """Return the entry of `about` with the path of a relative `model_init` from the workdir; {} for others."""
+    """Return {`BASE_PATH`: path from the workdir} of a relative `model_init`, for a checkpoint's description, or {}."""
     path = find(init).path
     if path.is_absolute() or not isinstance(workdir, Path):
         return {}
