@@ -21,7 +21,7 @@ ATTENTION = vit_links.ATTENTION
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True if there are the names of the stem and of the first layer, scanned or unrolled."""
+    """Return True if the tensors include the kernel of the patch embedding and a first layer, scanned or unrolled."""
     return "embedding/kernel" in tensors and first_block(tensors) is not None
 
 
@@ -52,7 +52,7 @@ def first_block(tensors: Tensors) -> str | None:
 
 
 def infer(tensors: Tensors) -> Json:
-    """Infer the fields of a model from its tensors, but not those of a composition in another layout."""
+    """Return the fields of a model, inferred from its tensors; those of a composition only in this project's layout."""
     at = first_block(tensors)
     attention = f"{at}/{ATTENTION}"
     scan = at == BLOCK
@@ -92,7 +92,7 @@ def infer(tensors: Tensors) -> Json:
 
 
 def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
-    """Infer the fields of a composition from the shapes of its parameters by name."""
+    """Return the fields of a composition, inferred from the shapes of one compose's parameters by name."""
     sides = "".join(side for side in "qk" if f"w_{side}1" in shapes or f"w_{side}g" in shapes)
     down = next((shapes[f"w_{side}1"] for side in sides if f"w_{side}1" in shapes), None)
     static = shapes.get("w_b")

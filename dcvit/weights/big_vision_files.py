@@ -118,7 +118,7 @@ def _array_folders(path: Path) -> Iterator[Path]:
 
 
 def _open_folder(path: Path) -> dict[str, Tensor]:
-    """Open the arrays of a .bv folder."""
+    """Return the arrays of a .bv folder by name; an array is read on demand."""
     found = {}
     for folder in _array_folders(path):
         if not all(file.is_file() for file in folder.iterdir()):  # reading a named pipe would block
@@ -154,7 +154,7 @@ def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fi
 
 
 def _with_new_names(arrays: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Rename the arrays of earlier releases, and add the position embedding of the class token to that token.
+    """Return the arrays with today's names, and with the class token's position embedding added to that token.
 
     Raises:
       CheckpointError: two arrays of the file `path` get the same name.

@@ -15,7 +15,7 @@ ABSENT = object()  # value of a key that is not written
 
 
 class Key(NamedTuple):
-    """A key of config.json.
+    """A key of config.json, with the functions that convert its value to fields of a model, and back.
 
     Fields:
       name: the key.
@@ -36,7 +36,7 @@ def field(
     default: object = None,
     write: Callable[..., object] = lambda value: value,
 ) -> Key:
-    """Return a key that holds the value of one field.
+    """Return a `Key` that holds the value of one field of a model.
 
     Args:
       name: the key.
@@ -54,7 +54,7 @@ def field(
 
 
 def only(name: str, value: object, *, written: bool = True) -> Key:
-    """Return a `Key` with one supported value, which is also its default."""
+    """Return a `Key` with one supported value, also its default; unless `written`, exports omit the key."""
 
     def read(config: Json, _: Json) -> Json:
         hf_config.check_only(config, **{name: value})

@@ -49,7 +49,7 @@ UNUSED = re.compile(
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of config.json of a `model_type`, "dcformer" or "dcpythia"."""
+    """Return the table of config.json for a `model_type`, "dcformer" or "dcpythia"."""
     pythia = kind == "dcpythia"
     keys = [
         field("dim", "width"),

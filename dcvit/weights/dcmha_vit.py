@@ -75,7 +75,7 @@ def _projection(theirs: str, ours: str, shape: Shape, tensors: Tensors | None) -
 
 
 def _module(tensors: Tensors) -> str | None:
-    """Return the name of the attention module, the parent of `dyn_w_proj`."""
+    """Return the name of the attention module in the file, the parent of `dyn_w_proj`; None without this parameter."""
     found = (name.split("/") for name in tensors if "/dyn_w_proj/" in name)
     return next((parts[parts.index("dyn_w_proj") - 1] for parts in found), None)
 
@@ -88,7 +88,7 @@ def _dyn(tensors: Tensors | None, name: str) -> str:
 
 
 def _renamed(tensors: Tensors, width: int, heads: int) -> Tensors:
-    """Return the tensors under big_vision's names, so that `big_vision.infer` infers the sizes."""
+    """Return the tensors, and the query kernel also as big_vision names and shapes it, for `big_vision.infer`."""
     at = f"{big_vision.BLOCK}_0/{OURS}/query/kernel"
     kernel = next(x for name, x in tensors.items() if name.endswith("/query_dense/kernel"))
     return {**tensors, at: kernel._replace(shape=(width, heads, width // heads))}

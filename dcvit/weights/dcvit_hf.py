@@ -1,4 +1,4 @@
-"""Family of the folders that `dcvit convert --to hf` writes for models with DCMHA: those of `modeling_dcvit.py`.
+"""Family of the folders that `dcvit convert --to hf` writes for models with DCMHA, with the code `modeling_dcvit.py`.
 
 Its modules have the structure of the models of this project, so that any of them can be expressed.
 """
@@ -57,7 +57,7 @@ TABLES: dict[str, torch_layers.Table] = {
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for a folder of the modeling file."""
+    """Return True if config.json has a `model_type` of the modeling file."""
     return config.get("model_type") in (*CLASSES,)  # a tuple, because the value may be a list
 
 

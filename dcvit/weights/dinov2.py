@@ -27,7 +27,7 @@ UNUSED = re.compile(r".*mask_token")  # of masked patches, which pretraining use
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of config.json of a `model_type`. SwiGLU changes the meaning of `mlp_ratio` and `hidden_act`."""
+    """Return the table of config.json for a `model_type`. SwiGLU changes what `mlp_ratio` and `hidden_act` mean."""
 
     def gated(config: Json) -> bool:
         return hf_config.flag(config, "use_swiglu_ffn", False)
@@ -65,7 +65,7 @@ def _ratio(fields: Json) -> int | None:
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for the names of Hugging Face, or of facebookresearch, which have the token of masked patches."""
+    """Return True for DINOv2's tensor names of Hugging Face, or of facebookresearch, which include `mask_token`."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     if prefix is not None:
         return f"{prefix}encoder.layer.0.{SCALES[0]}" in tensors
@@ -136,7 +136,7 @@ def config(description: Description) -> Json:
 
 
 def _describe_original(tensors: Tensors) -> Description:
-    """Describe a file of facebookresearch: a model without a classifier, with D = 64 in all sizes."""
+    """Return the description of a file of facebookresearch: a model without a classifier, with D = 64 in all sizes."""
     width, _, *patch = vit_links.shape_of(tensors, "patch_embed.proj.weight", "DINOv2", axes=4)
     gated = "blocks.0.mlp.w12.weight" in tensors
     last = vit_links.shape_of(tensors, f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight", "DINOv2")

@@ -85,7 +85,7 @@ class Weights(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
+        """The number of values in all parameters."""
         return sum(math.prod(tensor.shape) for tensor in self.params.values())
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,11 +97,11 @@ class Weights(NamedTuple):
         return nested(dict(self.read()))
 
     def config(self) -> Json:
-        """Return the keys of a config of this project that follow from the weights and their tokenizer."""
+        """Return the entries of a config of this project that follow from the weights and their tokenizer."""
         return names.config(self.description, tokenizer_of(self.path))
 
     def in_float32(self) -> Weights:
-        """Return the weights, whose parameters are then converted to float32 when they are read."""
+        """Return these weights with parameters that are converted to float32 when they are read."""
 
         def wide(tensor: Tensor) -> Tensor:
             return Tensor(tensor.shape, lambda: tensor.read().astype(np.float32))
@@ -109,7 +109,7 @@ class Weights(NamedTuple):
         return self._replace(params={name: wide(tensor) for name, tensor in self.params.items()})
 
     def folded(self) -> Weights:
-        """Return the weights of an image model with mean and standard deviation folded into its first layer.
+        """Return an image model's weights for pixels in [-1, 1]: its first layer includes mean and standard deviation.
 
         Raises:
           CheckpointError: the preprocessing has no mean and standard deviation.
@@ -119,7 +119,7 @@ class Weights(NamedTuple):
 
 
 def family_of(file: WeightsFile) -> str:
-    """Return the name of the family of tensors; "" for an unknown one."""
+    """Return the name in `FAMILIES` of the family that the tensors of a file belong to; "" if there is none."""
     return next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
 
 
@@ -171,7 +171,7 @@ def recognized(file: WeightsFile) -> Weights:
 
 
 def verified(weights: Weights) -> Weights:
-    """Return weights for conversion, with a preprocessing if they are of an image model.
+    """Return the weights, checked, for conversion; an image model without preprocessing gets the usual one if possible.
 
     Raises:
       CheckpointError: names or shapes of the parameters do not fit the description.

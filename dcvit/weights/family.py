@@ -27,7 +27,7 @@ NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_lay
 
 
 class Description(NamedTuple):
-    """A model of this project.
+    """Description of a model of this project.
 
     Fields:
       model_name: "vit" or "lm".
@@ -59,7 +59,7 @@ def _constructor(model_name: str) -> Any:
 
 
 def build(description: Description) -> Any:
-    """Return the module of a described model, whose fields have values of their types.
+    """Return the linen module of a described model, after a check of the types of its fields.
 
     Raises:
       CheckpointError: the model or a field is unknown, or a value has another type or is absurdly large.
@@ -156,7 +156,7 @@ def _param_shapes(net: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dic
 
 @contextlib.contextmanager
 def errors_name_file(path: PurePath) -> Iterator[None]:
-    """Context manager that turns errors of a description into a CheckpointError that names the file."""
+    """Context manager that turns a CheckpointError or ConfigError into a CheckpointError that starts with `path`."""
     try:
         yield
     except (CheckpointError, ConfigError) as e:
@@ -164,7 +164,7 @@ def errors_name_file(path: PurePath) -> Iterator[None]:
 
 
 class Family(Protocol):
-    """Functions of the module of a family of models.
+    """Functions of the module of a family of models, such as `dcvit.weights.gpt2`.
 
     The module may also have `UNUSED`, a pattern of the names of tensors that are not parameters, such as buffers.
     """
@@ -176,7 +176,7 @@ class Family(Protocol):
         """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
 
     def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
-        """Return the links of a model; `tensors` (None for writing) tell which release's names a file has."""
+        """Return the links of a model; `tensors` (None for writing) show which release's names a file has."""
 
 
 class WrittenFamily(Family, Protocol):

@@ -33,7 +33,7 @@ def check_type(config: Json, *known: str) -> str:
 
 
 def text(config: Json, name: str, default: str | None = None) -> str:
-    """Return a string; a key that is absent or null has the default."""
+    """Return the value of the key `name`, a string; a key that is absent or null has the default, if there is one."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
@@ -42,7 +42,7 @@ def text(config: Json, name: str, default: str | None = None) -> str:
 
 
 def size(config: Json, name: str, default: int | None = None) -> int:
-    """Return a positive integer up to `LARGEST`; a key that is absent or null has the default, if there is one."""
+    """Return the key's value, a positive integer up to `LARGEST`; if absent or null, the default, if there is one."""
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -52,7 +52,7 @@ def size(config: Json, name: str, default: int | None = None) -> int:
 
 
 def depth(config: Json, name: str, default: int | None = None) -> int:
-    """Return a number of layers, at most `LARGEST_DEPTH`, because the links of each layer take time and memory."""
+    """Return a number of layers as `size` does, at most `LARGEST_DEPTH`: links of each layer take time and memory."""
     value = size(config, name, default)
     if value > LARGEST_DEPTH:
         raise CheckpointError(f"config.json: {name}={value}; expected a number of layers up to {LARGEST_DEPTH}")
@@ -60,7 +60,7 @@ def depth(config: Json, name: str, default: int | None = None) -> int:
 
 
 def number(config: Json, name: str, default: float | None = None) -> float:
-    """Return a positive number; a key that is absent has the default, if there is one."""
+    """Return the value of the key `name`, a positive number; a key that is absent has the default, if there is one."""
     value = config.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive number")
@@ -68,7 +68,7 @@ def number(config: Json, name: str, default: float | None = None) -> float:
 
 
 def fraction(config: Json, name: str, default: float | None = None) -> float:
-    """Return a number in (0, 1]."""
+    """Return the value of the key `name`, a number in (0, 1]; a key that is absent has the default, if there is one."""
     value = number(config, name, default)
     if value > 1:
         raise CheckpointError(f"config.json: {name}={value!r}; expected a number in (0, 1]")
@@ -76,7 +76,7 @@ def fraction(config: Json, name: str, default: float | None = None) -> float:
 
 
 def flag(config: Json, name: str, default: bool) -> bool:
-    """Return a boolean."""
+    """Return the value of the key `name`, a boolean; a key that is absent has the default."""
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name}={value!r}; expected true or false")
@@ -84,7 +84,7 @@ def flag(config: Json, name: str, default: bool) -> bool:
 
 
 def check_only(config: Json, **supported: Any) -> None:
-    """Check that each key is absent or has its only supported value.
+    """Check that each key in `supported` is absent or has the value given there, the only one that is supported.
 
     Raises:
       CheckpointError: a key has another value.
@@ -95,7 +95,7 @@ def check_only(config: Json, **supported: Any) -> None:
 
 
 def activation(config: Json, name: str, default: str) -> str:
-    """Return the activation of MLPs by its name in `dcvit.models.layers.ACTIVATIONS`."""
+    """Return the activation that the key `name` holds, as `dcvit.models.layers.ACTIVATIONS` names it."""
     found = text(config, name, default)
     if found not in ACTIVATIONS:
         raise CheckpointError(f"config.json: {name}={found!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -108,7 +108,7 @@ def activation_name(ours: str) -> str:
 
 
 def check_head_dim(config: Json, found: Json) -> Json:
-    """Raise CheckpointError if `head_dim` is not the width of the model divided by the number of heads."""
+    """Return {}. Raise CheckpointError if `head_dim` is not the model's width divided by its number of heads."""
     width, heads = found["width"], found["num_heads"]
     if size(config, "head_dim", width // heads) * heads != width:
         raise CheckpointError(
@@ -163,7 +163,7 @@ def _rope(config: Json) -> tuple[str, Json]:
 
 
 def rope_parameters(fields: Json, **others: float) -> Json:
-    """Return the value of `rope_parameters` of transformers 5 for the fields of a model."""
+    """Return the value of `rope_parameters` of transformers 5 for the fields of a model, with the entries `others`."""
     numbers = fields["rotary_scaling"] or []
     kind = {0: "default", 1: "linear"}.get(len(numbers), "llama3")
     names = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)

@@ -95,7 +95,7 @@ def write(pp: str) -> Json:
 
 
 def _preprocessing(found: Json, image_size: tuple[int, int], channels: int) -> Preprocessing:
-    """Return the preprocessing from the properties `found` of a processor, which are complete."""
+    """Return the preprocessing from `found`, all properties of a processor with their values."""
     if not _flag(found, "do_resize") or found.get("rescale_offset"):
         raise CheckpointError(f"{PROCESSOR}: do_resize=false and rescale_offset are not supported")
     number = found["resample"]
@@ -119,7 +119,7 @@ def _preprocessing(found: Json, image_size: tuple[int, int], channels: int) -> P
 
 
 def _flag(found: Json, key: str, default: bool = True) -> bool:
-    """Return a boolean. Raises TypeError for another value."""
+    """Return the boolean that `found` has for `key`, or else the default. Raises TypeError for another value."""
     value = found.get(key, default)
     if not isinstance(value, bool):
         raise TypeError(key)

@@ -19,7 +19,7 @@ QKV_BIAS = field("qkv_bias", "qkv_bias", _biases, True, lambda found: found == "
 
 
 def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, heads: int = 12) -> list[Key]:
-    """Return the keys that all families share; they read `image_size` and `channels` in addition to model fields.
+    """Return the table of keys that all families share; to write it, fields include `image_size` and `channels`.
 
     Args:
       patch_size, norm_epsilon, width, heads: defaults of the family in transformers.

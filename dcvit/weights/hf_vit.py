@@ -32,7 +32,7 @@ UNUSED = re.compile(r".*(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
 
 
 def _written_pooler(fields: Json) -> object:
-    """Return the width of the pooler, a layer before the head."""
+    """Return the width of the pooler, a layer before the head (`pre_logits` here), or `ABSENT` without it."""
     return fields["width"] if fields["rep_size"] is True else fields["rep_size"] or ABSENT
 
 
@@ -47,7 +47,7 @@ KEYS = [
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for the names of ViT and DeiT, with or without a classifier."""
+    """Return True if the tensors have the names of ViT or DeiT, with or without a classifier."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     return prefix is not None and any(f"{prefix}{layers}.0.layernorm_before.weight" in tensors
                                       for layers in ("encoder.layer", "layers"))  # fmt: skip

@@ -117,6 +117,6 @@ def check(links: Sequence[Link], tensors: Tensors, what: str, unused: re.Pattern
 
 
 def _sizes(shape: Shape, found: tuple[int, ...]) -> tuple[int, ...]:
-    """Replace each None in a shape by the size that was found, or by -1 if the number of axes differs."""
+    """Return `shape` with each None replaced by the size in `found`, or by -1 if the number of axes differs."""
     known = found if len(found) == len(shape) else (-1,) * len(shape)
     return tuple(other if size is None else size for size, other in zip(shape, known, strict=True))

@@ -36,7 +36,7 @@ TYPES = {"G": "full_attention", "L": "sliding_attention"}  # by the letters of `
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of config.json of a `model_type`. Only llama may have all biases; qwen2 has those of q, k, v."""
+    """Return the table of config.json for a `model_type`. Only llama may have all biases; qwen2 those of q, k, v."""
 
     def bias(config: Json, _: Json) -> Json:
         use_bias = kind == "llama" and hf.flag(config, "attention_bias", False)

@@ -75,7 +75,7 @@ class ConfigTable:
     type_of: Callable[[Json], str] | None = None
 
     def describe(self, tensors: Tensors, config: Json) -> Description:
-        """Return the model of a config.json; see `dcvit.weights.family.Family`."""
+        """Return the description of the model of a config.json; see `dcvit.weights.family.Family`."""
         fields = self._read(config)
         vocab_size = hf_config.size(config, "vocab_size", self.vocab_sizes.get(config["model_type"]))
         return Description("lm", vocab_size, {name: x for name, x in fields.items() if x != DEFAULTS[name]})

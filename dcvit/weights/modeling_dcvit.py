@@ -61,7 +61,7 @@ NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_he
 
 
 class DCViTConfig(PreTrainedConfig):
-    """Fields of a vision transformer, as in `dcvit.models.vit`. `image_size` is a number, or [height, width]."""
+    """Config of a vision transformer: the fields of `dcvit.models.vit`. `image_size`: a number, or [height, width]."""
 
     model_type = "dcvit"
     attribute_map = NAMES
@@ -73,7 +73,7 @@ class DCViTConfig(PreTrainedConfig):
 
 
 class DCFormerConfig(PreTrainedConfig):
-    """Fields of a decoder-only language model, as in `dcvit.models.lm`."""
+    """Config of a decoder-only language model: the fields of `dcvit.models.lm`."""
 
     model_type = "dcformer"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
@@ -172,7 +172,7 @@ def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(logits: Tensor, labels: Tensor | None, count: Tensor | int | None) -> Tensor | None:
-    """Return the cross-entropy of classes, or of their probabilities; None without labels.
+    """Return the mean cross-entropy for `labels`, which are classes or their probabilities; None without labels.
 
     `count` is the number of labels of all accumulated batches, by which the sum is divided; None: that of `labels`.
     """
@@ -209,12 +209,12 @@ def rotate(x: Tensor, positions: Tensor, width: int, base: float, scaling: list[
 
 
 def make_norm(kind: str, width: int, epsilon: float, bias: bool = True) -> nn.Module:
-    """Return a norm, "rmsnorm" or "layernorm"."""
+    """Return a new norm layer over `width` numbers, "rmsnorm" or "layernorm"."""
     return nn.RMSNorm(width, epsilon) if kind == "rmsnorm" else nn.LayerNorm(width, epsilon, bias=bias)
 
 
 def main_norm(config: Config) -> nn.Module:
-    """Return a norm over the width."""
+    """Return a new norm layer over the model's width, of the kind in the config."""
     return make_norm(getattr(config, "norm", "layernorm"), config.width, config.norm_epsilon)
 
 
@@ -288,7 +288,7 @@ class Attention(nn.Module):
     def _cached(
         self, cache: Cache, k: Tensor, v: Tensor, keys: list[Tensor], ends: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return keys, values and key-wise weights of the tokens before and of these, and extend the cache.
+        """Extend the cache; return keys, values and key-wise weights of the tokens in it and of the new ones.
 
         The cache stores them in one tensor (`pack`), in the dtype of the keys.
         """
@@ -361,7 +361,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class DCModel(PreTrainedModel):
-    """Properties of both models."""
+    """Base class of both models: properties that transformers reads, and initial values of parameters."""
 
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch`, so that accumulated gradients are those of one large batch
@@ -472,7 +472,7 @@ class DCViTBody(DCModel):
         return torch.cat([first, last], dim=-1) if "+" in kind else first
 
     def _places(self, x: Tensor) -> Tensor:
-        """Return 2π times the places (y, x) of the patches, in [-1, 1]; the tokens before them have zeros."""
+        """Return 2π·(y, x) of the centers of patches, y and x in [-1, 1], and zeros for the tokens before: 1 N 2."""
         centers = [2 * math.pi * ((2 * torch.arange(n, device=x.device) + 1) / n - 1) for n in self.grid]
         y_x = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)
         return functional.pad(y_x, (0, 0, x.shape[1] - len(y_x), 0))[None]
@@ -698,7 +698,7 @@ class DCFormerModel(DCFormerBody):
 
 
 class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
-    """A decoder-only language model."""
+    """A decoder-only language model with its head."""
 
     _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
 

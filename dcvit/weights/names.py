@@ -51,7 +51,7 @@ def class_names(config: Json, count: int) -> tuple[str, ...]:
 
 
 def id2label(names: Sequence[str]) -> Json:
-    """Return the entries for class names in a config.json of transformers."""
+    """Return the entries `id2label` and `label2id`, which hold class names in a config.json of transformers."""
     numbers = {name: i for i, name in enumerate(names)}
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": numbers}
 
@@ -65,7 +65,7 @@ def special_token(tokenizer: Json, number: int) -> str | None:
 
 
 def config(description: Description, tokenizer: Path | None) -> Json:
-    """Return the keys of a config of this project that describe a model and its tokens.
+    """Return the entries of a config of this project that describe a model and its tokens.
 
     A config has one token that ends a text; it is the first if the model has several.
     """

@@ -104,13 +104,13 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 
 def _shape(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> tuple[int, ...]:
-    """Return the shape in the header of one member."""
+    """Return the shape of the array `name`, from the header of its member of the archive."""
     with _errors_in(name), archive.open(info) as stream:
         return _check_header(stream.read(HEADER_BYTES), info.file_size)
 
 
 def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.ndarray:
-    """Read the array of one member."""
+    """Read and return the array `name`, one member of the archive."""
     # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
     _shape(archive, name, info)  # the file may have changed

@@ -23,17 +23,17 @@ def to_json(description: Description) -> Json:
 
 
 def metadata(description: Description) -> dict[str, str]:
-    """Return the entries of the header of a safetensors file."""
+    """Return the metadata, with the description, for the header of a safetensors file."""
     return {"format": "np", OWN_KEY: json.dumps(to_json(description))}
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for a file of this project."""
+    """Return True for a file of this project: config.json or the header has the entry `OWN_KEY`."""
     return OWN_KEY in config
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    """Return the description in the file's header or config.json."""
+    """Return the model's description, which is the entry `OWN_KEY` of the file's header or config.json."""
     what, found = f"the entry {OWN_KEY!r}", config[OWN_KEY]
     if not isinstance(found, dict) or found.keys() | LISTS.keys() != TYPES.keys():
         raise CheckpointError(f"{what} should have {', '.join(key for key in TYPES if key not in LISTS)}")
@@ -57,5 +57,5 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def config(description: Description) -> Json:
-    """Return the content of config.json."""
+    """Return the content of config.json: the description of the model."""
     return {OWN_KEY: to_json(description)}

@@ -105,7 +105,7 @@ def _alpha(config: Json, module: str) -> float:
 
 
 def tensors(links: Sequence[Link], factors: Tensors, model: Shapes, in_out: bool) -> dict[str, np.ndarray]:
-    """Return the tensors of PEFT for adapters of this project.
+    """Return the tensors, by PEFT's names, for adapters of this project.
 
     Args:
       links: links between the model of transformers and the parameters here.

@@ -64,7 +64,7 @@ def period_of(paths: Iterable[str]) -> int:
 
 
 def in_layout(tensors: Tensors, model: Shapes) -> set[str]:
-    """Return the names of the parameters that hold tensors, or layers of them, in the layout of a model.
+    """Return the names of tensors in the layout of `model`, where several layers may be stacked to one parameter.
 
     Raises:
       CheckpointError: two tensors hold the same parameter.
@@ -73,14 +73,14 @@ def in_layout(tensors: Tensors, model: Shapes) -> set[str]:
 
 
 def _pairs(tensors: Tensors, model: Shapes) -> dict[str, tuple[Part, Part]]:
-    """Return, for each parameter of unrolled layers, its place in tensors and in the layout of a model."""
+    """Return, for each parameter of unrolled layers, its `Part` in the tensors and that in the layout of a model."""
     wanted, period = unrolled(model), period_of(model)
     sources = unrolled({path: tensor.shape for path, tensor in tensors.items()})
     return {name: (source, wanted.get(name) or _place(name, period)) for name, source in sources.items()}
 
 
 def _place(name: str, period: int) -> Part:
-    """Return the place of a parameter of an unrolled layer in a scan over groups of `period` layers (0: no scan)."""
+    """Return a parameter of an unrolled layer as the `Part` of a scan over groups of `period` layers (0: no scan)."""
     match = SINGLE.fullmatch(name)
     if not match or not period:
         return Part(name)
@@ -132,7 +132,7 @@ def place_params(
 
 
 def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
-    """Return a tensor in a dtype.
+    """Read a tensor, and return it in `dtype`; `what` is its name in messages.
 
     Raises:
       CheckpointError: its values are not finite numbers, or its shape is not the announced one.

@@ -51,7 +51,7 @@ class Preprocessing(NamedTuple):
 
 
 def to_pp(preprocessing: Preprocessing) -> str:
-    """Return a preprocessing string. Interpolation antialiases, as Pillow's does.
+    """Return the preprocessing string of a `Preprocessing`. Interpolation antialiases, as Pillow's does.
 
     Raises:
       ValueError: a channel has no mean or standard deviation, one is not finite, or a standard deviation not positive.
@@ -121,7 +121,7 @@ def check(pp: str) -> None:
 
 
 def training(pp: str) -> dict[str, str]:
-    """Return the config's `pp` for training, without labels, from that of prediction; {} without a fixed size."""
+    """Return {"pp": preprocessing of training, without labels} from `pp` of prediction; {} without a fixed size."""
     try:
         (height, width), value_range = size_of(pp), RANGE.search(pp)
     except CheckpointError:
@@ -157,7 +157,7 @@ def at_size(pp: str, size: tuple[int, int]) -> str:
 
 
 def _scaled(name: str, value: int | Sequence[int], scales: Sequence[float]) -> int | list[int]:
-    """Return an op's size, scaled by `scales` (height, width); one length becomes two if the scales differ."""
+    """Return an op's length or (height, width) times `scales`; a single length, unless a size, uses the larger one."""
     if isinstance(value, int) and (name not in ("size", "crop_size") or scales[0] == scales[1]):
         return round(value * max(scales))
     return [round(side * scale) for side, scale in zip(np.broadcast_to(value, 2).tolist(), scales, strict=True)]
@@ -212,12 +212,12 @@ def size_of(pp: str) -> tuple[int, int]:
 
 
 def _steps(pp: str) -> list[Step]:
-    """Return the ops that change the image. Raises CheckpointError if the string is invalid."""
+    """Return the ops of a preprocessing string that change the image. Raises CheckpointError if it is invalid."""
     return [step for step in _all_steps(pp) if step.arguments.get("outkey", "image") == "image"]
 
 
 def _all_steps(pp: str) -> list[Step]:
-    """Return all ops. Raises CheckpointError if the string is invalid."""
+    """Return all ops of a preprocessing string. Raises CheckpointError if it is invalid."""
     try:
         return parsed(pp)
     except InputError as e:

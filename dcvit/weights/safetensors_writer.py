@@ -59,7 +59,7 @@ def write_shards(
 
 
 def _shards(tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield consecutive tensors by name, together at most `max_bytes` unless a single one is larger."""
+    """Yield shards: consecutive tensors by name, together at most `max_bytes` unless a single one is larger."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     seen: set[str] = set()

@@ -40,7 +40,7 @@ KEYS = [
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for the last norm and the bias of the stem of the vision tower; its other names are CLIP's."""
+    """Return True if the tensors include the vision tower's last norm and its patch embedding's bias, unlike CLIP's."""
     prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     return prefix is not None and f"{prefix}post_layernorm.weight" in tensors and f"{prefix}{PATCHES}.bias" in tensors
 

@@ -165,7 +165,7 @@ def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
 
 
 def _open_one(path: Path) -> Tensors:
-    """Open a file; its first bytes determine the format."""
+    """Return the tensors of one file, whose first bytes determine the format."""
     try:
         if not path.is_file():  # opening a named pipe would block
             raise CheckpointError(f"no file {path}")

@@ -56,7 +56,7 @@ FOREIGN = {
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True for the names of timm's VisionTransformer, except DINOv2's own files."""
+    """Return True if the tensors have the names of timm's VisionTransformer, but are not facebookresearch's DINOv2."""
     return (
         ("pos_embed" in tensors or ROTARY in tensors)
         and any(name.startswith("patch_embed.") for name in tensors)
@@ -227,7 +227,7 @@ def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
 
 
 def _embedded(tensors: Tensors, before: int, description: Description) -> int:
-    """Return the number of tokens before the patches that have a position embedding: none or all."""
+    """Return how many of the `before` tokens ahead of the patches have a position embedding: none or all."""
     rows = vit_links.shape_of(tensors, "pos_embed", "timm ViT", axes=3)[1]
     if description.pp:
         height, width = preprocessing.size_of(description.pp)
@@ -273,7 +273,7 @@ def _pp(found: object) -> str:
 
 
 def _fraction(found: object) -> float:
-    """Return a number in (0, 1]. Raises ValueError for another value."""
+    """Return `found` as a float. Raises ValueError if it is not a number in [0.001, 1]."""
     if not isinstance(found, int | float) or not 1e-3 <= found <= 1:
         raise ValueError(found)
     return float(found)

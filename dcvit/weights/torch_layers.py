@@ -26,7 +26,7 @@ Table = Mapping[str, str | Sequence[str]]  # several modules here: one linear la
 
 
 def links(table: Table, description: Description, *, in_out: bool = False, by_head: bool = False) -> list[Link]:
-    """Return the links of a table.
+    """Return the links of a table of names, for all layers of a model.
 
     Args:
       table: names of modules or tensors in the other library -> names here.
@@ -48,7 +48,7 @@ def links(table: Table, description: Description, *, in_out: bool = False, by_he
 
 
 def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]:
-    """Return links, with those whose names contain "{}" repeated for the number of each layer."""
+    """Return the links `found`; one whose names contain "{}" is replaced by a link for each layer."""
     result = [link for link in found if "{}" not in link.theirs[0]]
     layered = [link for link in found if "{}" in link.theirs[0]]
     for i in range(build(description).depth):
@@ -59,7 +59,7 @@ def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]
 
 
 def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool = False) -> list[Link]:
-    """Link a parameter, or all parameters of a module; no links if the model does not have it."""
+    """Return links for the parameter `ours`, or all parameters of the module; none if the model does not have it."""
     if ours in shapes:
         return [tensor(theirs, ours, shapes[ours])]
     found = []
@@ -76,7 +76,7 @@ def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool 
 
 
 def _convolution(theirs: str, ours: str, shape: Shape) -> Link:
-    """Link the weight of the convolution of patches."""
+    """Link the weight of PyTorch's convolution that embeds patches to the kernel here."""
     there = (shape[3], shape[2], *shape[:2])
     return Link(
         (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)

@@ -66,7 +66,7 @@ def block(
 
 
 def attention_modules(attention: str) -> tuple[tuple[str, str, str], str]:
-    """Return the modules of an attention: query, key and value, and the output."""
+    """Return the paths of the modules of the attention at a path: those of query, key and value, and of the output."""
     return (f"{attention}/query", f"{attention}/key", f"{attention}/value"), f"{attention}/out"
 
 
@@ -78,7 +78,7 @@ def settings(description: Description) -> Json:
 
 
 def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
-    """Link two linear layers whose outputs are averaged to one linear layer of their concatenated inputs."""
+    """Link two linear layers, whose outputs are averaged, to one linear layer here of their concatenated inputs."""
     weights, biases = (tuple(f"{name}.{end}" for name in theirs) for end in ("weight", "bias"))
     return [
         Link(
@@ -170,7 +170,7 @@ def depth_of(tensors: Tensors, before: str) -> int:
 
 
 def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int, ...]:
-    """Return the shape of a tensor.
+    """Return the shape of the tensor `name`, which should have `axes` axes; `what` is the file in messages.
 
     Raises:
       CheckpointError: the tensor is missing or has another number of axes.
@@ -189,7 +189,7 @@ def check_expressible(description: Description, what: str, **values: tuple[objec
     Args:
       description: the model.
       what: the library.
-      **values: by field, the tuple of possible values.
+      **values: by field, the tuple of supported values, instead of those in the code.
     """
     if description.model_name != "vit":
         raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")

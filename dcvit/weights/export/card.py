@@ -142,7 +142,7 @@ def _text_facts(weights: Weights) -> tuple[str, str]:
 
 
 def _load(weights: Weights, folder: Path, to: str) -> str:
-    """Return Python code that loads the converted model."""
+    """Return Markdown with Python code that loads the converted model, or a command of `dcvit` that uses it."""
     image = weights.description.model_name == "vit"
     if to == "dcvit":
         command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
@@ -161,7 +161,7 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
 
 
 def _metrics(weights: Weights) -> dict[str, object]:
-    """Return the last value of each metric of a run; {} if its file is damaged."""
+    """Return the last value of each metric of a run, by name; {} if its file is damaged or the model is of no run."""
     try:
         rows = metrics.read(weights.workdir / "metrics.jsonl") if weights.workdir else []
     except MetricsError:
@@ -173,6 +173,6 @@ def _metrics(weights: Weights) -> dict[str, object]:
 
 
 def _table(values: Mapping[str, object], title: str) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table with the columns `title` and "value"."""
     rows = [f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in values.items()]
     return "\n".join([f"| {title} | value |", "|---|---|", *rows])

@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
-    """Convert a model, compare the logits of both sides, and move the result to `target`.
+    """Convert a model, compare its logits with those of the result, move the result to `target`; return a report.
 
     Args:
       source: a workdir, one of its checkpoints, or weights of another library.
@@ -148,7 +148,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
-    """Compare the logits of a model with those of the files in a folder, for real inputs.
+    """Return a comparison of the logits of a model with those of a folder in the format `to`, for real inputs.
 
     Raises:
       CheckpointError: the format cannot express the model, or some logits are not finite.

@@ -112,7 +112,7 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
 
 
 def _config(description: Description, tokenizer: Path | None) -> Json:
-    """Return the keys of a config that describe a model and its tokens; `tokenizer` is a file in the workdir."""
+    """Return the entries of a config that describe a model and its tokens; `tokenizer` is a file in the workdir."""
     if others := list(description.end_tokens[1:]):
         end = description.end_tokens[0]
         log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
@@ -123,7 +123,7 @@ def _config(description: Description, tokenizer: Path | None) -> Json:
 
 
 def native_family(weights: Weights, families: tuple[str, ...]) -> tuple[str, Json]:
-    """Return the first family that can express a model, and its config.json.
+    """Return the name of the first of `families` that can express a model, and the content of its config.json.
 
     Raises:
       CheckpointError: none can; the message has the reason of each.
@@ -170,7 +170,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
 
 
 def _image_size(weights: Weights) -> Json:
-    """Return the keys of config.json for the size of the images, if the inputs are images."""
+    """Return the entries of config.json for the size and the channels of images; {} for a language model."""
     if weights.description.model_name == "lm":
         return {}
     height, width, channels = example(weights.description, weights.params).shape[1:]
@@ -178,7 +178,7 @@ def _image_size(weights: Weights) -> Json:
 
 
 def context_of(weights: Weights) -> int:
-    """Return the number of tokens in a row of a language model."""
+    """Return the number of tokens in a row of a language model; 0 for an image model."""
     return int(getattr(build(weights.description), "context", 0))
 
 

@@ -43,7 +43,7 @@ def inputs(weights: Weights) -> np.ndarray:
 
 
 def _digits(height: int, width: int, channels: int) -> np.ndarray:
-    """Return digits in [-1, 1] whose channels differ in brightness, so that a wrong order of channels is noticed."""
+    """Return images of digits, with values in [-1, 1]; channels differ in brightness, so that their order matters."""
     source = input_pipeline.open_source("digits", split="test")
     images = []
     for i in range(IMAGES):
@@ -53,7 +53,7 @@ def _digits(height: int, width: int, channels: int) -> np.ndarray:
 
 
 def _text(length: int, vocab_size: int) -> np.ndarray:
-    """Return rows of bytes as tokens, spread over the vocabulary, so that a wrong embedding is noticed."""
+    """Return rows of `length` tokens: bytes of Python code, multiplied so that they spread over the vocabulary."""
     source = input_pipeline.open_source("stdlib", split="validation", context=length)
     rows = np.stack([source[i]["tokens"][:length] for i in range(ROWS)]).astype(np.int64)
     spread = rows * max(vocab_size // ByteTokenizer.vocab_size, 1)
@@ -117,7 +117,7 @@ def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Return the largest absolute difference of finite logits, and their scale: the standard deviation."""
+    """Return the largest absolute difference of logits (inf for other shapes), and the standard deviation of `ours`."""
     if ours.shape != theirs.shape:
         return float("inf"), 0.0
     return float(np.max(np.abs(ours.astype(np.float64) - theirs))), max(float(np.std(ours)), EPSILON)

@@ -31,7 +31,7 @@ Apply = Callable[[Any, jax.Array], jax.Array]
 
 
 def library(name: str) -> ModuleType:
-    """Import a library that writes or evaluates a format.
+    """Import and return the module of a library that writes or evaluates a format.
 
     Raises:
       CheckpointError: it is not installed.
@@ -130,13 +130,13 @@ def write_savedmodel(weights: Weights, folder: Path) -> None:
 
 
 def _operation(error: Exception) -> str:
-    """Return the name of the primitive in an error, if there is one, and its first line."""
+    """Return "NAME is not supported" for the primitive that an error names, or else its first line."""
     found = re.search(r"primitive[:\s'\"]+([\w-]+)", str(error))
     return f"{found[1]} is not supported" if found else first_line(error)
 
 
 def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
-    """Evaluate an ONNX file with onnxruntime."""
+    """Return the outputs of an ONNX file for inputs `x`, computed by onnxruntime."""
     runtime = library("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
@@ -146,7 +146,7 @@ def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
 
 
 def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
-    """Evaluate a SavedModel with TensorFlow.
+    """Return the outputs of a SavedModel for inputs `x`, computed by TensorFlow.
 
     Raises:
       CheckpointError: TensorFlow cannot run the program, for instance because it has newer operations.
@@ -165,7 +165,7 @@ def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
 
 
 def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
-    """Apply a program to images, or to rows of tokens, which are padded to `length` if it is fixed.
+    """Return a program's outputs for images, or for rows of tokens, which are padded to `length` if it is an integer.
 
     A causal model has the same logits at the tokens before the padding.
     """
@@ -175,7 +175,7 @@ def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, lengt
 
 
 def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
-    """Evaluate a StableHLO file with the parameters of a model."""
+    """Return the outputs of a StableHLO file for the parameters of a model and inputs `x`."""
     exported = jax.export.deserialize(bytearray(path.read_bytes()))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return np.asarray(exported.call(dict(weights.read()), x))
@@ -183,7 +183,7 @@ def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Context manager that discards output and logs of a library."""
+    """Context manager that discards a library's output, logs and warnings, and allows implicit promotion in JAX."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
