@@ -25,7 +25,7 @@ PIECE, PIECES = 32, 4  # examples that a thread reads at a time, and how often u
 
 
 class Damage(NamedTuple):
-    """A damaged example: its file and place, and the error."""
+    """A damaged example: its location, such as "file:line", and the reason, the text of the error."""
 
     location: str
     reason: str
@@ -84,7 +84,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
 
 
 def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the damaged examples among `rows`, indices in the source. An unreadable file is damaged, too."""
+    """Return the examples with the indices `rows` that cannot be read, or that `decode` does not accept."""
     found = []
     for row in rows:
         try:
@@ -97,7 +97,7 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
 
 
 def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the damaged examples among `rows`, which are decoded one by one to notice libjpeg's warnings, too."""
+    """Return the same as `_damaged`, and the examples that libjpeg decodes with a warning; decodes one at a time."""
     found = []
     for row in rows:
         with remove_lines(JPEG_WARNING) as warnings:
@@ -107,7 +107,7 @@ def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Dama
 
 
 def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:
-    """Read text files one by one, each up to its first damaged line; other kinds of data have no damaged files."""
+    """Return the damaged files of text data, each read up to its first damaged line; for other data, none."""
     kind = str(data["kind"])
     if kind not in TEXT_KEYS or not isinstance(data.get("path"), str):
         return Report(0, [])

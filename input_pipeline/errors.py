@@ -45,7 +45,7 @@ def nearest(name: str, valid_names: Iterable[str]) -> str:
 
 
 def check_split(kind: str, split: str, splits: Iterable[str]) -> None:
-    """Raise InputError if a kind of data has no such split."""
+    """Raise InputError if `split` is not one of `splits`, the splits of data of this kind."""
     if split not in splits:
         raise InputError(f"{kind} has no split {split!r}; {nearest(split, splits)}")
 
@@ -107,5 +107,5 @@ def has_type(value: object, hint: object) -> bool:
 
 
 def type_name(hint: object) -> str:
-    """Return a type hint as error messages show it."""
+    """Return the text by which error messages name a type hint."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("collections.abc.", "").replace("typing.", "")

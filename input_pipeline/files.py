@@ -1,6 +1,4 @@
-"""Files that a user names: `~` in paths, listing of folders, reading of small files, and the identity of files, which
-shows changes while a run reads them and before it is resumed.
-"""
+"""Files that a user names: `~` in paths, listing of folders, reading of small files, and detection of changed files."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def expand(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def named_errors(path: str | Path, action: str = "read", error: type[InputError] = InputError) -> Iterator[None]:
-    """Convert an OSError to an error of one line, "cannot ACTION PATH: REASON"."""
+    """Convert an OSError inside the context to an `error` of one line, "cannot ACTION PATH: REASON"."""
     try:
         yield
     except OSError as e:
@@ -145,7 +143,7 @@ class OpenedFiles:
                 self.states.extend(states)
 
     def state(self, number: int) -> FileState:
-        """Return the state of a file when it was opened."""
+        """Return the state that the file `number` had when it was opened."""
         return FileState(*self.states[FIELDS * number : FIELDS * (number + 1)])
 
     def nbytes(self) -> int:
@@ -179,7 +177,7 @@ class OpenedFiles:
         return self.paths[number].removeprefix(self.root)
 
     def _add_content(self, digest: hashlib.blake2b, number: int, whole: bool) -> None:
-        """Add the pieces of a file to a hash, the last of which is the end of the file."""
+        """Add pieces of file `number` to a hash, or all of it if `whole`; the last piece is the end of the file."""
         path, size = self.paths[number], self.state(number).size
         pieces = max(1, -(-size // PIECE_BYTES) if whole else PIECES // len(self.paths))
         check_unchanged(path, self.state(number))

@@ -28,14 +28,14 @@ CHUNKS = 4  # pieces of a batch for each thread, so that all threads finish at a
 
 
 class ExampleKey(NamedTuple):
-    """The index of an example in its source; the epoch selects the random choices of its preprocessing."""
+    """An example by its index in the source, and the epoch, with which the random choices of preprocessing change."""
 
     epoch: int
     example: int
 
 
 class PartialBatch(NamedTuple):
-    """A batch whose rows are being written: its arrays, the examples skipped for each row, and 1 for each real row."""
+    """A batch that is being written: its arrays, and for each row the skipped examples, and 1 if it has an example."""
 
     arrays: Batch
     skipped: np.ndarray
@@ -43,7 +43,7 @@ class PartialBatch(NamedTuple):
 
 
 class BatchRow(TypedDict):
-    """The example in a row of a training batch."""
+    """The example in a row of a training batch: its epoch, its index in the source, and its location as `id`."""
 
     row: int
     epoch: int
@@ -52,7 +52,7 @@ class BatchRow(TypedDict):
 
 
 class ActiveRead(NamedTuple):
-    """An example that a thread is reading and preprocessing."""
+    """An example that a thread is reading and preprocessing, and the time when it started, of `time.monotonic`."""
 
     thread: str
     source: Source
@@ -202,7 +202,7 @@ def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[Bat
 
 
 def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
-    """Return the example at a position of the endless order of training, epoch after epoch."""
+    """Return the epoch and the index of the example at a position of the endless training stream."""
     return ExampleKey(*example_at(position, len(source), seed, blocks_of(source)))
 
 
@@ -213,7 +213,7 @@ def active_reads() -> list[str]:
 
 
 def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) -> Batch:
-    """Read and preprocess one example.
+    """Return one example, read and preprocessed.
 
     Raises:
       MissingLibraryError: as `require` raises it, without the example.
@@ -238,7 +238,7 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
 
 
 def _checked_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
-    """Return the rows to prepare on this host. Raises InputError if they are not different rows of a batch."""
+    """Return the rows to prepare on this host. Raises InputError if they are not distinct rows of a batch."""
     rows = range(batch_size) if rows is None else rows
     if batch_size < 1 or not rows or min(rows) < 0 or max(rows) >= batch_size or len(set(rows)) < len(rows):
         raise InputError(f"rows {list(rows)[:6]} are not rows of a batch of {batch_size}")
@@ -252,7 +252,7 @@ def _prepare(
     threads: int | None,
     layout_from: Iterable[ExampleKey] | None = None,
 ) -> Iterator[PartialBatch]:
-    """Yield the completed batch of each plan, in order, prepared ahead of time by threads.
+    """Yield a batch for each plan, in order, prepared ahead of time by threads; a plan has the example of each row.
 
     The shapes and dtypes are those of the first readable example of `layout_from`, by default of the first plan.
     """
@@ -287,7 +287,7 @@ def thread_count() -> int:
 
 
 def _empty_batch(layout: Batch, rows: int, examples: int) -> PartialBatch:
-    """Allocate a batch with the shapes and dtypes of `layout`; the rows after the first `examples` are zero."""
+    """Return a batch with the shapes and dtypes of `layout`; rows after the first `examples` are zero, others unset."""
     arrays = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
     for array in arrays.values():
         array[examples:] = 0
@@ -295,7 +295,7 @@ def _empty_batch(layout: Batch, rows: int, examples: int) -> PartialBatch:
 
 
 def _completed(batch: PartialBatch, work: Sequence[Future[None]]) -> PartialBatch:
-    """Wait for all rows of a batch and raise the first error of any row."""
+    """Wait until `work` has written all rows of a batch, and return the batch; raise the first error of any row."""
     for future in work:
         future.result()
     return batch
@@ -313,7 +313,7 @@ def _layout(load: LoadExample, keys: Iterable[ExampleKey]) -> Batch:
 
 
 def _fill(batch: PartialBatch, plan: Sequence[ExampleKey], piece: range, load: LoadExample) -> None:
-    """Load the examples of the rows `piece`, and write them into the batch."""
+    """Load the examples that `plan` gives for the rows `piece`, and write them into the batch."""
     for row in piece:
         example, batch.skipped[row] = load(plan[row])
         if example is None:

@@ -26,7 +26,7 @@ START_UP_MESSAGE = re.compile(
 
 
 def require(module: str) -> types.ModuleType:
-    """Import a module of an optional library.
+    """Import a module of an optional library and return it.
 
     Raises:
       MissingLibraryError: the library is not installed.
@@ -45,7 +45,7 @@ def require(module: str) -> types.ModuleType:
 
 @functools.cache
 def tensorflow() -> types.ModuleType:
-    """Import TensorFlow for use on the CPU, with one thread per operation.
+    """Import TensorFlow for use on the CPU, with one thread per operation, and return it.
 
     Accelerators are hidden from TensorFlow because JAX uses them. Operations are not parallel because the loader
     already processes several examples at a time.
@@ -101,7 +101,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def parquet_errors(path: str, what: str = "") -> Iterator[None]:
-    """Convert errors of pyarrow: to ReadingError for an OSError with errno, else (damaged data) to InputError."""
+    """Convert pyarrow's errors in the context: an OSError with errno to ReadingError, others (damage) to InputError."""
     try:
         yield
     except (InputError, MemoryError):

@@ -37,7 +37,7 @@ Fields = dict[int, Value]
 
 
 class OpenedParquet(NamedTuple):
-    """A Parquet file, and the row groups in its footer."""
+    """An open Parquet file, the same file for reading bytes, and the Thrift fields of the row groups in its footer."""
 
     file: "ParquetFile"
     raw: BinaryIO
@@ -45,20 +45,20 @@ class OpenedParquet(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Sizes in bytes for a row group: of all selected pages as stored, and an upper bound of one decoded value."""
+    """Sizes in bytes in a row group: `stored` of all selected pages, and `largest`, a bound of one decoded value."""
 
     stored: int
     largest: int
 
 
 def most_decoded(stored: int) -> int:
-    """Return the limit of the decompressed size of a page with `stored` compressed bytes."""
+    """Return how many bytes a page with `stored` compressed bytes may have at most after decompression."""
     return MAX_DECODED + MAX_RATIO * stored
 
 
 @contextlib.contextmanager
 def open_parquet(path: str, what: str = "") -> Iterator[OpenedParquet]:
-    """Open a Parquet file, and convert errors of pyarrow in the context, whose subject is `what`, by default the path.
+    """Open a Parquet file for the context, and convert pyarrow's errors in it to errors about `what`, or the path.
 
     Raises:
       InputError: the file is damaged, or its footer is too large.
@@ -71,7 +71,7 @@ def open_parquet(path: str, what: str = "") -> Iterator[OpenedParquet]:
 
 
 def check_pages(opened: OpenedParquet, number: int, columns: Sequence[str], what: str) -> Pages:
-    """Read the headers of the pages of a row group.
+    """Check the headers of all pages of columns in a row group, and return the sizes of the pages.
 
     Args:
       opened: the file.
@@ -95,7 +95,7 @@ def check_pages(opened: OpenedParquet, number: int, columns: Sequence[str], what
 def read_batches(
     opened: OpenedParquet, number: int, columns: Sequence[str], pages: Pages
 ) -> Iterator["pa.RecordBatch"]:
-    """Yield the rows of a row group, a few at a time, after `check_pages`."""
+    """Yield the rows of row group `number`, a few at a time; `pages` is the result of `check_pages`."""
     rows = min(BATCH_ROWS, max(1, BATCH_BYTES // pages.largest))
     yield from opened.file.iter_batches(rows, row_groups=[number], columns=list(columns), use_threads=False)
 
@@ -155,7 +155,7 @@ def _row_groups(path: str, state: FileState) -> list[Fields]:
 
 
 def _chunk_pages(file: BinaryIO, chunk: Fields, what: str) -> Pages:
-    """Return the sizes of the pages of a column in a row group.
+    """Return the sizes of the pages of one column in a row group; `chunk` is the column's metadata in the footer.
 
     Raises:
       InputError: a page is too large; see `check_pages`.
@@ -188,7 +188,7 @@ def _chunk_pages(file: BinaryIO, chunk: Fields, what: str) -> Pages:
 
 
 def _page_header(file: BinaryIO, at: int) -> tuple[Fields, int]:
-    """Return the header of a page, a structure in Thrift's compact protocol, and its length."""
+    """Return the header of the page at byte `at` in Thrift's compact protocol, and the header's length in bytes."""
     for size in HEADER_BYTES:
         file.seek(at)
         data = file.read(size)
@@ -201,7 +201,7 @@ def _page_header(file: BinaryIO, at: int) -> tuple[Fields, int]:
 
 
 def _structure(data: bytes, at: int, integers: int) -> tuple[Fields, int]:
-    """Return the fields of a structure, and the position after it.
+    """Return the fields of a structure in Thrift's compact protocol by number, and the position after it.
 
     Args:
       data: the bytes that contain the structure.
@@ -271,7 +271,7 @@ def _signed(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _integer(fields: Fields, number: int) -> int:
-    """Return field `number`. Raises ValueError if it is not an integer or is negative."""
+    """Return field `number` of a Thrift structure. Raises ValueError if it is not an integer or is negative."""
     value = fields.get(number)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"field {number} is {value}")

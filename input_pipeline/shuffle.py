@@ -20,7 +20,7 @@ EXAMPLE_STREAM = 1 << 63  # second key word of per-example generators; permutati
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Consecutive examples that are read together, such as the row groups of a Parquet file.
+    """Blocks of consecutive examples that are read together, such as the row groups of a Parquet file.
 
     `sizes` has the number of examples of each block. Training shuffles all blocks, and the examples within `window`
     examples; see `permutation`.
@@ -30,7 +30,7 @@ class Blocks:
     window: int
 
     def part(self, examples: range) -> "Blocks":
-        """Return the blocks of a range of the examples."""
+        """Return the blocks of a range of the examples; blocks at its ends are cut."""
         sizes = np.diff(np.clip(np.cumsum(self.sizes), examples.start, examples.stop), prepend=examples.start)
         return Blocks(sizes[sizes > 0], self.window)
 
@@ -69,7 +69,7 @@ def example_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def draws(seed: int, stream: int, index: int, count: int) -> Draw:
-    """Return a function that draws the random numbers of one generated example, from raw bits of Philox.
+    """Return the function of a generated example that draws random integers: for n, an integer from 0 to n - 1.
 
     Args:
       seed: seed of the data.
@@ -84,6 +84,6 @@ def draws(seed: int, stream: int, index: int, count: int) -> Draw:
 
 
 def take(items: Sequence[Item], count: int, draw: Draw) -> list[Item]:
-    """Draw `count` different items, in random order."""
+    """Return `count` different items in random order, drawn with the random integers of `draw`."""
     rest = list(items)
     return [rest.pop(draw(len(rest))) for _ in range(count)]

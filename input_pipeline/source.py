@@ -51,7 +51,7 @@ class Source(Protocol):
         """Return the number of examples."""
 
     def __getitem__(self, index: int) -> Example:
-        """Read an example as it is stored; images stay encoded."""
+        """Return an example as it is stored; images stay encoded."""
 
     def describe(self, index: int) -> str:
         """Return the location of an example, such as its file, for error messages."""
@@ -91,7 +91,7 @@ class TaskSource(TokenSource, Protocol):
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """Names of the tasks."""
+        """Names of the tasks, in the order of the numbers in `task`."""
 
 
 def blocks_of(source: Source) -> Blocks | None:
@@ -139,7 +139,7 @@ def open_source(
 
 
 class _Selection:
-    """Consecutive examples of a source, with the attributes of `TokenSource` if the source has them.
+    """A source of consecutive examples of another source, with its attributes of `TokenSource` if it has them.
 
     With `cache`, every example stays in memory after it was read.
     """
@@ -184,7 +184,7 @@ class _Selection:
 
 
 def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
-    """Return the indices between two fractions of a number of examples; adjacent parts do not overlap.
+    """Return the indices between two fractions of the number of examples; adjacent parts do not overlap.
 
     Raises:
       InputError: these are not two fractions, or there is no example between them.

@@ -39,7 +39,7 @@ RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_
 
 
 class TFRecordFile:
-    """The records of a TFRecord file by number. Several threads may read at the same time.
+    """The records of a TFRecord file, read by number from 0. Several threads may read at the same time.
 
     Raises:
       InputError: the file is missing, damaged, or cut off inside a record.
@@ -68,7 +68,7 @@ class TFRecordFile:
 
 
 class ArrayRecordFile:
-    """The records of an ArrayRecord file by number; see `TFRecordFile`."""
+    """The records of an ArrayRecord file, read by number from 0; see `TFRecordFile`."""
 
     def __init__(self, path: str):
         self.path, self.state = path, file_state(path)
@@ -95,7 +95,7 @@ RecordFile = TFRecordFile | ArrayRecordFile
 
 
 class Shard(NamedTuple):
-    """A file of which `take` records after the first `skip` records are used."""
+    """A file of records, of which `take` records after the first `skip` records are used."""
 
     file: RecordFile
     skip: int
@@ -103,7 +103,7 @@ class Shard(NamedTuple):
 
 
 class Records:
-    """The records of several files, numbered from 0 in the order of the files; the base of sources of records."""
+    """The records of several files, numbered from 0 in the order of the files; base class of sources of records."""
 
     def __init__(self, shards: Sequence[Shard]):
         self.shards = shards
@@ -147,7 +147,7 @@ def open_files(paths: Iterable[str]) -> list[RecordFile]:
 
 @functools.lru_cache(maxsize=OPEN_FILES)
 def _reader(path: str, state: FileState) -> Any:
-    """Return a cached ArrayRecord reader; the state of the file is only part of the cache key."""
+    """Return the cached ArrayRecord reader of a file; `state` gives a changed file another reader."""
     reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
     if not reader.ok():  # the constructor does not raise for a damaged file
         raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
@@ -155,7 +155,7 @@ def _reader(path: str, state: FileState) -> Any:
 
 
 def _offsets(path: str, state: FileState) -> np.ndarray:
-    """Return the offsets of a TFRecord file, from a valid index or by reading all lengths and writing the index."""
+    """Return where each record of a TFRecord file starts, and the file's end; without a valid index, write one."""
     known = (state.size, state.changed)  # a copy has another inode
     index_paths = _index_paths(path)
     for index_path in index_paths:
@@ -179,12 +179,12 @@ def _offsets(path: str, state: FileState) -> np.ndarray:
 
 @functools.cache
 def _log_indexing() -> None:
-    """Log once per process that records are searched, because it may take minutes on a slow disk."""
+    """Log once per process that TFRecord files are searched for records, which may take minutes on a slow disk."""
     logger.info("finding the records of TFRecord files; their offsets are stored for the next start")
 
 
 def _load_index(path: Path, state: tuple[int, int]) -> np.ndarray | None:
-    """Return the offsets stored in an index, or None if it is missing, damaged or of another state of the file."""
+    """Return the offsets that an index stores, or None if it is missing, damaged or for another state of the file."""
     try:
         content = read_regular(path)
     except (OSError, InputError):
@@ -198,7 +198,7 @@ def _load_index(path: Path, state: tuple[int, int]) -> np.ndarray | None:
 
 
 def _index_paths(path: str) -> list[Path]:
-    """Return the possible paths of a file's index, in order of preference."""
+    """Return the possible paths of the index of a TFRecord file: beside it, then in the user's cache folder."""
     paths = [] if "://" in path else [Path(f"{path}.offsets")]
     with contextlib.suppress(RuntimeError):  # the user has no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
@@ -207,7 +207,7 @@ def _index_paths(path: str) -> list[Path]:
 
 
 def _find_records(path: str, size: int) -> np.ndarray:
-    """Return the offsets of all records by following their lengths."""
+    """Return the offsets of all records in a TFRecord file, and its end, found by following their lengths."""
     offsets = [0]
     with _open(path) as file:
         if "://" not in path and hasattr(os, "posix_fadvise"):  # avoid read-ahead: each record needs 12 bytes
@@ -234,7 +234,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _read(path: str, state: FileState, start: int, length: int) -> bytes:
-    """Read a range of a file. Reading local files does not block other threads."""
+    """Return `length` bytes of a file from byte `start` on. Reading local files does not block other threads."""
     if "://" not in path:
         return _kept_open(path, state).read(start, length)
     with _open(path) as file:
@@ -243,7 +243,7 @@ def _read(path: str, state: FileState, start: int, length: int) -> bytes:
 
 
 class _LocalFile:
-    """An open file, read by position. It is closed when no thread refers to it any more.
+    """An open local file that threads read at any position. It is closed when no thread refers to it any more.
 
     The state of the file is only part of the key by which it is kept open.
     """
@@ -265,7 +265,7 @@ _kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)
 
 
 def _open(path: str) -> BinaryIO:
-    """Open a file without read-ahead; remote files are opened by TensorFlow."""
+    """Open a file for reading, without read-ahead; TensorFlow opens remote files."""
     if "://" in path:
         remote: BinaryIO = tensorflow().io.gfile.GFile(path, "rb")
         return remote

@@ -49,7 +49,7 @@ def resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarra
 
 @functools.lru_cache(maxsize=4096)  # at most 3 kB each for an output of 224 pixels
 def _interpolation(length: int, new_length: int) -> Axis:
-    """Return, for each output position of an axis, both neighboring input indices and the distance to the first."""
+    """Return (index before, index after, distance to the former) on the input axis for each position of the output."""
     scale = np.float32(length) / np.float32(new_length)
     position = (np.arange(new_length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
     below = np.floor(position)
@@ -60,7 +60,7 @@ def _interpolation(length: int, new_length: int) -> Axis:
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    """Return the compiled loop. Raises ReadingError if numba is not installed."""
+    """Return `_resize`, compiled by numba. Raises ReadingError if numba is not installed."""
     numba = require("numba")
     types = numba.types
     image = types.Array(types.uint8, 3, "C", readonly=True)  # a writable array is accepted, too
@@ -78,9 +78,9 @@ def _compiled() -> Callable[..., None]:
 
 @no_type_check  # numba does not compile a function that checks its arguments
 def _resize(image, columns, rows, out):
-    """Interpolate each row along x once, and then between the rows above and below each row of the output.
+    """Write the resized image to `out`: interpolate rows along x, then between the rows above and below each new row.
 
-    The neighbors of `columns` are three times the index of a pixel, and index a channel of a row.
+    `columns` and `rows` are results of `_interpolation`; the indices in `columns` are three times those of a pixel.
     """
     left, right, across = columns
     upper, lower, down = rows

@@ -37,7 +37,7 @@ def is_jpeg(data: bytes) -> bool:
 
 
 def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool = False) -> Pixels:
-    """Decode an image file.
+    """Return the pixels of an image file, uint8 of shape (height, width, channels).
 
     Args:
       data: the bytes of the file.
@@ -64,7 +64,7 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
 
 
 def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
-    """Decode a window of a JPEG to RGB, without decoding the parts of the file that the window does not need.
+    """Return the RGB pixels of a window of a JPEG, without decoding parts of the file that the window does not need.
 
     With `exif`, the window refers to the stored image, and the result is rotated and mirrored afterwards.
 
@@ -80,7 +80,7 @@ def resize(
     method: str = "bilinear",
     antialias: bool = False,
 ) -> Num[np.ndarray, "new_height new_width channels"]:
-    """Resize an image with `tf.image.resize`; the result is clipped to the dtype and truncated, not rounded.
+    """Return an image resized by `tf.image.resize`, clipped to its dtype and truncated, not rounded.
 
     Args:
       image: the pixels.
@@ -106,9 +106,9 @@ def resize(
 def sample_window(
     size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
 ) -> Window:
-    """Draw an Inception-style crop (Szegedy et al., 2015) with the distribution of TensorFlow's implementation.
+    """Draw the window (top, left, height, width) of an Inception-style crop (Szegedy et al., 2015).
 
-    `tf.image.sample_distorted_bounding_box` is TensorFlow's implementation. The aspect ratio is drawn uniformly, then
+    `tf.image.sample_distorted_bounding_box` has the same distribution. The aspect ratio is drawn uniformly, then
     the height uniformly among those with a valid area, then the position.
 
     Args:
@@ -150,7 +150,7 @@ def _offset(room: int, drawn: float) -> int:
 
 
 def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
-    """Decode a JPEG or a window of it with TensorFlow. Raises InputError with a one-line message."""
+    """Return the pixels of a JPEG or of a window of it, from TensorFlow. Raises InputError with a one-line message."""
     tf = tensorflow()
     try:
         encoded = tf.constant(data)  # the decoder would take 40 µs longer with Python's values
@@ -190,7 +190,7 @@ def _orientation(data: bytes) -> int:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Rotate and mirror an image according to its EXIF orientation."""
+    """Return an image rotated and mirrored according to its EXIF orientation, 1 to 8."""
     if orientation in (2, 4, 5, 7):
         pixels = pixels[:, ::-1]
     quarter_turns = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)  # counterclockwise

@@ -22,8 +22,8 @@ SPLITS = {"train", "val", "test", "validation"}
 class Source:
     """Image files of one split. An example is `image` (the bytes of the file) and `label` (int32).
 
-    Classes are numbered in the order of their names. Hidden files and files with other suffixes are skipped. Their
-    number and those of the images, the smallest and the largest class are logged.
+    Classes are numbered in the order of their names. Hidden files and files with other suffixes are skipped. The log
+    has the numbers of skipped files, images and classes, and the smallest and the largest class.
     """
 
     class_names: tuple[str, ...]
@@ -102,7 +102,7 @@ class Source:
         return self.opened.nbytes()
 
     def _describe_classes(self) -> str:
-        """Describe the number of images and classes, and the smallest and the largest class."""
+        """Return a text with the numbers of images and classes, and of images in the smallest and the largest class."""
         ranked = Counter(self.labels.tolist()).most_common()
         (largest, most), (smallest, least) = ranked[0], ranked[-1]
         names = self.class_names
@@ -147,7 +147,7 @@ def image_files(folder: str | Path, skipped: Counter[str]) -> list[str]:
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """Return a text such as "; skipped 3 file(s): 2 .txt, 1 hidden"; it is empty if there are none."""
+    """Return a text about skipped files, such as "; skipped 3 file(s): 2 .txt, 1 hidden"; empty if there are none."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common(10) if count)
     return f"; skipped {skipped.total():,} file(s): {kinds}" if kinds else ""
 

@@ -46,7 +46,7 @@ class TimedStream(io.BytesIO):
         self._deadline = time.thread_time() + MAX_SECONDS
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read bytes. Raises InputError after the deadline."""
+        """Return up to `size` bytes, as `io.BytesIO.read`. Raises InputError after the deadline."""
         if time.thread_time() > self._deadline:
             raise InputError(f"decoding the image takes more than the limit of {MAX_SECONDS:g} s")
         return super().read(size)

@@ -48,10 +48,10 @@ RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts wo
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows of a file that are read together.
+    """A row group: rows of a Parquet file that are read together.
 
     `columns` are the columns of images and labels, and `encoded` is that of the images' bytes, such as "image.bytes";
-    `nbytes` is the expected memory.
+    `nbytes` is the memory that it is expected to need.
     """
 
     path: str
@@ -73,7 +73,7 @@ class Columns(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file: the types of its columns, its class names and row groups, and whether the first has a single label."""
+    """A Parquet file: its columns' types, class names, row groups, and whether the first group has one label only."""
 
     path: str
     types: tuple[object, object]
@@ -162,7 +162,7 @@ class Source:
         return f"{group.path}, row {group.first_row + row}"
 
     def nbytes(self) -> int:
-        """Return the size of all images in bytes, without compression."""
+        """Return the memory in bytes that all images and labels are expected to need, without compression."""
         return sum(group.nbytes for group in self.groups)
 
     def _locate(self, index: int) -> tuple[RowGroup, int]:
@@ -174,7 +174,7 @@ class Source:
 
 
 class _RowGroups:
-    """The row groups that are in use in this process, within a limit of memory. Several threads may read.
+    """The row groups that this process keeps in memory, up to a limit in bytes. Several threads may read.
 
     A row group is dropped after as many reads as it has rows, or when it was not used for the longest time.
     """
@@ -187,7 +187,7 @@ class _RowGroups:
         self.lock = threading.Lock()
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Raise the limit to `nbytes`. Raises InputError if they are not available; the message names `what`."""
+        """Allow `nbytes` of memory, if that is more than before. InputError names `what` if they are not available."""
         available = memory.available()
         if available is not None and nbytes - self.nbytes > available:
             raise InputError(
@@ -197,7 +197,7 @@ class _RowGroups:
         self.limit = max(self.limit, nbytes)
 
     def get(self, group: RowGroup) -> Columns:
-        """Return the images and labels of a row group, read by the first thread that needs it."""
+        """Return the images and labels of a row group; the first thread that needs it reads it from its file."""
         with self.lock:
             missing = group not in self.entries
             if missing:
@@ -281,10 +281,10 @@ def _splits(root: Path) -> dict[str, list[Path]]:
 
 
 def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the options of this kind for those of kind "folder", or None if the folder does not hold Parquet files.
+    """Convert the options of kind "folder" to kind "parquet"; return None if the folder does not hold Parquet files.
 
-    A folder that holds other folders than `data` is one of image files. If no file is of the split "val", it is
-    "validation" or "test".
+    A folder that holds other folders than `data` is one of image files. If there are no files of a split "val", the
+    option split="val" becomes "validation" or "test".
 
     Raises:
       InputError: `val_fraction` is set.
@@ -304,7 +304,7 @@ def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None
 
 
 def _open(path: str, state: FileState, image: str, label: str) -> File:
-    """Read the footer of a file and the labels of its first row group."""
+    """Return the description of a Parquet file, from its footer and the labels of its first row group."""
     pa = require("pyarrow")
     with open_parquet(path) as opened:
         schema, metadata = opened.file.schema_arrow, opened.file.metadata
@@ -348,7 +348,7 @@ def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tupl
 
 
 def _labels(opened: OpenedParquet, number: int, label: str, what: str) -> "pa.Array":
-    """Return the labels of a row group. Raises InputError if they are damaged or too many."""
+    """Return the labels of row group `number`. Raises InputError if they are damaged or too many."""
     rows = opened.file.metadata.row_group(number).num_rows
     pages = check_pages(opened, number, [label], what)
     if ROW_BYTES * rows > most_decoded(pages.stored):

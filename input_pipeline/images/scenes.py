@@ -42,7 +42,7 @@ DRAWS = 64  # an example draws at most this many random numbers
 
 
 class Scene(NamedTuple):
-    """The content of a scene: the digit in each place, None for an empty place and for the marker's."""
+    """The content of a scene: its question and label, and the digit in each place (None: empty, or the marker's)."""
 
     relation: str
     attribute: str
@@ -130,7 +130,7 @@ class Source:
         return self.examples * SIZE * SIZE
 
     def _scene(self, index: int) -> tuple[Scene, Draw]:
-        """Return the content of a scene, and the random numbers for its pixels."""
+        """Return the content of scene `index`, and the function that draws the random numbers for its pixels."""
         draw = draws(self.seed, SPLITS.index(self.split), index, DRAWS)
         relation = self.relations[draw(len(self.relations))]
         attribute = self.attributes[draw(len(self.attributes))]
@@ -138,7 +138,7 @@ class Source:
 
 
 def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int = 1) -> Scene:
-    """Draw the content of a scene that asks a question."""
+    """Return a random scene for a question, with `least_distractors` or more digits that the question is not about."""
     step = STEPS.get(relation, (0, 0))
     fitting = [place for place in range(PLACES**2) if _neighbor(place, step) is not None]
     marker_at = fitting[draw(len(fitting))]
@@ -163,7 +163,7 @@ def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int
 
 
 def marker(relation: str, attribute: str) -> UInt8[np.ndarray, "8 8"]:
-    """Return the picture of a marker."""
+    """Return the picture of the marker that asks for a relation and an attribute: pixels of value 0 or 255."""
     row, column = np.abs(np.indices((DIGIT, DIGIT)) * 2 - (DIGIT - 1))  # 1, 3, 5 and 7 from the middle
     from_top = np.indices((DIGIT, DIGIT))[0]
     shape: Bool[np.ndarray, "8 8"] = {
@@ -182,6 +182,6 @@ def marker(relation: str, attribute: str) -> UInt8[np.ndarray, "8 8"]:
 
 
 def _neighbor(place: int, step: tuple[int, int]) -> int | None:
-    """Return the place one step away, or None if it is outside of the grid."""
+    """Return the place that is a `step` of (rows, columns) from `place`, or None if it is outside of the grid."""
     row, column = (at + by for at, by in zip(divmod(place, PLACES), step, strict=True))
     return row * PLACES + column if 0 <= row < PLACES and 0 <= column < PLACES else None

@@ -74,7 +74,7 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
 
 
 def decoding(spec: str) -> str:
-    """Return the op of a preprocessing string that decodes an image, without a crop; "" if there is none.
+    """Return the text of the op that decodes an image in a preprocessing string, without a crop; "" if there is none.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
@@ -88,7 +88,7 @@ def decoding(spec: str) -> str:
 
 
 def checking(spec: str) -> str:
-    """Return the ops of a preprocessing string that fail for a damaged example: `decoding`, and the ops on labels.
+    """Return the part of a preprocessing string that fails for a damaged example: `decoding`, and the ops on labels.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
@@ -168,7 +168,7 @@ def _nodes(spec: str) -> list[ast.expr]:
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return the operands of a chain of `|` from left to right."""
+    """Return the operands of `|` in a syntax tree such as that of "a|b|c", from left to right."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return [*_operands(node.left), *_operands(node.right)]
     return [node]
@@ -183,7 +183,7 @@ def _depth(node: ast.expr) -> int:
 
 
 def _shown(text: str) -> str:
-    """Return a string as error messages show it."""
+    """Return a string for an error message: quoted, and cut off after MAX_SHOWN characters."""
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}…"
 
 
@@ -193,7 +193,7 @@ def _call(node: ast.expr) -> ast.Call:
 
 
 def _step(node: ast.expr) -> Step:
-    """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
+    """Return the op of `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
     call, text = _call(node), ast.unparse(node)
     if not isinstance(call.func, ast.Name):
         raise InputError(f"preprocessing: {_shown(text)} is not of the form op or op(literal, …)")
@@ -224,7 +224,7 @@ def _step(node: ast.expr) -> Step:
 
 
 def _checked_keys(keys: Mapping[str, object], what: str) -> tuple[str, str]:
-    """Return `inkey` and `outkey`, by default "image". Raises InputError if a key is no string."""
+    """Return `inkey` and `outkey`, both "image" by default, or `key`. Raises InputError if a key is no string."""
     checked: dict[str, str] = {}
     for name, key in keys.items():
         if not isinstance(key, str) or not key:

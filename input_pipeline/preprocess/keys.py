@@ -104,7 +104,7 @@ def flatten() -> Op:
 
 
 def _leaves(example: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested dicts with their joined keys."""
+    """Yield (key, value) of the values in nested dicts; the key is `prefix` and their keys, joined by "/"."""
     for key, value in example.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}/")

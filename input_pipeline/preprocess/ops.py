@@ -48,7 +48,7 @@ class Change:
     encoded: bool = False  # the value is the bytes of an image file instead of pixels
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
-        """Apply the op. Raises ReadingError if the value is not an image, which is the fault of the string."""
+        """Apply the op. Raises ReadingError if the value is not an image: the preprocessing string is wrong."""
         value = example[self.inkey]
         is_pixels = isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "uifb"
         if not (isinstance(value, bytes) if self.encoded else is_pixels):

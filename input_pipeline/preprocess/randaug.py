@@ -225,7 +225,7 @@ def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
-    """Apply an affine transform.
+    """Return an image after an affine transform.
 
     Pixel (x, y) of the result is the pixel of the image nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or gray if
     that position is outside the image. The coefficients are a0, a1, a2, b0, b1, b2.
@@ -237,7 +237,7 @@ def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
 
 
 def _sources(height: int, width: int, coefficients: tuple[float, ...]) -> np.ndarray:
-    """Return the source index of every pixel of a transform's result, or height · width for positions outside.
+    """Return the index in the image of each pixel of `_transform`'s result, or height · width for positions outside.
 
     The arithmetic is that of TensorFlow's ImageProjectiveTransformV3: float32, and halves are rounded away from zero.
     """

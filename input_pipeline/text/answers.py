@@ -26,7 +26,7 @@ PREFIXES = 32  # that are tokenized together
 
 
 class MarkedText(NamedTuple):
-    """A text without its marks: (start, end, shots) of each answer, in characters and preceding examples."""
+    """A text without its marks, and (start, end, shots) of each answer: characters, and number of earlier examples."""
 
     text: str
     answers: tuple[tuple[int, int, int], ...]
@@ -134,7 +134,7 @@ def read_marks(text: str, location: str) -> MarkedText:
 
 
 def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row:
-    """Return the tokens of a marked text. Raises InputError if they do not make a row; see `Source`."""
+    """Return the tokens and answers of a text with marks. Raises InputError for the reasons that `Source` lists."""
     if len(text) > TOKEN_CHARACTERS * (context + 1):
         raise InputError(f"{location}: {len(text):,} characters are more than the {context + 1} tokens of a row hold")
     marked = read_marks(text, location)

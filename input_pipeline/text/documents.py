@@ -35,7 +35,7 @@ MAX_LINE_BYTES = 1 << 27  # about fifty novels; parsing JSON takes up to twenty 
 
 
 class Document(NamedTuple):
-    """The strings of one document."""
+    """The strings of one document, one for each key that is read, with its location and name."""
 
     texts: tuple[str, ...]
     location: str  # "file:line"
@@ -136,7 +136,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
 
 def in_validation(name: str, fraction: float) -> bool:
-    """Return True if a document is in the validation split.
+    """Return True if the document `name` is in the validation split, about a `fraction` of all documents.
 
     The split follows from a hash of the document's name, so adding or removing a document does not move others.
     """
@@ -144,14 +144,14 @@ def in_validation(name: str, fraction: float) -> bool:
 
 
 def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
-    """Tokenize the strings of several documents together."""
+    """Yield each document of `batch` with the tokens of its strings, which are tokenized in one call."""
     tokens = iter(tokenizer.encode_batch([text for document in batch for text in document.texts]))
     for document in batch:
         yield EncodedDocument(document, [next(tokens) for _ in document.texts])
 
 
 def _texts(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
-    """Yield (number, strings, bytes of the file read so far) of each document of a file."""
+    """Yield (line or row number, or 1; strings; bytes of the file read so far) of each document of a file."""
     if file.name.endswith(LINE_SUFFIXES):
         for number, line, read in _lines(file):
             yield number, _strings(line, keys, f"{file}:{number}"), read
@@ -162,7 +162,7 @@ def _texts(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ..
 
 
 def _strings(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ...]:
-    """Return the strings of the keys `keys` of the JSON object in a line."""
+    """Return the strings that the JSON object in a line has for `keys`. Raises InputError if it is invalid."""
     text = _decode(line, location)
     try:
         content = json.loads(text)
@@ -185,7 +185,7 @@ def _strings(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ...]
 
 
 def _decode(data: bytes, location: str) -> str:
-    """Decode UTF-8. Raises InputError with the line, counted from the line in `location`, and the byte in it."""
+    """Return UTF-8 bytes, which start at `location`, "file:line", as text. InputError names line and byte of damage."""
     try:
         return data.decode()
     except UnicodeDecodeError as e:
@@ -196,7 +196,7 @@ def _decode(data: bytes, location: str) -> str:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (number, line, bytes of the file read so far) of each line that is not blank."""
+    """Yield (line number from 1, line, bytes of the file read so far) of each line that is not blank."""
     number, rest, size = 0, [b""], 0  # the parts of a line whose end was not read yet, and their bytes
     read = 0
     for data, read in _decompressed(file) if file.name.endswith(".zst") else _pieces(file, PIECE_BYTES):
@@ -246,7 +246,7 @@ def _read_whole(file: Path) -> bytes:
 
 
 def _pieces(file: Path, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (piece, bytes read so far) of a file."""
+    """Yield (next bytes, at most `piece_bytes`; number of bytes read so far) until the end of a file."""
     read = 0
     with file.open("rb") as stream:
         while data := stream.read(piece_bytes):

@@ -23,14 +23,14 @@ MESSAGE_SECONDS = 10.0  # between progress messages
 
 
 class TokenizedFiles:
-    """Attributes of a source of text files, and their tokenization when the source is opened."""
+    """Base class of sources of text files: attributes of a token source, and tokenization when a source is opened."""
 
     class_names = None
 
     def open_files(
         self, path: str, context: int, tokenizer: str | None, end_of_text: str, suffixes: Sequence[str] = texts.SUFFIXES
     ) -> tuple[texts.Files, Tokenizer]:
-        """Set the attributes, and return the files and the tokenizer.
+        """Set the attributes that the arguments define, and return the files at `path` and the opened tokenizer.
 
         Raises:
           MissingDataError: the files or the tokenizer do not exist.
@@ -58,7 +58,7 @@ class TokenizedFiles:
             yield encoded
 
     def check_memory(self, nbytes: int) -> None:
-        """Raise InputError if `nbytes` of tokens, as from a compressed file, need most of the available memory."""
+        """Raise InputError if `nbytes` bytes of tokens exceed 3/4 of the memory that was available at the start."""
         if self.available is not None and nbytes > self.available * 3 // 4:
             raise InputError(
                 f"{self.path}: its tokens do not fit in the {self.available / 1e9:.1f} GB of memory left; use fewer "
@@ -131,7 +131,7 @@ class Source(TokenizedFiles):
 
 
 def check_size(files: texts.Files, path: str) -> None:
-    """Raise InputError if the files are too large to be tokenized at every start."""
+    """Raise InputError if the files have more than MAX_BYTES in all, too much to tokenize at every start."""
     if files.nbytes > MAX_BYTES:
         raise InputError(
             f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenize it once, with "

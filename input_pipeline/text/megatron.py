@@ -108,7 +108,7 @@ def _check_description(prefix: str, description: Description, sequences: int, vo
 
 
 def _mapped(path: str, dtype: np.dtype) -> np.ndarray:
-    """Map the tokens of a file into memory; nothing is read before it is used."""
+    """Return the tokens of a file as a memory-mapped array, of which only the parts that are used are read."""
     with named_errors(path), Path(path).open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):

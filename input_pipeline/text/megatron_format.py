@@ -23,7 +23,7 @@ CHECKED = 1 << 14  # numbers at each end of an array that are checked
 
 
 class Description(TypedDict, total=False):
-    """The content of PREFIX.json."""
+    """The content of PREFIX.json: the vocabulary, and the numbers of bytes, documents and tokens."""
 
     vocab_size: int
     end_of_text: int | None
@@ -34,7 +34,7 @@ class Description(TypedDict, total=False):
 
 
 class MegatronIndex(NamedTuple):
-    """Properties of a .bin file from its .idx file."""
+    """Properties of a .bin file that its .idx file gives: dtype of the tokens, number and length of the sequences."""
 
     dtype: np.dtype
     sequences: int
@@ -42,7 +42,7 @@ class MegatronIndex(NamedTuple):
 
 
 def find_prefix(path: str) -> str:
-    """Return the path of a pair without suffix.
+    """Return the path that the .bin and the .idx file of a pair have in common, without suffix.
 
     Args:
       path: path of the .bin or the .idx file, their common prefix, or a folder with one pair.
@@ -87,7 +87,7 @@ def read_description(prefix: str) -> Description:
 
 
 def read_index(prefix: str) -> MegatronIndex:
-    """Read PREFIX.idx, and check its first and last numbers, and by the last sequence the size of PREFIX.bin.
+    """Return what PREFIX.idx says about PREFIX.bin; check its first and last numbers, and the size of PREFIX.bin.
 
     PREFIX.bin is not read, and most of PREFIX.idx only if its sequences have equal lengths.
 
@@ -118,7 +118,7 @@ def read_index(prefix: str) -> MegatronIndex:
 
 
 def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
-    """Return the dtype code and the number of sequences. Raises InputError if the header or the size is invalid."""
+    """Return dtype code and number of sequences of an index of `size` bytes. Raises InputError if they are invalid."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size or header[:9] != MAGIC:
         raise InputError(f"{path} is not a Megatron index: it does not begin with {MAGIC.decode()!r}")
@@ -135,9 +135,9 @@ def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
 
 
 def _checked_end(all_sizes: np.ndarray, all_starts: np.ndarray, path: str, width: int) -> int:
-    """Return the byte after the last sequence. Raises InputError if the sequences do not follow each other from 0 on.
+    """Return the end of the last sequence in bytes. Raises InputError if sequences do not follow each other from 0 on.
 
-    Only the first and the last CHECKED sequences are checked.
+    Only the first and the last CHECKED sequences are checked. `width` is the number of bytes of a token.
     """
     end = 0
     for at in sorted({0, max(0, len(all_sizes) - CHECKED)}):
@@ -156,7 +156,7 @@ def _checked_end(all_sizes: np.ndarray, all_starts: np.ndarray, path: str, width
 
 
 def _check_documents(documents: np.ndarray, path: str, sequences: int) -> None:
-    """Raise InputError if the document index does not ascend from 0 to the number of sequences at most.
+    """Raise InputError if the numbers of `documents`, the document index, do not ascend from 0 to `sequences` at most.
 
     Only its first and its last CHECKED numbers are checked.
     """
@@ -171,6 +171,6 @@ def _check_documents(documents: np.ndarray, path: str, sequences: int) -> None:
 
 
 def _equal_length(sizes: np.ndarray) -> int | None:
-    """Return the length of all sequences, or None if there is only one sequence or the lengths differ."""
+    """Return the length that all sequences have, or None if there is only one sequence or the lengths differ."""
     parts = (sizes[at : at + CHUNK] for at in range(0, len(sizes), CHUNK))
     return int(sizes[0]) if len(sizes) > 1 and all((part == sizes[0]).all() for part in parts) else None

@@ -89,7 +89,7 @@ class MegatronWriter:
         return self
 
     def add(self, tokens: np.ndarray | Sequence[int]) -> None:
-        """Append a document.
+        """Append the tokens of one document.
 
         Raises:
           InputError: a token is not in the vocabulary, or writing fails.
@@ -114,11 +114,11 @@ class MegatronWriter:
                 self._temporary(suffix).unlink(missing_ok=True)
 
     def _temporary(self, suffix: str) -> Path:
-        """Return the path of a file while it is being written."""
+        """Return the path that the file with this suffix has while it is being written."""
         return Path(f"{self.prefix}{suffix}.new")
 
     def _finish(self) -> None:
-        """Write the remaining files and give all files their final names."""
+        """Write PREFIX.json and PREFIX.idx, and rename all files from their temporary to their final names."""
         assert self.file is not None
         if not self.sizes:
             raise InputError(f"no documents to write to {self.prefix}.bin")

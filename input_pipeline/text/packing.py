@@ -20,7 +20,7 @@ Row = dict[str, np.ndarray]
 
 
 def check_context(context: int) -> int:
-    """Return the context. Raises InputError if it is not positive."""
+    """Return `context`, the number of tokens in a model input. Raises InputError if it is not positive."""
     if context < 1:
         raise InputError(f"context={context} should be 1 or more")
     return context

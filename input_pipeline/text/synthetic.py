@@ -17,7 +17,7 @@ MAX_SHOTS = 1000
 
 
 class Source:
-    """Rows of examples of one task each. A token is a word, and the loss counts only the answers.
+    """Rows of in-context examples, each row of one task. A token is a word, and the loss counts only the answers.
 
     Row i is an example of task i modulo the number of tasks, and a function of (seed, split, i) only. Besides `tokens`
     and `is_target`, a row has
@@ -83,7 +83,7 @@ class Source:
         return {**row, "is_target": is_target, "task": np.int32(number)}
 
     def _example(self, task: Task, draw: Draw) -> list[str]:
-        """Return the words of one example of the split."""
+        """Return the words of a random example of `task`, drawn again until the example belongs to the split."""
         while True:
             words = make_example(task, draw)
             if in_validation(words) == (self.split == "validation"):
@@ -99,7 +99,7 @@ class Source:
 
 
 def _chosen(patterns: Sequence[str]) -> list[Task]:
-    """Return the tasks whose name matches a pattern. Raises InputError if there is no pattern, or one matches none."""
+    """Return the tasks whose names match a pattern. Raises InputError if `patterns` is empty or one has no match."""
     if not patterns:
         raise InputError("synthetic: tasks=[] should name a task")
     for pattern in patterns:

@@ -60,7 +60,7 @@ PATTERNS = {**PERSON_PATTERNS, **{name: name for name in LIST_PATTERNS}}
 
 
 class Domain(NamedTuple):
-    """Words of one sort, grouped in pools, and the relations that tasks ask for, functions of a word."""
+    """Words of one sort, such as cities: pools of groups of words, and relations, dicts from each word to its value."""
 
     pools: tuple[tuple[tuple[str, ...], ...], ...]  # an example takes words of different groups of one pool
     relations: Mapping[str, Mapping[str, str]]  # relation -> word -> its value
@@ -68,7 +68,7 @@ class Domain(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An in-context task: find a word of `domain` by `pattern`, and answer with its `relation`; see the module."""
+    """A task: find a word of `domain` in facts by `pattern`, answer with its value under `relation`; see the module."""
 
     pattern: str
     domain: str
@@ -77,7 +77,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The parts of the task, such as "same/things/kind" or "with/cities/the/reversed"."""
+        """The name of the task, its parts with "/" between them: "same/things/kind" or "with/cities/the/reversed"."""
         return "/".join((self.pattern, self.domain, self.relation)) + "/reversed" * self.reversed
 
 
@@ -89,14 +89,14 @@ def _domain(pools: Sequence[Sequence[Sequence[str]]], **relations: Mapping[str, 
 
 
 def _groups(members: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]]:
-    """Return the words of each group, and each word's group; `members` has a group's words, in one text, by name."""
+    """Return the words of each group, and each word's group; `members` has the words of each group, as one text."""
     return [text.split() for text in members.values()], {
         word: name for name, text in members.items() for word in text.split()
     }
 
 
 def _shifted(by: int) -> dict[str, str]:
-    """Map each word of `CYCLES` to the word `by` places later in its cycle."""
+    """Return a dict from each word of `CYCLES` to the word `by` places later in its cycle."""
     cycles = [text.split() for text in CYCLES]
     return {word: cycle[(i + by) % len(cycle)] for cycle in cycles for i, word in enumerate(cycle)}
 
@@ -140,7 +140,7 @@ WORDS = tuple(
 
 
 def make_example(task: Task, draw: Draw) -> list[str]:
-    """Return the words of one example. The last word is `;`, and the one before it is the answer."""
+    """Return the words of a random example of a task. The last word is `;`, and the one before it is the answer."""
     domain = DOMAINS[task.domain]
     value = domain.relations[task.relation]
     words = _different_words(domain, draw)
@@ -181,7 +181,7 @@ def _hashed_to_validation(content: frozenset[str]) -> bool:
 
 
 def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str]:
-    """Return an example whose facts are single words; the answer is a value of the word at position `at`."""
+    """Return an example whose facts are single words; `at` selects the answer's word if the pattern does not."""
     domain = DOMAINS[task.domain]
     group = domain.relations[domain.asking]
     at = {"first": 0, "last": FACTS - 1}.get(task.pattern, at)
@@ -198,6 +198,6 @@ def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str
 
 
 def _different_words(domain: Domain, draw: Draw) -> list[str]:
-    """Draw a word for each fact, of different groups, so that their values differ under all relations but `initial`."""
+    """Return a random word for each fact, of different groups, so that all relations but `initial` tell them apart."""
     groups = take(domain.pools[draw(len(domain.pools))], FACTS, draw)
     return [group[draw(len(group))] for group in groups]

@@ -41,7 +41,7 @@ class ByteTokenizer:
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """Number of bytes of text of each token."""
+        """Number of bytes of text of each token, int32 of shape (257,): 1, and 0 for the token that ends a text."""
         return (np.arange(self.vocab_size) < BYTE_END_OF_TEXT).astype(np.int32)
 
     def encode(self, text: str) -> list[int]:
@@ -68,7 +68,7 @@ class WordTokenizer:
         self._numbers = {word: i for i, word in enumerate(words)}
 
     def numbers(self, words: Sequence[str]) -> list[int]:
-        """Return the tokens of words. Raises InputError if a word is not in the list."""
+        """Return the token of each word, its index in the list. Raises InputError if a word is not in the list."""
         try:
             return [self._numbers[word] for word in words]
         except KeyError as e:
@@ -167,7 +167,7 @@ class FileTokenizer:
             return str(self._tokenizer.decode(list(ids)))
 
     def _special_token(self, name: str) -> int:
-        """Return the number of a special token. Raises InputError if it does not exist or is made from text."""
+        """Return the number of a special token. Raises InputError if it is missing, or text can be encoded as it."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         if name not in special:
@@ -203,7 +203,7 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 
 class Vocabulary(NamedTuple):
-    """Properties of the tokens in a file; None stands for unknown."""
+    """Properties of the tokens that a file or a data set contains; None stands for unknown."""
 
     vocab_size: int | None  # all tokens are less than this
     end_of_text: int | None  # the token that ends a document
@@ -257,7 +257,7 @@ def _read(file: Path) -> bytes:
 
 @contextlib.contextmanager
 def _one_line_errors(problem: str) -> Iterator[None]:
-    """Convert any error of the tokenizers library to an InputError of one line that begins with a problem.
+    """Convert any error of the tokenizers library inside the context to a one-line InputError, "PROBLEM: ERROR".
 
     A panic of the library, which is written in Rust, is a BaseException.
     """
@@ -270,7 +270,7 @@ def _one_line_errors(problem: str) -> Iterator[None]:
 
 
 def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"] | None:
-    """Return how a tokenizer.json spells its tokens, or None if it is unknown.
+    """Return how the tokens of a tokenizer.json with this pre-tokenizer and decoder are spelled; None if unknown.
 
     "bytes" is GPT-2's alphabet with one character per byte; "text" is text with tokens of single bytes as a fallback.
     """
