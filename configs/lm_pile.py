@@ -96,7 +96,7 @@ def get_config(
     grad_accum: int = 1,
     runlocal: bool = False,
 ) -> ConfigDict:
-    """`preset` names the model, and `data` the files. See the module docstring."""
+    """Return the config of the model `preset` for the files at `data`; the module docstring has the other arguments."""
     steps, batch_size, lr = recipe(preset)
     config = ConfigDict()
     config.seed = 0
@@ -134,7 +134,7 @@ def get_config(
 
 
 def splits(options: dict, data: str, validation: int) -> tuple[dict, dict]:
-    """Return the data of training and validation; megatron's has both in one file."""
+    """Return the options of the training and of the validation data; of kind megatron, both are rows of one file."""
     if options["kind"] == "text" and "tokenizer" not in options:
         raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
     if options["kind"] == "megatron":
@@ -145,7 +145,7 @@ def splits(options: dict, data: str, validation: int) -> tuple[dict, dict]:
 
 
 def pods() -> dict[str, str]:
-    """Return arguments of `get_config` with a TPU slice for their training, with one row per chip at a time."""
+    """Return the TPU slice to train on, by arguments of `get_config`, with which a chip has one row at a time."""
     slices = {
         "405M": ("v5e:4x4", 16), "834M": ("v5e:4x8", 8), "1.4B": ("v6e:4x8", 8), "2.8B": ("v6e:8x8", 16),
         "6.9B": ("v5p:4x4x8", 8), "12B": ("v5p:4x8x8", 4), "13B": ("v5p:4x8x8", 4), "33B": ("v5p:8x8x8", 2),

@@ -36,7 +36,7 @@ def get_config(
     init: str = "",
     init_config: dict | None = None,
 ) -> ConfigDict:
-    """`vocab_size` is that of a tokenizer to train, by default 4096.
+    """Return the config; `vocab_size` is that of a tokenizer to train, by default 4096.
 
     `context` is 256 by default, or that of `init` if it is shorter. `attention` is mha by default, or that of `init`.
     """
@@ -86,7 +86,7 @@ def get_config(
 
 
 def start(init: str, run: dict, tokenizer: str | None) -> dict:
-    """Return what the config `run` of `init` tells: model, vocabulary, end of text, and tokenizer if none is given."""
+    """Return what the config `run` of `init` sets, its tokenizer if `tokenizer` is None; `end` is the end of text."""
     if run.get("model_name") != "lm":
         raise ValueError(f"init={init} is no language model: {run.get('model_name', 'expected a run or weights')}")
     data = run["input"].get("data", {})

@@ -82,7 +82,7 @@ def get_config(
 
 
 def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, str]:
-    """Return the preprocessing of training and of evaluation, without labels: that of `init`, or for `res`."""
+    """Return the preprocessing strings of training and of evaluation, without labels: those of `init`, or for `res`."""
     as_run = "pp" in run.get("input", {}) and res is None and exif is None
     res = res or RES
     if as_run:
@@ -100,7 +100,7 @@ def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, s
 
 
 def sources(data: str, data_dir: str, val_fraction: float) -> tuple[dict, dict[str, dict], int]:
-    """Return the training data, the data of each evaluator, and the number of steps."""
+    """Return the options of the training data and of each evaluator's data, and the number of training steps."""
     if bool(data) == bool(data_dir):
         raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
     if data and data not in DATASETS:

@@ -29,7 +29,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100}
 def get_config(
     dataset: str = "cifar10", attention: str = "dcmha", epochs: int = 200, runlocal: bool = False
 ) -> ConfigDict:
-    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha"; all other settings are the same for all."""
+    """Return the config; `attention` is a name of docs/heads.md, such as "dcmha" or "mha", and changes nothing else."""
     if dataset not in CLASSES:
         raise ValueError(f"dataset={dataset!r}; known: {', '.join(CLASSES)}")
     config = ConfigDict()

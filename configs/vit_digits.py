@@ -12,7 +12,7 @@ from dcvit.models.head_settings import of_attention
 
 
 def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
-    """`attention` is a name of docs/heads.md, such as "dcmha" or "mha"; all other settings are the same for all."""
+    """Return the config; `attention` is a name of docs/heads.md, such as "dcmha" or "mha", and changes nothing else."""
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs

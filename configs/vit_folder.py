@@ -24,7 +24,7 @@ def get_config(
     val_fraction: float = 0.0,
     augment: str = "strong",
 ) -> ConfigDict:
-    """`val_fraction=0` uses the folders train and val.
+    """Return the config; with `val_fraction=0`, the folders train and val are used.
 
     `augment="strong"` is for photographs of objects: random crops, RandAugment and mixup. `augment="flip"` only mirrors
     whole images, where a crop or another contrast could hide what is looked for, as in inspection.

@@ -46,7 +46,7 @@ def get_config(
     runlocal: bool = False,
     data: str = "",
 ) -> ConfigDict:
-    """`variant` names the model. The module docstring describes `as_released`, `as_written` and `data`."""
+    """Return the config; `variant` names the model. The module describes `as_released`, `as_written` and `data`."""
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -99,14 +99,14 @@ def get_config(
 
 
 def _source(name: str, split: str, folder: str) -> dict:
-    """Return the data of a split: from tensorflow-datasets, or imagenet2012 from the Parquet files in a folder."""
+    """Return the options of a split's data: of tensorflow-datasets, or imagenet2012 from Parquet files in a folder."""
     if not folder or name != "imagenet2012":
         return {"kind": "tfds", "name": name, "split": split}
     return {"kind": "parquet", "data_dir": folder, "split": split.partition("[")[0], "part": PARTS[split]}
 
 
 def pods() -> dict[str, str]:
-    """Return arguments of `get_config` with a TPU slice for their training."""
+    """Return the TPU slice for training, by arguments of `get_config`."""
     return {f"variant={variant}": "v5e:4x8" for variant in ("ViT-S/16", "DCViT-S/16", "ViT-M/16")}
 
 
