@@ -54,7 +54,7 @@ class CommittedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
 
 
 class Checkpointer:
-    """Saves the checkpoints of one run, which no other process group writes to, and removes old ones.
+    """Saves the checkpoints of one run, to whose folder no other run writes, and removes old ones.
 
     Orbax's AsyncCheckpointer saves a step. Orbax's CheckpointManager, which also removes old steps, is not used: it
     deletes the files of a step one by one under the step's name, so a kill leaves a folder that looks like a complete
@@ -136,7 +136,7 @@ class Checkpointer:
             self._fail(step, e)
 
     def _finish(self, step: int, best: int | None) -> None:
-        """Wait until a step is saved, then remove checkpoints that are not to be kept."""
+        """Wait until a step is saved, then remove the checkpoints that `steps.steps_to_remove` selects."""
         try:
             self.writer.wait_until_finished()
             if multihost.is_first():
@@ -153,7 +153,7 @@ class Checkpointer:
 
 
 def _daemon(function: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a thread that does not keep the process from ending."""
+    """Start a thread for a function, which does not keep the process from ending, and return the thread."""
     thread = threading.Thread(target=function, args=args, name="checkpoint", daemon=True)
     thread.start()
     return thread
@@ -182,5 +182,5 @@ def _writer(path_class: type[object]) -> ocp.AsyncCheckpointer:
 
 
 def _cause(error: BaseException) -> str:
-    """Return why a save failed; of the long message about a full disk, which names many files, only the cause."""
+    """Return the text of why a save failed: the cause only, if the disk is full and the message names many files."""
     return next((cause for cause in DISK_FULL if cause in str(error)), first_line(error))

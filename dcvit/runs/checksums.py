@@ -43,7 +43,7 @@ def write(folder: Folder, ignored: Sequence[str] = (), name: str = NAME) -> None
 
 
 def items(folder: Folder) -> set[str]:
-    """Return the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
+    """Return the names of the subfolders in a checkpoint's checksums; empty if these are missing or damaged."""
     try:
         return {name.partition("/")[0] for name in _read(folder / NAME) if "/" in name}
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def _weights_problems(folder: Path, state: tuple[tuple[int, int], ...]) -> list[
 
 
 def listed(found: Sequence[str]) -> str:
-    """Return the first of the messages of `problems`, for an error."""
+    """Return the first MAX_NAMED messages of `problems` as one text for an error, and the number of the others."""
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"{', '.join(found[:MAX_NAMED])}{more}"
 
@@ -124,7 +124,7 @@ def _files(folder: Folder) -> list[str]:
 
 
 def _read(path: Folder) -> dict[str, str]:
-    """Return the SHA-256 by file name.
+    """Return the SHA-256 of each file that a file of checksums lists, by the file's path.
 
     Raises:
       OSError: the file is missing, or is not a regular file.

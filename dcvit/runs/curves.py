@@ -65,7 +65,7 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
 
 
 def labels(workdirs: Sequence[Folder]) -> list[str]:
-    """Return a label for each path: as few last parts as distinguish all paths, or one if they cannot."""
+    """Return a label for each path: its last parts, as many as distinguish all paths, or one if none do."""
     parts = [PurePosixPath(str(workdir)).parts for workdir in workdirs]
     depths = range(1, max(map(len, parts), default=0) + 1)
     depth = next((n for n in depths if len({part[-n:] for part in parts}) == len(parts)), 1)
@@ -73,7 +73,7 @@ def labels(workdirs: Sequence[Folder]) -> list[str]:
 
 
 def _plot_evaluations(axes: Axes, rows: Sequence[Row], label: str, color: str) -> str:
-    """Draw the metric of each evaluator of a run and return the unit of the metric."""
+    """Draw one metric of `METRICS` for each evaluator of a run, and return the label of the metric's axis."""
     present = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
     metric = next((name for name in METRICS if name in present), "loss")
     unit, factor = METRICS[metric]
@@ -86,5 +86,5 @@ def _plot_evaluations(axes: Axes, rows: Sequence[Row], label: str, color: str) -
 
 
 def _points(rows: Sequence[Row], name: str, factor: float = 1) -> list[tuple[int, float]]:
-    """Return (step, value) of each row that has the metric; a value of null, which was not finite, is NaN."""
+    """Return (step, `factor` · value) of each row that has the metric `name`; null, which was not finite, is NaN."""
     return [(row["step"], factor * (math.nan if row[name] is None else row[name])) for row in rows if name in row]

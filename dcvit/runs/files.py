@@ -19,7 +19,7 @@ Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object sto
 
 
 def folder(text: str) -> Folder:
-    """Parse a path, in which ~ is expanded, or a URL of Google Cloud Storage.
+    """Return the folder of a path, in which ~ is expanded, or of a URL of Google Cloud Storage.
 
     Raises:
       ValueError: the path is empty, the URL is of another store, or gcsfs is not installed.

@@ -37,14 +37,14 @@ SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoin
 
 
 class Differences(NamedTuple):
-    """Differences from a run's config and data: descriptions by "config.KEY" or "data.KEY", accepted or refused."""
+    """Differences from a run's config and data: texts by "config.KEY" or "data.KEY", of accepted and refused ones."""
 
     accepted: dict[str, str]
     refused: dict[str, str]
 
 
 def data_identity(source: Source) -> Record:
-    """Identify a data source by its size, class names and blocks, and hashes of examples and of its files."""
+    """Return what identifies a data source: number of examples, class names, hashes of blocks, examples and files."""
     digest = hashlib.sha256()
     if (blocks := blocks_of(source)) is not None:
         digest.update(blocks.sizes.tobytes())
@@ -82,7 +82,7 @@ def devices() -> Record:
 
 
 def check_accepted(accept: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
+    """Raise ConfigError if a name of `--accept` is neither "data" nor a config key, nor a key inside one of them."""
     valid = ["data", *values.known_keys()]
     for name in accept:
         if name.partition(".")[0] not in valid:
@@ -117,7 +117,7 @@ def check_same_run(
 
 
 def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[str]) -> Differences:
-    """Compare a config and data with the "config" and the "data" of a run, see `check_same_run`."""
+    """Return the differences of a config and data from the "config" and "data" of a run; see `check_same_run`."""
     found: dict[str, str] = {}
     if "config" in saved:
         before = saved["config"]
@@ -134,7 +134,7 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
 
 
 def _file_differences(saved: Mapping[str, str] | None, current: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a description of the files that differ; see `input_pipeline.files.OpenedFiles.digests`."""
+    """Return a description by "data.files" if files differ, else {}; see `input_pipeline.files.OpenedFiles.digests`."""
     if saved is None or current is None:
         return {}
     different = sorted(name for name in {*saved, *current} if saved.get(name) != current.get(name))
@@ -163,7 +163,7 @@ def resume_warnings(saved: Facts, current: Facts) -> list[str]:
 
 
 def differences(name: str, saved: object, current: object) -> dict[str, str]:
-    """Return a description of each value that differs, by its dotted name."""
+    """Return a text for each difference of two values, by its dotted name: `name`, and the keys of nested dicts."""
     if isinstance(saved, dict) and isinstance(current, dict):
         found: dict[str, str] = {}
         for key in sorted({*saved, *current}):

@@ -64,7 +64,7 @@ class WorkdirLock:
 
 
 def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
-    """Lock the file `.lock` with flock(2), which the system releases when the process ends for any reason."""
+    """Lock the file `.lock` with flock(2), which the system releases when the process ends, and return the lock."""
     path = workdir / LOCK
     if path.is_symlink():
         raise ConfigError(f"{path} is a symbolic link, which a run does not write to; remove it")
@@ -119,7 +119,7 @@ class _ObjectLock:
                 self.store.rm_file(path)
 
     def _acquire(self) -> str:
-        """Create the lock and return its generation. Raise ConfigError while another run renews it."""
+        """Create the lock and return its generation (version). Raise ConfigError while another run renews it."""
         for attempt in range(2):
             with contextlib.suppress(FileExistsError):
                 self.store.pipe_file(self.path, f"{self.owner}\n".encode(), mode="create")
@@ -132,7 +132,7 @@ class _ObjectLock:
         raise ConfigError(_in_use(self.workdir, owner))
 
     def _delete_if_stale(self, generation: str, owner: str) -> None:
-        """Delete a lock that its owner does not renew."""
+        """Delete the lock of `owner` if it is not renewed within two intervals; wait for this time."""
         if not generation:  # released in the meantime
             return
         seconds = 2 * self.renew_seconds
@@ -158,7 +158,7 @@ class _ObjectLock:
             return None
 
     def _renew(self) -> None:
-        """Rewrite the renewal object; end the process where the lock is no longer its own."""
+        """Rewrite the renewal object at regular times; end the process if another run deleted or took the lock."""
         while not self.ended.wait(self.renew_seconds):
             with contextlib.suppress(Exception):  # the store may be unavailable for some time
                 generation, owner = self._read()

@@ -75,7 +75,7 @@ class JsonLines:
         self.last_step, self.count = step, self.count + 1
 
     def missing(self, about: About) -> str | None:
-        """Return a message if the file, when it was opened, had fewer rows than `about` says."""
+        """Return a message if the file had fewer rows, when opened, than a checkpoint's description says; else None."""
         rows = about.get("metrics_rows", 0)
         missing = rows - len(self.resumed)
         return f"{self.path}: {missing} of the {rows} rows before the checkpoint are missing" if missing > 0 else None
@@ -107,7 +107,7 @@ class JsonLines:
 
 
 def read(path: Folder) -> list[Values]:
-    """Read the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
+    """Return the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
 
     Raises:
       MetricsError: any other line that is not a JSON object of numbers with an increasing step.
@@ -160,7 +160,7 @@ class MetricWriter:
         self.writers = [self.metrics, self.timing, *([self.tensorboard] if self.tensorboard else [])]
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
-        """Write the metrics and timings of a step, unless the file already has them."""
+        """Write the metrics and timings of a step, unless the files already have rows of it or of a later step."""
         if self.tensorboard and step > self.metrics.last_step:
             self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
         self.metrics.write(step, metrics)

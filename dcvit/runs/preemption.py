@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5  # interval at which one of several processes checks if anoth
 
 
 class Preemption:
-    """Context manager that listens to signals; only the main thread can enter it."""
+    """Context manager that saves the run and ends the process at a stop signal; only the main thread can enter it."""
 
     def __init__(self) -> None:
         self.save: Callable[[], str] | None = None  # saves the run and returns a message for the user
@@ -45,7 +45,7 @@ class Preemption:
 
     @contextlib.contextmanager
     def saving(self, save: Callable[[], str], ended: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Set the function that a stop calls while the body runs.
+        """Set the function that saves the run if a stop signal arrives while the body runs.
 
         A stop that has started is always completed: when the body returns or raises, this calls `ended` and waits until
         the process exits with the status of the stop.
@@ -62,7 +62,7 @@ class Preemption:
             self.save = outer
 
     def _finish(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Do not return if a stop has started, because the stop ends the process."""
+        """If a stop has started, call `ended` and wait until the stop ends the process; otherwise return."""
         with self.starting:
             stopper = self.stopper
         if stopper:

@@ -22,7 +22,7 @@ LINE_SECONDS = 10.0  # between lines without a terminal
 
 @contextlib.contextmanager
 def stage(name: str, show: Callable[[str], None], *, announce: bool = True) -> Iterator[None]:
-    """Show what the body does: its name at once, and every `LINE_SECONDS` also the seconds that it has taken.
+    """Show the name of the work in the context at once, and every `LINE_SECONDS` also the seconds that it has taken.
 
     Args:
       name: the name of the work, such as "compiling the training step".
@@ -47,7 +47,7 @@ def stage(name: str, show: Callable[[str], None], *, announce: bool = True) -> I
 
 
 class ProgressBar:
-    """Context manager that shows how much of some work is completed.
+    """Context manager that shows the progress of a computation or a transfer.
 
     Attributes:
       live: True on a terminal, where a bar is shown.
@@ -178,7 +178,7 @@ class RunProgress(ProgressBar):
 
 
 def _duration(seconds: float) -> str:
-    """Return a time such as "0:01:30" or "10 days, 0:00:00"."""
+    """Return a number of seconds as text, such as "0:01:30" or "10 days, 0:00:00"."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
@@ -206,7 +206,7 @@ class _LogLines(logging.Handler):
         self.logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record: warnings of other processes than the first, whose stdout is discarded, on stderr."""
+        """Print a record above the bar; on stderr if it is a warning of another process than the first."""
         line = record.getMessage()
         if self.distinct and line in self.printed:
             return

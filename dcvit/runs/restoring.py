@@ -84,7 +84,7 @@ def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree
 
 
 def check_compatible(checkpoint: Folder, items: Mapping[str, PyTree]) -> None:
-    """Raise CheckpointError if a tree or shape of a checkpoint differs from the given ones."""
+    """Raise CheckpointError if a tree or shape of a checkpoint's items differs from that in `items`."""
     for name in items:
         if not (checkpoint / name).exists():
             raise CheckpointError(f"{checkpoint} has no {name}")
@@ -112,7 +112,7 @@ def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
 
 
 def open_params(source: Folder) -> dict[str, ts.TensorStore]:
-    """Open the parameters of a checkpoint by their paths, such as "head/kernel", without reading their values.
+    """Return the parameters of a checkpoint by their paths, such as "head/kernel", without reading their values.
 
     Args:
       source: a workdir (its latest checkpoint), or the folder of one checkpoint.
@@ -136,7 +136,7 @@ def open_params(source: Folder) -> dict[str, ts.TensorStore]:
 
 
 def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
-    """Return an array of `open_params`, or a part of one, to be read later; `path` names it in an error."""
+    """Return a `Tensor` that reads a parameter of `open_params`, or a slice of it, on demand; errors name `path`."""
 
     def read() -> np.ndarray:
         try:
@@ -148,7 +148,7 @@ def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
 
 
 def _params(folder: Folder) -> Folder:
-    """Return the item with the parameters of a checkpoint, the averaged ones if there are any."""
+    """Return the subfolder with the parameters of a checkpoint: the averaged ones, `ema`, or else `params`."""
     return folder / ("ema" if "ema" in checksums.items(folder) else "params")
 
 
@@ -163,7 +163,7 @@ def _metadata(item: Folder) -> PyTree:
 
 
 def _problems(checkpoint: Folder) -> list[str]:
-    """Return the damaged files of a checkpoint. Each process reads a part of them and gets the result of all."""
+    """Return the messages of `steps.problems`. Each process reads a part of the files and gets the result of all."""
     share = (jax.process_index(), jax.process_count())
     found = multihost.gather(f"verified/{checkpoint.name}", steps.problems(checkpoint, share=share))
     return sorted({line for lines in found for line in lines})

@@ -82,7 +82,7 @@ def about(path: Folder) -> dict[str, Any]:
 
 
 def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Return the steps that are not among the `keep` latest ones, `best`, multiples of `keep_every` or `CONVERTED`."""
+    """Return all `steps` but the `keep` latest ones, `best`, the multiples of `keep_every`, and `CONVERTED`."""
     kept = {*steps[-keep:], best, CONVERTED}
     return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
 
@@ -119,7 +119,7 @@ def set_aside(path: Folder) -> Folder:
 
 
 def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the problems of a checkpoint, see `checksums.problems`; a name of another step is also a problem.
+    """Return a message for each problem of a checkpoint, see `checksums.problems`, and for a name of another step.
 
     With such a name, the folder was renamed, exchanged with another one, or linked.
     """
@@ -136,7 +136,7 @@ def damage_message(path: Folder, found: Sequence[str]) -> str:
 
 
 def earlier_checkpoint_hint(path: Folder) -> str:
-    """Return the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
+    """Return the end of a message about a damaged checkpoint, which names the latest intact one before it, if any."""
     if not is_step(path.name):
         return ""
     for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):

@@ -66,12 +66,12 @@ class WandbRun:
         self._attempt(start)
 
     def write(self, step: int, row: Mapping[str, object]) -> None:
-        """Send a row."""
+        """Send the row of `step` in metrics.jsonl to W&B."""
         if self.run is not None:
             self._attempt(lambda: self.run.log(dict(row), step=step))
 
     def close(self, *, failed: bool) -> None:
-        """Complete the run, which waits until its rows are sent."""
+        """End the W&B run, as failed or completed; this waits until its rows are sent."""
         if self.run is not None:
             self._attempt(lambda: self.run.finish(exit_code=int(failed)))
 

@@ -25,8 +25,8 @@ class Watchdog:
     """Reports a run that makes no progress for a given time.
 
     Call the instance with a description of the current work whenever the run makes progress. Each stall is reported
-    once, to stderr and to `watchdog.log` in the workdir. A run that waits for a checkpoint `SAVE_FACTOR` times as long
-    ends.
+    once, to stderr and to `watchdog.log` in the workdir. If the run waits for a checkpoint to be saved and this takes
+    `SAVE_FACTOR` times as long, the process is ended.
     """
 
     def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):

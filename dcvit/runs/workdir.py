@@ -24,7 +24,7 @@ MAX_PATH = 200  # characters of a path that cannot be read, in a message
 
 
 def find(path: Folder) -> Folder | None:
-    """Return the workdir that a path is, or is a checkpoint of; None if it is neither.
+    """Return `path` if it is a workdir, its run's workdir if it is a checkpoint, and None if it is neither.
 
     Raises:
       CheckpointError: the path cannot be read.
@@ -50,7 +50,7 @@ def has_started(workdir: Folder, saved: Sequence[int]) -> bool:
 
 
 def existing(workdir: Folder) -> Record:
-    """Read the "config" and the "data" of the run in a workdir; a missing file is omitted.
+    """Return the "config" and the "data" of the run in a workdir; those of a missing file are omitted.
 
     Raises:
       ConfigError: a file is damaged.
