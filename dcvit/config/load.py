@@ -93,7 +93,7 @@ def check(spec: str | None, overrides: Sequence[str]) -> None:
 
 
 def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
-    """Set required placeholders without value to None, and return their dotted keys."""
+    """Set the required placeholders of ml_collections that have no value to None, and return their dotted keys."""
     cleared = []
     for key in list(config):
         try:
@@ -122,7 +122,7 @@ def _find(name: str) -> Path:
 
 
 def _translated(path: Path, config: Json) -> Json:
-    """Return the config of a file with keys of dcvit, and log how those of big_vision are translated."""
+    """Return `config` with keys of dcvit: keys of big_vision are translated, and each translation is logged."""
     if not big_vision.is_big_vision(config):
         return config
     try:
@@ -135,7 +135,7 @@ def _translated(path: Path, config: Json) -> Json:
 
 
 def _run(path: Path, text: str) -> ConfigDict:
-    """Execute a config file and call its get_config with the arguments in `text`."""
+    """Execute a config file and return the config that its get_config gives for the arguments in `text`."""
     try:
         with big_vision.importable():
             get_config = _module(path).get_config
@@ -150,7 +150,7 @@ def _run(path: Path, text: str) -> ConfigDict:
 
 
 def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> Json:
-    """Return the arguments of a get_config, converted to the types of its defaults.
+    """Return the arguments of a get_config from `text`, converted to the types of its defaults.
 
     A get_config of big_vision has one parameter, `arg`, and parses the text itself.
     """

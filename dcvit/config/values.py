@@ -17,12 +17,12 @@ Json: TypeAlias = dict[str, Any]
 
 
 def defaults() -> Json:
-    """Return the default of every key."""
+    """Return the default value of each key of `KEYS`, the keys of a config except durations."""
     return {name: key.default for name, key in KEYS.items()}
 
 
 def known_keys() -> list[str]:
-    """Return every key that a config may hold."""
+    """Return every top-level key that a config may hold, durations included."""
     return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
 
 
@@ -64,7 +64,7 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
 
 
 def run_config(checkpoint: str) -> Json:
-    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path.
+    """Return the config of a run, given by its workdir or a checkpoint folder as `checkpoint`; {} for another path.
 
     The config.json of another library has no `model_name`.
     """
@@ -109,7 +109,7 @@ def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
 
 
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
-    """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
+    """Return a copy of a config with `num_classes`, also in place of "{num_classes}" in preprocessing strings."""
     filled = replaced(config, num_classes=num_classes).unlock()
     for holder in (filled.input, *filled.evals.values()):
         if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):

@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The JAX operation that it comes from, or an empty string."""
+        """The JAX operation for which XLA made the instruction, or an empty string."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -133,14 +133,14 @@ def times(program: Computations, entry: str) -> dict[str, int]:
 
 
 def called(rest: str) -> Iterator[tuple[str, str]]:
-    """Yield the computations that an instruction calls, each with its role."""
+    """Yield (role, name) of each computation that an instruction calls; the role is an attribute, such as "body"."""
     for role, names in CALLED.findall(rest):
         for name in names.split(", "):
             yield role, name.lstrip("%")
 
 
 def _trips(loop: Instruction, condition: Sequence[Instruction]) -> int:
-    """Return the length of a loop as the compiler states it, or the constant in the loop's condition, or 1."""
+    """Return how often a loop runs, as the compiler states it, else the constant in the loop's condition, or 1."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     constants = [int(found[1]) for x in condition if x.op == "constant" and (found := re.match(r"(\d+)\)", x.rest))]
@@ -148,7 +148,7 @@ def _trips(loop: Instruction, condition: Sequence[Instruction]) -> int:
 
 
 def _result(shape: str, op: str) -> str:
-    """Return the result in the tuple (operands, results, …) of a start operation: the second half of its arrays."""
+    """Return the shape of an instruction's result: of the tuple (operands, results, …) of a start, the second half."""
     if not op.endswith("-start") or op == "all-reduce-start":
         return shape
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)

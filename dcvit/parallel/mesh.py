@@ -39,7 +39,7 @@ def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
 
 
 def constrain_to(x: Float[Array, "B T H D"], spec: P) -> Float[Array, "B T H D"]:
-    """Constrain the sharding of `x` to `spec`, which is for (*B, T, H, D); the leading axes are merged in `x`."""
+    """Constrain `x` to the sharding `spec` of an array (*B, T, H, D), whose leading axes are merged to B in `x`."""
     axes: list[Axis] = [*spec, *[None] * (x.ndim - len(spec))]
     examples = [name for axis in axes[:-3] for name in axis_names(axis)]
     axes = divisible_axes(x.shape, [tuple(examples), *axes[-3:]], jax.sharding.get_abstract_mesh())
@@ -47,7 +47,7 @@ def constrain_to(x: Float[Array, "B T H D"], spec: P) -> Float[Array, "B T H D"]
 
 
 def active_mesh() -> AbstractMesh | None:
-    """Return the current mesh if it has several devices and automatic axes, all of them axes of `AXES`.
+    """Return the current mesh if it has several devices and only automatic axes with names in `AXES`, or else None.
 
     Under `jax.shard_map` axes are manual. On a mesh with axes of other names, the compiler chooses shardings.
     """
@@ -63,7 +63,7 @@ def context_parts(tokens: int) -> int:
 
 
 def explicit_mesh(*trees: object) -> AbstractMesh | None:
-    """Return a mesh with explicit axes: the current one (`jax.set_mesh`), or else that of the arrays; or None."""
+    """Return the mesh with explicit axes: the current one (`jax.set_mesh`), or that of an array in `trees`, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
     return next((mesh for mesh in (jax.sharding.get_abstract_mesh(), *meshes) if mesh.explicit_axes), None)
 
@@ -106,10 +106,10 @@ def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | Abst
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axis: Axis) -> int:
-    """Return the number of devices along one mesh axis, several (their product), or none (1)."""
+    """Return the number of devices along one mesh axis, along several (the product), or 1 for None."""
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """Return one mesh axis, several or None as a tuple."""
+    """Return the names of a mesh axis as a tuple: of one axis, of several, or of none for None."""
     return (axis,) if isinstance(axis, str) else tuple(axis or ())

@@ -139,7 +139,7 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
 
 
 def _await(coordinator: Value, key: str, deadline: float) -> Any:
-    """Return the value of a key once it is set. Raises RuntimeError after the deadline, or if a process failed."""
+    """Return the value of a key once it is set in the store. RuntimeError after the deadline or a process's failure."""
     while True:
         try:
             return json.loads(coordinator.blocking_key_value_get(key, POLL_SECONDS * 1000))

@@ -56,7 +56,7 @@ STACKED = r"(.*/)?Transformer/(group|encodergroup|encoderblock)/.*"  # of a scan
 
 @runtime_checkable
 class ModelSizes(Protocol):
-    """The fields of a model that limit its sharding."""
+    """Interface of a model's config for sharding: the fields that limit how its parameters can be split."""
 
     width: int
     num_heads: int
@@ -179,7 +179,7 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
 
 
 def check_context(mesh: Mesh, net: ModelSizes, tokens: int | None) -> None:
-    """Raise ConfigError if the axis "context" does not split rows of `tokens` tokens; None: the model has no rows."""
+    """Raise ConfigError if the axis "context" cannot split rows of `tokens` tokens; None: the model has no rows."""
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     if context == 1:
         return
@@ -226,14 +226,14 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
 
 
 def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy = "ddp") -> PyTree:
-    """Return shapes with the shardings of `shardings`; without a mesh, all are on the first local device."""
+    """Return a `ShapeDtypeStruct` with its sharding for each shape; without a mesh, all on the first local device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, strategy)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> list[Axis]:
-    """Return the spec of a rule, completed to all dimensions. Raise ConfigError if it does not fit the shape."""
+    """Return the mesh axes that split each dimension, by a rule for the last ones. Raise ConfigError if it cannot."""
     if re.match(r"opt_state/|step$|skipped$|nonfinite$", name):
         fitting = shape[max(0, len(shape) - len(rule)) :]
         if len(fitting) < len(rule) or divisible_axes(fitting, rule, mesh) != list(rule):
@@ -250,7 +250,7 @@ def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> lis
 
 
 def _strategy_spec(name: str, shape: tuple[int, ...], strategy: str, mesh: Mesh) -> list[Axis]:
-    """Return the spec of a named strategy."""
+    """Return the mesh axes that split each dimension of a parameter by a named strategy; None: no axis."""
     first = int(re.fullmatch(STACKED, name) is not None)
     spec: list[Axis] = [None] * len(shape)
     if "tensor" in strategy:
@@ -287,7 +287,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
-    """Transfer a batch to the devices.
+    """Transfer a batch to the devices, and return it as arrays of `batch_size` rows with the `batch_sharding`.
 
     Args:
       batch: arrays with the `local_rows` of this process.

@@ -92,7 +92,7 @@ def jax_name(chip: Chip, sides: tuple[int, ...]) -> str:
 
 @functools.cache
 def names() -> dict[str, tuple[Chip, tuple[int, ...]]]:
-    """Return all slices by both kinds of names, in lower case and ordered by family and number of chips."""
+    """Return (chip, shape) of all slices by both kinds of names, in lower case, by family and number of chips."""
     found: dict[str, tuple[Chip, tuple[int, ...]]] = {}
     for family in CHIPS:
         for sides in shapes(family.name):
@@ -102,8 +102,7 @@ def names() -> dict[str, tuple[Chip, tuple[int, ...]]]:
 
 
 def shapes(family: str) -> list[tuple[int, ...]]:
-    """Return the shapes of a family's slices by number of chips; of equal ones, the one with the shortest longest side
-    and then the longest shortest side comes first."""
+    """Return the shapes, in chips, of a family's slices by number of chips; of equal numbers, the most cubic first."""
     if family not in LARGEST:
         return [_sides(name) for name in FLAT] if family in ("v5e", "v6e") else []
     cubes = LARGEST[family] // 4**3
@@ -114,7 +113,7 @@ def shapes(family: str) -> list[tuple[int, ...]]:
 
 
 def nearest_slices(name: str, count: int = 4) -> list[str]:
-    """Return names of slices similar to an unknown `name`: of its family, if that exists, with about as many chips."""
+    """Return `count` names of slices similar to an unknown `name`: of its family, if that exists, of about its size."""
     family, _, size = _lower_family(name[:40]).replace("-", ":", 1).partition(":")
     mark = "-" if size.isascii() and size.isdigit() else ":"
     wanted = math.prod(int(number) or 1 for number in re.findall("[0-9]+", size))

@@ -46,7 +46,7 @@ def by_name(tree: object) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays by path, such as "head/kernel", to a tree of nested dicts."""
+    """Convert a dict of arrays by path, such as "head/kernel", to a tree of nested dicts."""
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
     return tree
 
@@ -70,7 +70,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def flattened(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, by dotted keys; an empty mapping is a value."""
+    """Return nested mappings as one dict; a key is `prefix` and the nested keys, joined by dots. {} is a value, too."""
     found: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -68,7 +68,7 @@ def _converted(name: str, text: str, kind: Callable[[str], object]) -> object:
 
 
 def autotype(x: str) -> bool | int | float | str:
-    """Return a text as a bool, an integer or a number, if it is one."""
+    """Convert a text to a bool, an integer or a number if it spells one; otherwise return the text."""
     if x.lower() in ("true", "false"):
         return x.lower() == "true"
     for kind in (int, float):
@@ -80,7 +80,7 @@ def autotype(x: str) -> bool | int | float | str:
 
 
 def pack_arg(**kw: object) -> str:
-    """Return arguments as a text for `parse_arg`. Raises ValueError if a value contains a comma."""
+    """Return keyword arguments as a text for `parse_arg`. Raises ValueError if a value contains a comma."""
     for name, value in kw.items():
         if "," in f"{value}":
             raise ValueError(f"argument {name}={value} contains a comma")
@@ -88,7 +88,7 @@ def pack_arg(**kw: object) -> str:
 
 
 def arg(**kw: object) -> dict[str, object]:
-    """Return arguments, and the key `config_arg` with all of them as a text for `parse_arg`."""
+    """Return the keyword arguments, and under the key `config_arg` all of them as a text for `parse_arg`."""
     return {"config_arg": pack_arg(**kw), **kw}
 
 
@@ -104,7 +104,7 @@ def format_str(format_string: str, config: ConfigDict) -> FieldReference | str:
 
 
 def input_for_quicktest(config_input: ConfigDict, quicktest: bool) -> None:
-    """Make the training data of a config small, if `quicktest`."""
+    """Set a batch of 8 and a small shuffle buffer in the config of the training data, if `quicktest`."""
     small: Mapping[str, object] = {"batch_size": 8, "shuffle_buffer_size": 10, "cache_raw": False}
     if quicktest:
         config_input.update(small)

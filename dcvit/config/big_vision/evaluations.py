@@ -1,4 +1,4 @@
-"""Data, preprocessing and evaluators of a config of big_vision, whose op `onehot` has other default keys."""
+"""Translation of data, preprocessing and evaluators of big_vision, whose op `onehot` has other default keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label d
 
 
 def translate_data(data: Part, *, cache: bool = False) -> Values:
-    """Return the arguments of a data set: one of tensorflow-datasets, unless `kind` says otherwise.
+    """Return the translated arguments of a data set, which is of tensorflow-datasets unless `kind` says otherwise.
 
     Raises:
       ConfigError: a data set of big_vision's own, or several.
@@ -45,7 +45,7 @@ def translate_data(data: Part, *, cache: bool = False) -> Values:
 
 
 def translate_evaluators(config: Part) -> Values:
-    """Return the evaluators of `evals` and `fewshot`.
+    """Return the translated options of each evaluator of `evals` and `fewshot`, by the evaluator's name.
 
     Raises:
       ConfigError: an evaluator has no equivalent.
@@ -75,14 +75,14 @@ def translate_evaluators(config: Part) -> Values:
 
 
 def pp_predict(evaluators: Mapping[str, Values]) -> str:
-    """Return the preprocessing of image files for `dcvit predict`: that of an evaluator, "" if there is none."""
+    """Return the preprocessing string of image files for `dcvit predict`: that of an evaluator, or ""."""
     found = {name: each["pp"] for name, each in evaluators.items() if each["type"] == "classification" and each["pp"]}
     names = [*(name for name in ("val", "test") if name in found), *found]
     return without_labels(found[names[0]]) if names else ""
 
 
 def _classification(part: Part, kind: str) -> Values:
-    """Return a classification evaluator, which also yields the mean loss."""
+    """Return the options of a classification evaluator, of `kind` "classification" or "mean" (of the loss)."""
     if kind not in EVALUATORS:
         raise ConfigError(f"{part.name}.type={kind!r} of big_vision has no equivalent; known: {', '.join(EVALUATORS)}")
     if kind == "mean":
@@ -103,7 +103,7 @@ def _classification(part: Part, kind: str) -> Values:
 
 
 def _few_shot(part: Part, name: str) -> Values:
-    """Return an evaluator for each data set of a few-shot evaluation."""
+    """Return the options of an evaluator for each data set of a few-shot evaluation, by the evaluator's name."""
     part.expect("label_key", ("label",), "the key of the label is 'label'")
     part.expect("mask_key", ("_mask",), "the key of the mask is '_mask'")
     part.expect("pred", ("predict",), "expected 'predict'")
@@ -154,14 +154,14 @@ def translate_pp(part: Part, key: str) -> str:
 
 
 def without_labels(pp: str) -> str:
-    """Return the ops that an image without label needs."""
+    """Return a preprocessing string without the ops that concern labels, for images that have none."""
     from input_pipeline.preprocess.builder import calls
 
     return "|".join(ast.unparse(call) for call in calls(pp) if _name(call) not in ON_LABELS)
 
 
 def _calls(pp: object, what: str) -> list[ast.Call]:
-    """Return the ops of a string. Raises ConfigError if it cannot be parsed."""
+    """Return the syntax trees of a preprocessing string's ops. Raises ConfigError if it cannot be parsed."""
     from input_pipeline.preprocess.builder import calls
 
     if not isinstance(pp, str):

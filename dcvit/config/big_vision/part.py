@@ -29,15 +29,15 @@ class Part:
         self.name, self.notes = name, notes
 
     def note(self, text: str) -> None:
-        """Note a change."""
+        """Add the description of a change to the notes."""
         self.notes.setdefault(text, []).append(self.name)
 
     def inner(self, key: str) -> Part:
-        """Remove a dict and return it as a part, which is empty if there is none."""
+        """Remove the dict at `key` and return it as a part, which is empty if there is no such dict."""
         return Part(self.values.pop(key, None), f"{self.name}.{key}", self.notes)
 
     def put(self, key: str, value: object, old: str = "") -> None:
-        """Set a key, and note that it replaces `old`."""
+        """Set a key, and note that it replaces the key `old`, or that the value is big_vision's default."""
         self.values[key] = value
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
@@ -50,7 +50,7 @@ class Part:
             self.note(f"{old} -> {new}")
 
     def drop(self, reasons: Mapping[str, str]) -> None:
-        """Remove keys without effect on the result, for a reason each."""
+        """Remove keys that do not affect the result, and note the reason that is given for each."""
         for key, reason in reasons.items():
             if self.values.pop(key, None) is not None:
                 self.note(f"{key} is dropped: {reason}")
@@ -60,13 +60,13 @@ class Part:
         return ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent: {reason}")
 
     def expect(self, key: str, known: Collection[object], reason: str) -> None:
-        """Remove a key whose values `known` are what dcvit does anyway. Raises ConfigError for another value."""
+        """Remove a key whose value is in `known`, so that dcvit needs no key for it. ConfigError for another value."""
         if key in self.values and self.values[key] not in known:
             raise self.refuse(key, reason)
         self.values.pop(key, None)
 
     def durations(self, names: Mapping[str, str]) -> None:
-        """Rename durations; those in percent are fractions in big_vision, and are converted."""
+        """Rename durations, as `names` maps them; percentages, which are fractions in big_vision, are converted."""
         for old, new in names.items():
             for unit in UNITS:
                 value = self.values.pop(f"{old}_{unit}", None)

@@ -115,7 +115,7 @@ def _translate_input(config: Part) -> None:
 def _translate_model(config: Part) -> None:
     """Translate `model`, and the initial bias of its head.
 
-    The `remat_policy` concerns scanned layers: those of big_vision keep nothing unless JAX has the policy.
+    `remat_policy` has an effect on scanned layers only; without one, these save no activations for the backward pass.
     """
     model = config.inner("model")
     policy = model.values.pop("remat_policy", None)
@@ -130,7 +130,7 @@ def _translate_model(config: Part) -> None:
 
 
 def _translate_mixup(config: Part) -> None:
-    """Translate mixup=dict(p=…) to mixup=p."""
+    """Translate mixup=dict(p=…) to mixup=p. Raises ConfigError if the dict has other keys or unknown values."""
     if not isinstance(config.values.get("mixup"), Mapping):
         return
     mixup = config.inner("mixup")
@@ -143,7 +143,7 @@ def _translate_mixup(config: Part) -> None:
 
 
 def _translate_optimizer(config: Part) -> None:
-    """Translate the optimizers of big_vision.
+    """Translate the optimizer: `optax_name`, its arguments in `optax`, clipping and the kind of weight decay.
 
     Raises:
       ConfigError: the optimizer or an argument has no equivalent.
@@ -166,7 +166,7 @@ def _translate_optimizer(config: Part) -> None:
 
 
 def _translate_schedule(config: Part) -> None:
-    """Translate the schedule, and the parameters that it freezes.
+    """Translate `schedule`, and add the parameters that have none to `frozen`.
 
     Raises:
       ConfigError: a schedule that dcvit has no equivalent of.
@@ -199,7 +199,7 @@ def _translate_schedule(config: Part) -> None:
 def _single_schedule(config: Part, rules: Sequence[object]) -> Values | None:
     """Return the only schedule of pairs (regex, schedule or None), and freeze the parameters without one.
 
-    The first regex that matches counts. Raises ConfigError if there are several different schedules.
+    The first regex that matches counts. Raises ConfigError for different schedules, or without a last regex ".*".
     """
     schedules, others, frozen, last = list[Values](), list[str](), list[str](), ""
     for rule in rules:
@@ -230,7 +230,7 @@ def _batch_size(config: Part) -> int:
 
 
 def _scale(config: Part, schedule: Part, factor: float) -> None:
-    """Multiply learning rate and weight decay by the factor of `scale_with_batchsize`."""
+    """Multiply learning rate and weight decay by the factor of `scale_with_batchsize`; divide `schedule.end` by it."""
     for key in ("lr", "wd"):
         if config.values.get(key):
             config.put(key, config.values[key] * factor, f"{key}={config.values[key]} times batch_size / 256")
