@@ -54,7 +54,7 @@ def _usage() -> str:
 
 
 def _keys() -> str:
-    """Return the type, the default and the meaning of every config key."""
+    """Return a text with the type, the default and the meaning of every config key."""
     from dcvit.config import values
 
     lines = ["Keys of a config; --config.KEY=VALUE sets one on the command line.", ""]

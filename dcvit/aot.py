@@ -21,7 +21,7 @@ SIZES = ("params", "optimizer", "activations", "temporaries", "total", "memory")
 
 
 def lines(row: Row) -> list[dict[str, object]]:
-    """Convert a result to a table with one line per number."""
+    """Return the rows of a table about a compiled step, one for each number."""
     shown = {
         "slice": f"{row['topology']}, {row['chips']} chips, mesh {row['mesh']}",
         "parameters": f"{row['parameters']:,}",
@@ -35,7 +35,7 @@ def lines(row: Row) -> list[dict[str, object]]:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """Convert results to the lines of a Markdown table."""
+    """Return the lines of a Markdown table with a row for each compiled step."""
     table = [
         "| model | slice | parameters | state | activations | temporaries | total of memory | |",
         "|" + "---|" * 8,

@@ -63,7 +63,7 @@ def attention_case(
     *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
     **more: Any,
 ) -> tuple[Case, dict[str, str]]:  # fmt: skip
-    """Return the `Case` of a call of attention on the current platform, and why others do not support the call.
+    """Return the `Case` of a call of attention on this platform, and why each of the other backends cannot run it.
 
     Args:
       queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
@@ -175,7 +175,7 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
 
 
 def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -> list[Row]:
-    """Return the rows of the table for one case; the fastest implementation that passed is marked."""
+    """Return a row of the table for each implementation in one case; the fastest one that passed is marked."""
     from dcvit.dcmha.verdicts import fastest
 
     first = fastest(found, forward_only=is_inference)
@@ -191,7 +191,7 @@ def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -
 
 
 def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Verdicts) -> list[Row]:
-    """Verify the calls of attention in a training step; return the rows of the table, by the keys of the cases."""
+    """Verify the calls of attention in a config's training step; return the table's rows, named by the cases' keys."""
     from dcvit.dcmha.selection import Selection, selecting
     from dcvit.dcmha.verification import check_idle
     from dcvit.training.aot import trace

@@ -44,12 +44,12 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
     def __init__(self, *, examples: Sequence[str] = (), **options: Any):
-        """Prepare the parser; `examples` are command lines that the help shows, the options those of argparse."""
+        """Prepare the parser; `examples` are command lines that the help shows, and `options` are argparse's."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.examples = examples
 
     def format_help(self) -> str:
-        """Return the help: options, examples, and for commands that take a config its overrides and the names."""
+        """Return the help: options, examples and, for a command with a config, overrides and names of configs."""
         lines = [super().format_help()]
         if any(action.dest == "config" for action in self._actions):
             from dcvit.config import load as config
@@ -167,14 +167,14 @@ def model(text: str) -> files.Folder:
 
 
 def local_model(text: str) -> Path:
-    """Convert an option's value as in `model`, to a path as in `utf8_path`."""
+    """Convert an option's value to the path of the package's model of this name, or else as in `utf8_path`."""
     from dcvit.hub import pretrained
 
     return utf8_path(pretrained.resolve(text))
 
 
 def add_model_options(parser: Parser, *, weights: bool = True) -> None:
-    """Add the options that select a trained model, and `--format`; `weights` says that `--workdir` may be weights."""
+    """Add the options that select a trained model, and `--format`; `weights`: their help offers weights, too."""
     places = "folder of a training run" + (", weights that `dcvit.load` opens" if weights else "")
     parser.add_argument("--workdir", "--model", type=model, help=f"{places}, or the name of a model of the package")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
@@ -229,7 +229,7 @@ class _LineFormatter(logging.Formatter):
     """Formats a log record as one printable line, followed by the traceback if it has one."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line."""
+        """Return the message of a record with unprintable characters escaped, line breaks included."""
         return escaped(record.message)
 
 
@@ -323,7 +323,7 @@ def _report(error: Exception) -> tuple[str, int]:
 
 
 def _multihost() -> types.ModuleType | None:
-    """Return `dcvit.parallel.multihost` in a run of several processes; does not import JAX to find out."""
+    """Return `dcvit.parallel.multihost` in a run of several processes, else None; never imports JAX."""
     if "jax" not in sys.modules:
         return None
     from dcvit.parallel import multihost
@@ -332,7 +332,7 @@ def _multihost() -> types.ModuleType | None:
 
 
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
-    """Print rows that have the same keys as CSV or JSON, each immediately, or all together as a table.
+    """Print rows that have the same keys, as `form` says: as CSV or JSON, row by row, or as one table.
 
     A table is adapted to the width of the terminal. JSON has the exact text; in CSV and tables, characters that cannot
     be printed are escaped.
@@ -346,7 +346,7 @@ def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None =
 
 
 def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows as a list with an indentation of 2."""
+    """Print rows as a JSON list with an indentation of 2, each as soon as it is computed."""
     printed = False
     for row in rows:
         print("," if printed else "[")
@@ -356,7 +356,7 @@ def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows as CSV with a header."""
+    """Print rows as CSV with a header, each as soon as it is computed."""
     writer = None
     for row in rows:
         if writer is None:

@@ -66,7 +66,7 @@ def check_regex(pattern: Any, what: str) -> None:
 
 
 def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
-    """Return the names that a regular expression of a user matches as a whole.
+    """Return the `names` that a regular expression given by the user matches as a whole.
 
     Raises:
       ConfigError: it is not a regular expression, or takes too long. Only the main thread can be stopped.

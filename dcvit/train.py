@@ -121,7 +121,7 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
 
 
 class _Module(types.ModuleType):
-    """This module, which is also the function `dcvit.train`."""
+    """The class of this module, by which `dcvit.train` is also a function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train a model; see `dcvit.training.run.train`, whose arguments these are."""
@@ -137,7 +137,7 @@ class _Module(types.ModuleType):
         return run.train
 
     def __dir__(self) -> list[str]:
-        """Return the names in the module, with the property."""
+        """Return the names in the module, and that of the property `train`."""
         return [*super().__dir__(), "train"]
 
 

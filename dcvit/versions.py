@@ -44,7 +44,7 @@ def shard_alike(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Floa
 
 @functools.cache
 def _shard_alike() -> Primitive:
-    """Return the primitive (x, like) -> (x, like), which is linear in both."""
+    """Return the JAX primitive of `shard_alike`: it returns (x, like), and is linear in both."""
     import jax
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
@@ -198,7 +198,7 @@ def stop_leak_of_saves() -> None:
 
 
 def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
-    """Return a function that computes the spec of a folder once, and adds the name of each array to a copy of it."""
+    """Return `build` with a cache: the spec of a folder is computed once, and each array's name is added to a copy."""
     latest: dict[str, Spec] = {}
 
     def spec(directory: str, name: str | None = None, **options: object) -> Spec:
