@@ -59,7 +59,7 @@ class Change:
 
 
 def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Change:
-    """Decode `image` from the bytes of a JPEG, PNG, WebP, BMP, GIF or TIFF file.
+    """Decode `image` from the bytes of a JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF file.
 
     Args:
       channels: 1 for gray or 3 for RGB.
