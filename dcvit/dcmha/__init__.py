@@ -102,9 +102,9 @@ def attention_weights(
     groups: int = 1,
     scale: float | None = None,
 ) -> Float[Array, "B H T S"]:
-    """Compute the composed weights by which `attention` multiplies the values, for inspection.
+    """Return the composed weights (B H T S) by which `attention` multiplies the values, for inspection.
 
-    The arguments are those of `attention`. The array of size H×T×S is float32, or float64 for float64 inputs.
+    The arguments are those of `attention`. The result is float32, or float64 for float64 inputs.
 
     Raises:
       ValueError: as `attention`.

@@ -53,7 +53,7 @@ def dynamic_projection(
       w_1: the paper's W_q1 or W_k1, one block for each group.
       w_2: the paper's W_q2 or W_k2, one block for each group.
       heads: the number of heads H.
-      gelu: the activation between them: "tanh", GELU's approximation, or "exact".
+      gelu: the activation between the two layers: "tanh", GELU's approximation, or "exact".
 
     Returns:
       The down projection, RMS-normed over the heads of each group, and the up projection.
@@ -63,7 +63,7 @@ def dynamic_projection(
 
 
 def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
-    """Apply the second layer of Eqn 5 to each group, and split its output into the down and the up projection."""
+    """Return the down projection, normed, and the up projection, which the second layer `w_2` makes from `hidden`."""
     batch, length, groups, inner = hidden.shape
     per_group = heads // groups
     rank = inner // (2 * per_group)
@@ -90,7 +90,7 @@ def dynamic_projections(
     heads: int,
     gelu: str = "tanh",
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
-    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
+    """Return the results of `dynamic_projection` for each pair of `w_1` and `w_2`; a single product reads `x`.
 
     Groups and pairs have axes of their own, so that the compiler can split the heads of groups over devices. Where it
     does not, `dcvit.dcmha.packed_weights` computes the same faster.
@@ -100,7 +100,7 @@ def dynamic_projections(
 
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
-    """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`; see `dynamic_projections`."""
+    """Return the results of `dynamic_gate` for each of `w_g`; one product reads `x`, as in `dynamic_projections`."""
     gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
     return [gates[:, :, c] for c in range(len(w_g))]
 
@@ -196,7 +196,7 @@ def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, ke
 
 
 def hidden_init(width: int, inner: int) -> Initializer:
-    """Return the Xavier normal initializer of W_q1 and W_k1, M×I for each group: standard deviation sqrt(2/(M+I))."""
+    """Return the Xavier normal initializer of W_q1 and W_k1: standard deviation sqrt(2/(`width` + `inner`))."""
     return normal(math.sqrt(2 / (width + inner)))
 
 
@@ -211,7 +211,7 @@ def projection_init(rank: int, heads_per_group: int) -> Initializer:
 def gate_init(width: int, heads_per_group: int) -> Initializer:
     """Return the normal initializer of W_qg and W_kg (Section 4 of the paper).
 
-    The standard deviation is 0.05·sqrt(2/(M+H)), where H is the number of heads of one group.
+    The standard deviation is 0.05·sqrt(2/(M+H)), where M is `width` and H is the number of heads of one group.
     """
     return normal(0.05 * math.sqrt(2 / (width + heads_per_group)))
 

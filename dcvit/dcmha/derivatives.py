@@ -83,9 +83,9 @@ def differentiable(
 def _gradients(
     backward: Callable[[Static, Inputs, Results, Array], Inputs], forward_mode: Callable[[Static, Inputs], Array]
 ) -> Callable[[Static, Inputs, Results, Array], list[Array]]:
-    """Return `backward` restricted to floating-point leaves, itself differentiable through `forward_mode`.
+    """Return a function like `backward` that returns the gradients of floating-point inputs alone, as a flat list.
 
-    The results of the forward pass are functions of the inputs, so that their tangents are not needed.
+    Its derivatives are those of `forward_mode`. Results of the forward pass, functions of the inputs, need no tangents.
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

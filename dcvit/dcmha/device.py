@@ -60,7 +60,7 @@ def splits_heads() -> bool:
 
 
 def map_examples(f: Callable[..., Tree], static: Hashable, *trees: object, at_once: int = 1) -> Tree:
-    """Return f(static, *trees) for each example.
+    """Return the results of f(static, *trees) for each example, stacked along a new first axis B.
 
     The compiler does not split loops: each device would run a loop over the examples for all of them, and the result
     would be replicated. Where it may split arrays, all examples are therefore computed at once.

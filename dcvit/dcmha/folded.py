@@ -32,7 +32,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Float[Array, "B T H D"]:
-    """Compute the attention of a `Call` by plain attention, `attend`; `combine` is such as `combine_heads`."""
+    """Return the outputs of the heads for a `Call`; `attend` is plain attention; for `combine`, see `compose_heads`."""
     inputs, groups = call.inputs, call.options.groups
     q = compose_heads(inputs.q, inputs.pre, groups=groups, combine=combine)
     out = attend(call.without_composition(q))
@@ -42,7 +42,7 @@ def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Flo
 def compose_heads(
     x: Float[Array, "B T H D"], w: ComposeWeights | None, *, groups: int, combine: Combine
 ) -> Float[Array, "B T H D"]:
-    """Combine the vectors of the heads of each group as a compose without key-wise branches combines their scores.
+    """Return the vectors of heads, combined in each group as a compose without key-wise branches combines scores.
 
     Args:
       x: vectors of heads.
@@ -73,7 +73,7 @@ def combine_heads(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) ->
 
 
 def multiply_heads(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> Float[Array, "B T H D"]:
-    """Compute `combine_heads` as a matrix product for each token and group.
+    """Return the result of `combine_heads`, computed as a matrix product for each token and group.
 
     On a CPU, this is up to ten times as fast as XLA's code for the sum in `combine_heads` and its gradients.
     """

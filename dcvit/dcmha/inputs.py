@@ -27,7 +27,7 @@ from dcvit.dcmha.shapes import Array, Bool, Float
 
 
 class Inputs(NamedTuple):
-    """Arrays of one call of attention, as `dcvit.dcmha.attention` takes them; also their gradients.
+    """Arrays of one call of attention, as `dcvit.dcmha.attention` takes them, or the gradients of these arrays.
 
     Implementations may arrange the axes in another order; they document it.
     """
@@ -69,7 +69,7 @@ def make_call(
     groups: Any = 1,
     scale: object = None,
 ) -> Call:
-    """Return a call after checking its arrays and options; a compose without weights becomes None.
+    """Return the `Call` with these arrays and options after checking them; a compose without weights becomes None.
 
     Args:
       inputs: the arrays.
@@ -154,7 +154,7 @@ class Composition:
 
     Fields:
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
-      branches: the sides that drive a compose: "qk", "q" or "k".
+      branches: the tokens that give a compose its dynamic weights: "qk" (queries and keys), "q" or "k".
       projection: the dynamic projections exist.
       gate: the dynamic gates exist.
       static: the static projection W_b exists.
@@ -190,7 +190,7 @@ class Composition:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The composes that exist: of "pre" and "post"."""
+        """The names of the composes that exist: "pre", "post", both or none."""
         return tuple(name for name in ("pre", "post") if self.compose in (name, "both"))
 
     @property
@@ -200,7 +200,7 @@ class Composition:
 
     @property
     def mixes_heads(self) -> bool:
-        """True if there are other branches than gates."""
+        """True if there are dynamic or static projections; gates alone do not mix heads."""
         return self.projection or self.static
 
     @property
@@ -209,7 +209,7 @@ class Composition:
         return self.names, self.is_key_wise, self.compose is not None and self.mixes_heads
 
     def why_not_foldable(self, key_heads: int) -> str | None:
-        """Return why `dcvit.dcmha.folded` does not apply with K key heads, or None if it does."""
+        """Return the reason why `dcvit.dcmha.folded` cannot compute it with `key_heads` key heads, or None."""
         if self.compose is None:
             return "there is no composition"
         if self.is_key_wise:
@@ -274,11 +274,11 @@ class Composition:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs"], meta_fields=["options", "composition"])
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of attention, as a tree of its arrays. `make_call` checks and makes it.
+    """One call of attention: a JAX tree whose leaves are its arrays. `make_call` checks and makes it.
 
     Fields:
       inputs: the arrays.
-      options: mask by position, groups and scale.
+      options: whether it is causal, its window, groups and scale.
       composition: the composes and branches that the arrays contain, with the groups of the options.
     """
 

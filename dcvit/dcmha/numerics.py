@@ -32,7 +32,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def pad(x: Array, axis: int, size: int) -> Array:
-    """Append zeros to an axis up to `size`."""
+    """Return `x` with zeros appended to an axis, so that it has length `size`."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim

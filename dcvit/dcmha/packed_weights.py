@@ -1,4 +1,4 @@
-"""Dynamic weights of all composes of a layer, computed as columns of one array for each side.
+"""Dynamic weights of all composes of a layer, computed as columns of one array for each side (queries, keys).
 
 `dcvit.dcmha.compose.dynamic_projection` and `dynamic_gate` state the same computation (Eqn 5-6) for one compose and one
 side. Here it is arranged for speed: TPUs store the last axis of an array in multiples of 128 numbers, so that arrays of
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(params: Mapping[str, Mapping[str, Array]], side: str, heads: int) -> list[Columns]:
-    """Return the columns of a side: the down projections of all composes, their up projections, their gates."""
+    """Return the columns of `side`, "q" or "k": down projections of all composes, then up projections, then gates."""
     return [
         Columns(name, f"{side}{end}", heads if end == "g" else some[f"{side}1"][0].size // 2)
         for end in "12g"
@@ -55,14 +55,14 @@ def columns_of(params: Mapping[str, Mapping[str, Array]], side: str, heads: int)
 
 
 class ActiveColumns(NamedTuple):
-    """Positions of one side's hidden layers and gates among the columns of the first product."""
+    """Columns of one side (queries or keys) in the product that reads the inputs: of hidden layers and of gates."""
 
     hidden: slice
     gates: slice
 
 
 def active_columns(params: Mapping[str, Mapping[str, Array]], sides: Sequence[str], heads: int) -> list[ActiveColumns]:
-    """Return the columns of each side in the first product: the hidden layers of all sides, then all gates."""
+    """Return the columns of each side in the product that reads the inputs: all hidden layers, then all gates."""
     widths = [columns_of(params, side, heads) for side in sides]
     hidden = [sum(c.width for c in columns if not c.is_gate) for columns in widths]
     gates = [sum(c.width for c in columns if c.is_gate) for columns in widths]
@@ -135,10 +135,10 @@ def _separate_weights(
     heads: int,
     gelu: str,
 ) -> dict[str, dict[str, Array]]:
-    """Compute the dynamic weights of each compose and side from its own columns of the first product.
+    """Return the results of `dynamic_weights`, with products of its own for each compose and side.
 
     Args:
-      pre_activations: result of the first product, before GELU and tanh, for all composes and sides.
+      pre_activations: the product that reads the inputs, before GELU and tanh, for all composes and sides.
       params, heads, gelu: see `dynamic_weights`.
       layout: the columns of each side in `pre_activations`.
     """
@@ -162,7 +162,7 @@ def _separate_weights(
 def _projection(
     hidden: Float[Array, "B N GI"], w_2: Float[Array, "G I I"], heads: int
 ) -> tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]:
-    """Return the normalized down projection and the up projection of one compose and side."""
+    """Return the normalized down projection and the up projection of one compose and side from its hidden layer."""
     groups, inner = w_2.shape[:2]
     per_group = heads // groups
     both = hidden @ _second_layer(w_2[None], inner // (2 * per_group))
@@ -189,7 +189,7 @@ def _projections(
     """Return the weights of one or more sides as columns (`columns_of`), from hidden layers and gates.
 
     Args:
-      active: first product after the activations: the hidden layers of all sides, then their gates.
+      active: the product that reads the inputs, after GELU and tanh: the hidden layers of all sides, then their gates.
       w_2: for each side to compute, the second layer of each compose.
       where: the columns in `active` of each side to compute.
       heads: the number of heads H.
@@ -240,5 +240,5 @@ def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I padded"]:
 
 
 def _column(x: Float[Array, "B N columns"]) -> Array:
-    """Return the number of each column."""
+    """Return the number of each column, (1, 1, columns)."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)

@@ -48,20 +48,20 @@ ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
 
 @runtime_checkable
 class Module(Protocol):
-    """Module of a backend."""
+    """Interface of the modules of the backends."""
 
     def supports(self, call: Call) -> str | None:
-        """Return the reason why the backend does not compute a call, or None; `run` raises it."""
+        """Return the reason why the backend does not compute a call, or None."""
 
     def run(self, call: Call) -> Array:
-        """Compute attention."""
+        """Return the outputs of the heads, (B T H D); raise UnsupportedError if the call is not supported."""
 
 
 class Backend(NamedTuple):
-    """Implementation of attention.
+    """Implementation of attention, as the table `BACKENDS` lists it.
 
     Fields:
-      module: its `Module`, in `dcvit.dcmha`.
+      module: name of its `Module` in `dcvit.dcmha`.
       tried: the kinds of calls for which it is a candidate, by platform; any call may name it explicitly.
       only_on: the only platform that runs it; None if all do.
       holds_scores: it holds an array of all scores, H×T×S, in memory.
@@ -78,7 +78,7 @@ class Backend(NamedTuple):
     is_fused: bool = False
 
     def load(self) -> Module:
-        """Import the module: Pallas' GPU part takes 0.1 to 0.2 s, and a platform needs one backend at most."""
+        """Import and return the module: Pallas' GPU part takes 0.1 to 0.2 s, and a platform needs only one backend."""
         return cast(Module, importlib.import_module(f"dcvit.dcmha.{self.module}"))
 
 
@@ -111,12 +111,12 @@ _FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 
 
 class NotFusedError(ValueError):
-    """The implementation of a call of attention inside `fused_only` is not fused."""
+    """The implementation of a call of attention inside `fused_only` is not fused (`Backend.is_fused`)."""
 
 
 @contextlib.contextmanager
 def fused_only() -> Iterator[None]:
-    """Make `attention` raise ValueError on GPUs and TPUs where its implementation is not fused."""
+    """Context manager: on GPUs and TPUs, `attention` of several queries raises NotFusedError if it is not fused."""
     token = _FUSED_ONLY.set(True)
     try:
         yield
@@ -125,11 +125,11 @@ def fused_only() -> Iterator[None]:
 
 
 def attention(call: Call, implementation: str | None = None, dropout: object = None) -> Array:
-    """Compute attention with the backend of `decide`.
+    """Return the outputs of the heads, (B T H D), computed by the backend that `decide` returns.
 
     Args:
       call: returned by `dcvit.dcmha.inputs.make_call`.
-      implementation: a name from `BACKENDS`, or None.
+      implementation: a name from `BACKENDS`; None chooses the best.
       dropout: see `dcvit.dcmha.attention`.
 
     Raises:
@@ -148,7 +148,7 @@ def attention(call: Call, implementation: str | None = None, dropout: object = N
 
 
 def decide(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> str:
-    """Return the backend that computes a call: the named one, or the best of the `candidates`.
+    """Return the name of the backend that computes a call: the named one, or the best of the `candidates`.
 
     The first candidate is the best, unless there are kernels: then verdicts decide (`dcvit.dcmha.selection`). The
     choice and the reasons against others are logged.
@@ -211,8 +211,8 @@ def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, .
 def folds(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
     """Return True if the composition of a call is to be folded into the queries and outputs of plain attention.
 
-    That is wherever folding is exact, because plain attention holds no scores; with small models on CPUs, it may not be
-    the fastest.
+    That is wherever folding is exact, without dropout and other named implementations: plain attention holds no scores
+    in memory. With small models on CPUs, folding may not be the fastest.
     """
     return implementation in (None, "folded") and dropout is None and call.composition.foldable(call.inputs.k.shape[2])
 
@@ -240,7 +240,7 @@ def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: 
 
 
 def combine_heads(x: Array, w: Array) -> Array:
-    """Combine the vectors of heads (`dcvit.dcmha.folded.combine_heads`) in the form that is the fastest here.
+    """Return the result of `dcvit.dcmha.folded.combine_heads` in the form that is the fastest on this platform.
 
     On CPUs that is a matrix product. On GPUs a matrix product, and on TPUs a kernel, replaces the sum only if it is
     verified and faster. Gates alone, which multiply the vector of each head by a number, are left to XLA's fusion.
@@ -287,7 +287,7 @@ def make_case(names: Sequence[str], call: Call) -> Case:
 
 
 def _kind(call: Call) -> str:
-    """Return the kind of a call; see `BACKENDS`.
+    """Return the kind of a call, such as "plain" or "long composed", by which `Backend.tried` lists it.
 
     A part of the queries (`Options.first_query`) on a GPU counts as long, because `pallas_gpu` needs all queries.
     """
@@ -302,7 +302,7 @@ def _kind(call: Call) -> str:
 
 
 def is_long(inputs: Inputs, examples: int | None = None) -> bool:
-    """Return True if the scores of `examples` (by default all) are more than an automatic choice on a GPU may hold."""
+    """Return True if this number of examples (by default all) has more scores than a GPU may hold by default."""
     batch, queries, heads, _ = inputs.q.shape
     return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
@@ -325,7 +325,7 @@ def reference_of(inputs: Inputs) -> Implementation:
 
 
 def _by_example(call: Call) -> Array:
-    """Compute `reference` example by example, so that only the scores of one are in memory."""
+    """Compute `reference` example by example, so that only the scores of one example are in memory."""
     inputs = call.inputs
     static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
     mask = inputs.mask
@@ -364,7 +364,7 @@ def checked_dropout(dropout: object) -> Dropout | None:
 
 
 def _describe(call: Call) -> str:
-    """Return the shapes and branches of a case for the log."""
+    """Return the dtype, shapes, composes and window of a call as text for the log."""
     inputs, options = call.inputs, call.options
     compositions = " and ".join(call.composition.names) or "plain"
     suffix = f", window {options.window}" if options.window is not None else ""

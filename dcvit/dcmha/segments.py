@@ -16,7 +16,7 @@ NO_ID = -(2**31)  # the id of keys that no query attends to, where tokens are sp
 
 
 class Segments(NamedTuple):
-    """Ids of queries and keys."""
+    """Segment ids of the queries and of the keys; see the module."""
 
     queries: Int[Array, "*B T"]
     keys: Int[Array, "*B S"]
@@ -39,7 +39,7 @@ def segment_mask(segments: Segments) -> Bool[Array, "B 1 T S"]:
 def blocks_in_common(segments: Segments, rows: int, columns: int) -> Bool[Array, "*B I J"]:
     """Return True for each pair of a query block and a key block whose ranges of ids (smallest to largest) overlap.
 
-    Others have no id in common. If ids do not descend, few pairs that overlap have no common id.
+    Other pairs have no id in common. If ids never descend, few pairs that overlap have no id in common.
 
     Args:
       segments: ids, with any leading axes.
@@ -66,7 +66,7 @@ def pad_ids(ids: Int[Array, "*B N"], length: int) -> Int[Array, "*B length"]:
 
 
 def _bounds(ids: Int[Array, "*B N"], size: int) -> tuple[Int[Array, "*B blocks"], Int[Array, "*B blocks"]]:
-    """Return the smallest and the largest id of each block."""
+    """Return the smallest and the largest id of each block of `size` ids."""
     padded = pad_ids(ids, ids.shape[-1] + -ids.shape[-1] % size)
     blocks = padded.reshape(*ids.shape[:-1], -1, size)
     return jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)

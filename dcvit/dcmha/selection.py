@@ -32,8 +32,8 @@ class Selection:
       policy: "verify" produces missing verdicts, "known" uses existing verdicts, "trust" selects kernels without
         verdicts, "off" selects no kernels.
       seconds: limit, in seconds, of compiling one implementation, and of running it.
-      chosen: the selected implementation by key of the case, "" if none passed. Existing entries are used without
-        verification, so that a resumed run computes with the same implementations.
+      chosen: the name of the selected implementation by `Case.key`; "" if none passed. Existing entries are used
+        without verification, so that a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
         get its result. Without it, several processes select no kernel.
       forward_only: the programs compute no gradients, so that the fastest output counts, and not output and gradients.
@@ -99,7 +99,7 @@ def verify(
       forward_only: select the fastest output, instead of output and gradients, in this process from now on.
 
     Returns:
-      The selected implementation of each case that has kernels.
+      The name of the selected implementation by `Case.key`, for each case that has kernels.
 
     Raises:
       DeviceHungError: an implementation does not finish on the device.
@@ -112,7 +112,7 @@ def verify(
 
 
 def select(case: Case) -> str:
-    """Return the candidate that the verdicts select for a case; "" stands for the first that needs no verdict."""
+    """Return the name of the candidate that the verdicts select; "" stands for the first that needs no verdict."""
     selection = current()
     if selection.policy == "trust":
         return next(iter(case.candidates))
@@ -146,7 +146,7 @@ def select(case: Case) -> str:
 
 
 def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
-    """Return the fastest candidate that passed; "" if none passed, or if it is not known to be the fastest."""
+    """Return the name of the fastest candidate that passed; "" if none passed, or `Case.default` has no verdict."""
     verifies = selection.policy == "verify"
     found = examine(case, store, selection.seconds, selection.budget) if verifies else store.read(case.key)
     found = {name: found[name] for name in case.candidates if name in found and found[name].status != verdicts.STARTED}

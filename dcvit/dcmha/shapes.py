@@ -41,6 +41,6 @@ class Ref(Protocol):
 
 
 def not_none(value: Value | None) -> Value:
-    """Return an optional reference or array that the configuration guarantees to exist."""
+    """Return `value`, an optional reference or array that the configuration guarantees not to be None."""
     assert value is not None
     return value

@@ -41,7 +41,7 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Result of verifying one implementation on one case.
+    """Result of verifying one implementation on one case (`dcvit.dcmha.verification.Case`).
 
     Fields:
       status: one of `STATUSES`. "started" is written before the implementation runs; if it is found later, the process
@@ -83,14 +83,14 @@ Cases: TypeAlias = dict[str, dict[str, Verdict]]  # by the key of a case and the
 
 
 def fastest(found: Mapping[str, Verdict], *, forward_only: bool = False) -> str:
-    """Return the implementation that passed with the fastest output and gradients, or output alone; "" for none."""
+    """Return the implementation that passed in the shortest time (of the output alone if `forward_only`), or ""."""
     passed = {name: verdict for name, verdict in found.items() if verdict.passed}
     times = {name: (v.forward_milliseconds if forward_only else v.milliseconds) or 0.0 for name, v in passed.items()}
     return min(times, key=lambda name: times[name], default="")
 
 
 def folder() -> Path:
-    """Return the folder of the verdicts."""
+    """Return the folder of the files with verdicts; see the module."""
     if chosen := os.environ.get("DCVIT_CACHE"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
@@ -120,7 +120,7 @@ def _driver() -> str:
 
 @functools.cache
 def _hash_of_code() -> str:
-    """Return a hash of the modules of `dcvit.dcmha`."""
+    """Return a hash of the source code of `dcvit.dcmha`."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -154,16 +154,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class Verdicts:
-    """The verdicts of one environment, by the key of a case and the name of an implementation."""
+    """File with the verdicts of one environment, by the key of a case and the name of an implementation."""
 
     def __init__(self, environment: Mapping[str, str]):
-        """Open the file of an environment; see `environment`."""
+        """Choose the file of an environment, which the function `environment` returns; it need not exist."""
         self.environment = dict(environment)
         name = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
         self.path = folder() / f"{name}.json"
 
     def read(self, key: str) -> dict[str, Verdict]:
-        """Return the verdicts on a case by implementation. A corrupt file is treated as missing."""
+        """Return the verdicts on the case `key` by name of the implementation. A corrupt file is treated as missing."""
         try:
             return self._read().get(key, {})
         except OSError as e:
@@ -171,7 +171,7 @@ class Verdicts:
             return {}
 
     def write(self, key: str, name: str, verdict: Verdict | None) -> None:
-        """Add a verdict, or remove it if None. If the folder is not writable, each process verifies again."""
+        """Write the verdict on implementation `name` for case `key`; None removes it. OSError is logged, not raised."""
 
         def change(found: Cases) -> None:
             found.setdefault(key, {}).pop(name, None)
@@ -181,7 +181,7 @@ class Verdicts:
         self._change(change)
 
     def forget(self, name: str | None = None) -> None:
-        """Remove the verdicts on an implementation, or all."""
+        """Remove the verdicts on the implementation `name` for all cases; None removes all verdicts."""
 
         def change(found: Cases) -> None:
             for some in found.values():

@@ -55,12 +55,12 @@ _threads: list[threading.Thread] = []  # of all implementations
 
 
 class DeviceHungError(RuntimeError):
-    """An implementation does not finish. Its verdict is kept: a new process does not run it again."""
+    """An implementation does not finish. Its verdict is stored, so that a new process does not run it again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One computation, for arrays of given shapes and dtypes.
+    """One computation that has several implementations, for arrays of given shapes and dtypes.
 
     Fields:
       label: short name for messages.
@@ -69,7 +69,7 @@ class Case:
       candidates: functions of such a tree by name, in their order of preference without verdicts.
       kernels: names of the candidates that need a verdict to be selected.
       reference: the function in plain JAX operations to compare with.
-      is_inference: the fastest output counts, although output and gradients are compared.
+      is_inference: the time of the output alone selects a candidate, although gradients are compared, too.
     """
 
     label: str
@@ -82,13 +82,13 @@ class Case:
 
     @property
     def default(self) -> str | None:
-        """The first candidate that needs no verdict."""
+        """The name of the first candidate that needs no verdict; None if all need one."""
         return next((name for name in self.candidates if name not in self.kernels), None)
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning the first time."""
+    """Log `message` as a warning, once in a process."""
     LOG.warning("attention: %s", message)
 
 
@@ -170,7 +170,7 @@ def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[s
 def _examine(
     case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], limits: Limits
 ) -> dict[str, Verdict]:
-    """Compute `examine` in the only process that verifies the case."""
+    """Verify the candidates `missing`, store their verdicts, and return them with those in `found`; see `examine`."""
     if limits.is_over():
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
@@ -210,7 +210,7 @@ def _examine(
 def _verdict(
     case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], limits: Limits
 ) -> Verdict:
-    """Compile and run one candidate, compare its results with the expected ones, and time it."""
+    """Return the verdict on one candidate: compile and run it, compare its results with `expected`, and time it."""
     seconds, is_kernel = limits.left(), name in case.kernels
     verdict = functools.partial(Verdict, seconds=seconds)
     try:
@@ -243,7 +243,7 @@ def _verdict(
 def _compilers(
     candidate: Callable[[Tree], Array], inputs: tuple[Tree, np.ndarray]
 ) -> list[Callable[[], Callable[..., list[Array]]]]:
-    """Return two functions: one compiles the program of output and gradients, one that of the output alone."""
+    """Return two functions without arguments: one compiles output and gradients, the other the output alone."""
     functions = (_with_gradients(candidate), lambda arrays, cotangent: [candidate(arrays)])
     return [lambda f=function: jax.jit(f).lower(*inputs).compile() for function in functions]  # type: ignore[misc]
 
@@ -251,7 +251,7 @@ def _compilers(
 def _run(
     programs: Sequence[Callable[..., list[Array]]], inputs: tuple[Tree, np.ndarray], repetitions: int
 ) -> tuple[list[np.ndarray], str, list[float]]:
-    """Run the compiled programs.
+    """Run the compiled programs, the first one up to `repetitions` times more, to find differences between runs.
 
     Returns:
       The results of the first program, a message that counts the repetitions in which they differ ("" for none), and
@@ -270,7 +270,7 @@ def _run(
 
 
 def _milliseconds(program: Callable[..., list[Array]], placed: tuple[Tree, Array]) -> float:
-    """Return the median time of a program."""
+    """Return the median time of a program in milliseconds."""
     times: list[float] = []
     while len(times) < RUNS + 1 and sum(times) < TIMING_SECONDS:
         start = time.perf_counter()
@@ -349,7 +349,7 @@ def _is_float(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
 
 
 def _bound(shapes: Tree) -> float:
-    """Return the bound of the relative errors; see `BOUND`."""
+    """Return the largest relative error of a correct result for arrays of these dtypes; see `BOUND`."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     exact = jax.default_backend() == "cpu" or precision in ("highest", "float32")
     narrow = any(_is_float(x) and x.dtype.itemsize < 4 for x in jax.tree.leaves(shapes))
@@ -377,7 +377,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of a function; see `_in_threads`."""
+    """Return the result of `function`, called in a new thread; see `_in_threads`."""
     return _in_threads([function], seconds)[0]
 
 
@@ -385,7 +385,7 @@ def _in_threads(functions: Sequence[Callable[[], Result]], seconds: float) -> li
     """Call each function in a new thread, with the JAX settings of this thread, and return their results.
 
     Raises:
-      TimeoutError: one did not return in time; its thread keeps running.
+      TimeoutError: a function did not return after `seconds`; its thread keeps running.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []

@@ -30,7 +30,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def supports(call: Call) -> str | None:
-    """Return the reason why cuDNN does not support a call, or is not installed, or None."""
+    """Return the reason why cuDNN cannot compute a call, such as that it is not installed, or None if it can."""
     (q, k, v, _, _, mask, segments), options = call.inputs, call.options
     if not call.is_plain:
         return "cuDNN does not compose heads"
@@ -61,7 +61,7 @@ def _call(options: Options, inputs: Inputs) -> Array:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, list[Array]]:
-    """Return the output and the residuals of JAX's gradient."""
+    """Return the output, and the arrays that JAX's gradient of it needs."""
     out, gradient = jax.vjp(lambda x: _call(options, x), inputs)
     return out, jax.tree.leaves(gradient)
 

@@ -64,7 +64,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
-    """Return the output and the log-sum-exp of each row."""
+    """Return the outputs of the heads (B T H D), and the base-2 log-sum-exp of the scores of each query (B H T)."""
     size = partition(x, static, backward=False)
     found: tuple[Array, Array] = in_parts(functools.partial(_part, static, size), size, (x,), (2, 1))
     return found
@@ -78,7 +78,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
 
 
 def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
-    """Compute `_forward` for one part of the examples and heads, of the sizes of a `Partition`."""
+    """Return the results of `_forward` for one part of the examples and heads, with the arrays `x`."""
     layer = Layer(size.of(static), size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
@@ -93,7 +93,7 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
 
 
 def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
-    """Compute `_backward` for one part of the examples and heads, of the sizes of a `Partition`."""
+    """Return the gradients of the arrays `x` of one part of the examples and heads."""
     layer = Layer(size.of(static), size.rows, x, d_out, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
@@ -116,7 +116,7 @@ _attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array], tuple[Array, Array, Array]]:
-    """Compute the gradients of one rectangle.
+    """Compute the gradients of one rectangle, a block of queries and its keys.
 
     Args:
       r: the rectangle.
@@ -156,6 +156,6 @@ def log_sum_exp(parts: Array) -> Array:
 
 
 def product(equation: str, a: Array, b: Array) -> Array:
-    """Compute an einsum with float32 sums; float32 operands are not rounded."""
+    """Return the einsum `equation` of `a` and `b` in float32; float32 operands are not rounded."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -25,7 +25,7 @@ from dcvit.dcmha.shapes import Array
 
 
 def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
-    """Compute W of a tile, its share of delta, and the gradients of the post-compose's weights."""
+    """Compute a tile's composed weights W, sums of P∘dP over its keys, and gradients of the post-compose's weights."""
     count = block.config.post.planes
     pre = block.zeros(block.config.pre.planes)
     if pre:

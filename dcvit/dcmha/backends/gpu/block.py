@@ -20,7 +20,7 @@ Planes: TypeAlias = tuple[Array, ...]
 class Operands(NamedTuple):
     """Inputs of a kernel: arrays, or their references in global memory.
 
-    Compose weights and planes are float32, `mask` and `visited` are int32.
+    Compose weights and hidden planes are float32, `mask` and `visited` are int32.
 
     Fields:
       pairs: (q, k), and (dO, v) for gradients; each array as its bfloat16 parts, (B T H D) and (B S K D).
@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
 
 
 class Block:
-    """Position and references of a block, with memory accesses that work on a GPU and in the interpreter."""
+    """A thread block's position and references, with memory accesses that work on a GPU and in the interpreter."""
 
     def __init__(self, config: KernelConfig, operands: Operands, out: Outputs, scratch: Scratch) -> None:
         self.config, self.operands, self.out, self.scratch = config, operands, out, scratch
@@ -109,7 +109,7 @@ class Block:
         return where[...] if self.config.without_layouts else load_any(where)
 
     def store(self, where: Ref, x: Array) -> None:
-        """Store to global memory."""
+        """Store `x` to the reference `where` in global memory."""
         if self.config.without_layouts:
             where[...] = x
         else:
@@ -122,6 +122,6 @@ class Block:
             self.store(where, plane)
 
     def load_planes(self, first: int, count: int) -> Planes:
-        """Load hidden planes of this tile that an earlier kernel has stored."""
+        """Return `count` hidden planes of this tile, from number `first` on, that an earlier kernel has stored."""
         numbers = range(first, first + count)
         return tuple(self.load(not_none(self.operands.planes), self.example, self.group, n) for n in numbers)

@@ -34,11 +34,11 @@ class Ranks:
 
     @property
     def planes(self) -> int:
-        """Number of hidden planes; the query-wise planes come first."""
+        """Number of hidden planes, which down projections compute; the query-wise planes come first."""
         return self.q + self.k
 
     def channels(self, side: Side) -> int:
-        """Return the number of weights of one side: a gate, R down and R up."""
+        """Return the number of weights of one side ("q" or "k") for a head: a gate, R down and R up projections."""
         return 1 + 2 * (self.q if side == "q" else self.k)
 
 
@@ -74,17 +74,17 @@ class KernelConfig:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Shape of one warpgroup's tile."""
+        """Numbers of queries and keys of one warpgroup's tile."""
         return QUERIES, self.tile_keys
 
     @property
     def block_keys(self) -> int:
-        """Keys of all warpgroups of a block."""
+        """Number of keys of a thread block, those of all its warpgroups."""
         return self.warpgroups * self.tile_keys
 
     @property
     def terms(self) -> list[tuple[int, int]]:
-        """Pairs of parts of two operands whose products are added; that of the low parts is below float32's error."""
+        """Indices of the bfloat16 parts of two operands whose products are added; low·low is too small to count."""
         return [(0, 0)] if self.parts == 1 else [(0, 0), (0, 1), (1, 0)]
 
     @property
@@ -95,7 +95,7 @@ class KernelConfig:
         return self.pre if which == "pre" else self.post
 
     def channel(self, side: Side, which: Which) -> int:
-        """Return the first channel of a compose among the query-wise or the key-wise weights.
+        """Return the first channel (number of a weight) of a compose among the query-wise or the key-wise weights.
 
         The channels of each compose are the gate, R down projections and R up projections. The query-wise channels end
         with the log-sum-exp and delta.

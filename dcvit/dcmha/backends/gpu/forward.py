@@ -1,10 +1,11 @@
-"""Bodies of the forward GPU kernels. A sweep loops over all heads of a group; "planes" are hidden planes of a compose.
+"""Bodies of the forward GPU kernels. A sweep is a loop over all heads of a group.
 
     statistics   sweep 1: planes of the pre-compose;  sweep 2: maximum and sum of 2^L over the tile's keys
     weights      sweep 1: planes of the post-compose; sweep 2: composed weights W
 
-L are the composed and masked scores in units of log 2. `statistics` stores the planes of the pre-compose in global
-memory as float32, and `weights` loads them. Without dynamic projections, there is no sweep for planes.
+L are the composed and masked scores in units of log 2. "Planes" are the hidden planes of a compose: its down projection
+of the heads, queries × keys for each rank. `statistics` stores those of the pre-compose in global memory as float32,
+and `weights` loads them. Without dynamic projections, there is no sweep for planes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dcvit.dcmha.shapes import Array
 
 
 def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
-    """Compute the maximum of L, and the sum of 2^L relative to it, for each query of a tile."""
+    """Compute the maximum of the composed scores L, and the sum of 2^(L - maximum), for each query of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
 

@@ -54,7 +54,7 @@ def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
 
 
 def keeps(config: KernelConfig, kind: Kind) -> bool:
-    """Return True if the last sweep reads the results of the one before it from shared memory."""
+    """Return True if the last sweep, a loop over the heads, reads results of the sweep before it from shared memory."""
     ranks = config.pre if kind in ("statistics", "pre_grad") else config.post
     return config.kept and ranks.planes > 0
 
@@ -84,7 +84,7 @@ def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeS
 
 
 def scratch_shapes(config: KernelConfig, kind: Kind, pairs: int, rows: int, cols: int) -> dict[str, object]:
-    """Return the shared memory and barriers of a block by their name in `Scratch`."""
+    """Return the buffers and barriers of a block by name in `Scratch`; `rows` and `cols` are numbers of channels."""
     c, out, transforms = config, output_shapes(config, kind), swizzled(config.head_dim, jnp.bfloat16)
     left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
     right = plgpu.SMEM((c.stages, c.parts, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
@@ -140,7 +140,7 @@ def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
 
 
 def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs, scratch: Scratch) -> None:
-    """Run one block of a kernel."""
+    """Run one thread block of the kernel `kind`."""
     c = config
     block = Block(c, operands, out, scratch)
     reads = sweeps(c, kind)

@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
     weights: Array
 
     def slice(self, start: Array | int, size: int) -> Tokens:
-        """Return `size` tokens from `start` on."""
+        """Return the arrays of `size` tokens from `start` on."""
         arrays, parts = jax.tree.map(lambda x: cut(x, 1, start, size), (self.arrays, self.parts))
         return Tokens(arrays, parts, cut(self.weights, 3, start, size))
 
@@ -53,7 +53,7 @@ class Layer:
       inputs: inputs of the layer.
       options: options of the layer.
       config: configuration of the kernels, without the number of keys.
-      queries, keys: the arrays; queries have the channel of the log-sum-exp in the backward pass.
+      queries, keys: arrays of all of them; weights of queries include the log-sum-exp in the backward pass.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Layer:
             self.segments = Segments(*(pad(x, 1, size) for x, size in zip(self.segments, padded, strict=True)))
 
     def _tokens(self, side: Side, arrays: Sequence[Array], size: int, statistics: Sequence[Array]) -> Tokens:
-        """Pad the arrays of one side, and pack its weights.
+        """Return the padded arrays and the packed compose weights of one side, "q" or "k".
 
         The gates and down projections of the pre-compose include the factor scale·log2(e), which gives scores in units
         of log 2.
@@ -91,7 +91,7 @@ class Layer:
         return Tokens(arrays, [bfloat16_parts(x, c) for x in arrays], pad(packed, 3, size))
 
     def scan(self, body: Callable[[Rectangle, Carry], tuple[Carry, Results]], carry: Carry) -> tuple[Carry, Results]:
-        """Run `body` for all rectangles, one after the other; return the last carry, and the stacked results."""
+        """Return the last carry and the stacked results of carry, x = body(rectangle, carry) for all rectangles."""
         found = []
         for blocks, size in spans(*self.sizes, self.options, self.config):
             keys = self.keys if self.options.window is not None else self.keys.slice(0, size)
@@ -167,7 +167,7 @@ class Rectangle:
         return x.reshape(*x.shape[:axis], -1, self.config.heads_per_key_head, *x.shape[axis + 1 :])
 
     def add_keys(self, total: Array, x: Array, axis: int) -> Array:
-        """Add `x`, which has the rectangle's keys on `axis`, to their positions in `total`, which has all keys."""
+        """Return `total`, which has all keys on `axis`, with `x` added, which has those of the rectangle."""
         x += cut(total, axis, self.first_key, self.config.keys)
         return lax.dynamic_update_slice_in_dim(total, x, self.first_key, axis)
 

@@ -25,7 +25,7 @@ def ignore(head: Array) -> None:
 
 
 class Reads(NamedTuple):
-    """Inputs of a head that a sweep reads; only these are copied to shared memory.
+    """Inputs of a head that one sweep (loop over the heads) reads; only these are copied to shared memory.
 
     Fields:
       pairs: indices in `Operands.pairs` of the arrays whose matrix products it uses.
@@ -37,12 +37,12 @@ class Reads(NamedTuple):
 
 
 class Ring:
-    """Ring of at least two slots. Steps are counted through all sweeps; step s has head s % heads in slot s % stages.
+    """Ring of at least two slots, each with the inputs of one head. A sweep is a loop over the heads of a group.
 
-    At the start of step s, with more than two slots, the matrix products of step s + 1 are started. After that, the
-    slot of step s - 1 is filled again, so that products do not wait for the other warpgroup. The warpgroups that
-    compute also copy: with an additional warpgroup for copies, each thread would have fewer registers, because
-    `setmaxnreg` has no effect in the code that XLA links.
+    Step s, counted through all sweeps, has head s % heads in slot s % stages. At its start, with more than two slots,
+    the matrix products of step s + 1 are started. After that, the slot of step s - 1 is filled again, so that products
+    do not wait for the other warpgroup. The warpgroups that compute also copy: with another warpgroup for copies, each
+    thread would have fewer registers, because `setmaxnreg` has no effect in the code that XLA links.
 
     A phase of `full` ends with the last copy into its slot; one of `empty`, with the last warpgroup that has finished
     reading a slot which will be filled again. Each warpgroup waits once for each phase: for `full` before it reads the
@@ -59,7 +59,7 @@ class Ring:
         self.ahead: dict[int, Array] = {}  # products of its first step by pair
 
     def copies(self, head: Array, slot: Array, reads: Reads) -> tuple[list[Copy], list[Copy]]:
-        """Return the copies to slot `slot` for one head: those of query-wise inputs, and those of key-wise inputs."""
+        """Return the copies to a slot for one head, of query-wise and key-wise inputs; None for one not in `reads`."""
         b, c, scratch = self.block, self.config, self.scratch
         h = b.head(head)
         key_head = lax.div(h, jnp.int32(c.heads_per_key_head))
@@ -80,7 +80,7 @@ class Ring:
         return rows, cols
 
     def fill(self, step: Array, slot: Array, sweep: int) -> None:
-        """Start the warpgroups' copies of a step's head to `slot`; the step is in `sweep` (a pass) or later."""
+        """Start to copy the inputs of a step's head to `slot`; the step is in sweep number `sweep` or a later sweep."""
         starts = [n for n in range(sweep, len(self.reads)) if n == sweep or self.reads[n] != self.reads[n - 1]]
         for n, stop in zip(starts, [*starts[1:], len(self.reads)], strict=True):
             fill = functools.partial(self.fill_as, step, slot, self.reads[n])
@@ -91,7 +91,7 @@ class Ring:
                 pl.when(jnp.logical_and(step >= n * heads, step < stop * heads))(fill)
 
     def fill_as(self, step: Array, slot: Array, reads: Reads) -> None:
-        """Start the copies of `reads` for one step; for each omitted copy, arrive at the barrier instead."""
+        """Start to copy the inputs `reads` of one step; for each omitted copy, arrive at the barrier instead."""
         c = self.config
 
         def start(copies: list[Copy]) -> None:
@@ -105,7 +105,7 @@ class Ring:
             pl.when(self.block.warpgroup == number % c.warpgroups)(functools.partial(start, copies))
 
     def start(self) -> None:
-        """Start to fill all slots."""
+        """Start to fill all slots, with the inputs of the first steps."""
         count = jnp.int32(min(self.config.stages, self.steps))
         lax.fori_loop(jnp.int32(0), count, lambda step, _: self.fill(step, step, 0), None)
 
@@ -127,7 +127,7 @@ class Ring:
             plgpu.barrier_arrive(self.scratch.empty.at[slot])
 
     def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
-        """Return carry = body(head, slot, products, carry), repeated for all heads of the group: the next sweep.
+        """Run the next sweep, carry = body(head, slot, products, carry) for all heads; return the last carry.
 
         With more than two slots, the products of the next head are started before `body` and read after it, because a
         read waits for all matrix products.
@@ -177,7 +177,7 @@ class Ring:
 
 
 def product(block: Block, slot: Array, pair: int) -> Array:
-    """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
+    """Return q·k (pair 0) or dO·v (pair 1) of the head in `slot`: 64 queries × keys, float32."""
     if block.config.without_layouts:
         left, right = (side.at[slot] for side in block.scratch.scores[pair])
         own = [
@@ -204,7 +204,7 @@ def start_product(block: Block, accumulator: Ref, slot: Array, pair: int) -> Non
 def products_during(
     block: Block, slot: Array, pairs: Sequence[int], work: Callable[[], Result]
 ) -> tuple[list[Array], Result]:
-    """Return the matrix products of `pairs` for the head in `slot`, and the result of work(), which overlaps them."""
+    """Return the products `pairs` (see `product`) of the head in `slot`, and the result of work(), run meanwhile."""
     if block.config.without_layouts or not pairs:
         return [product(block, slot, pair) for pair in pairs], work()
 

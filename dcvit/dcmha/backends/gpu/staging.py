@@ -25,7 +25,7 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 class Staging:
-    """Staging buffers of one warpgroup."""
+    """Buffers in shared memory for the outputs of one warpgroup, and their copies to global memory."""
 
     def __init__(self, block: Block, in_flight: int) -> None:
         """`in_flight` is the number of matrix products that the last sweep starts for a head."""
@@ -42,16 +42,16 @@ class Staging:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # also a barrier: all warps have waited for their products
 
     def stage_rows(self, vectors: Sequence[Array]) -> None:
-        """Write sums over keys, one vector of 64 queries for each channel."""
+        """Write sums over keys to a buffer, one vector of 64 queries for each channel (output of a head)."""
         for channel, x in enumerate(vectors):
             not_none(self.scratch.row_sums)[self.block.warpgroup, channel] = x
 
     def stage_tile(self, x: Array) -> None:
-        """Write a tile of W or dS."""
+        """Write a tile of W or dS to its buffer."""
         not_none(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
 
     def stage_products(self, tiles: Sequence[Array]) -> None:
-        """Write products to be summed over queries."""
+        """Write products to the buffer from which `add_products` sums them over queries."""
         c, w = self.config, self.block.warpgroup
         for channel, x in enumerate(tiles):
             for part in range(c.parts):

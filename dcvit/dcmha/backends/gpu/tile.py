@@ -37,11 +37,11 @@ class Tile:
         self.mask = block.load(mask, lax.rem(block.example, jnp.int32(mask.shape[0])))
 
     def row(self, slot: Array, channel: int) -> Array:
-        """Return a query-wise weight as a tile."""
+        """Return the query-wise weight number `channel` of the head in `slot`, broadcast to a tile."""
         return self.block.broadcast(self.scratch.rows[slot, channel], 0)
 
     def col(self, slot: Array, channel: int) -> Array:
-        """Return a key-wise weight as a tile."""
+        """Return the key-wise weight number `channel` of the head in `slot`, broadcast to a tile."""
         return self.block.broadcast(self.scratch.cols[slot, channel, self.block.own_keys], 1)
 
     def weights(self, slot: Array, which: Which, up: bool) -> list[Array]:
@@ -52,7 +52,7 @@ class Tile:
         return rows + [self.col(slot, k + up * ranks.k + r) for r in range(ranks.k)]
 
     def down(self, slot: Array, which: Which, planes: Planes, x: Array, transposed: bool = False) -> Planes:
-        """Add one head to the hidden planes: hq_r += x·q1_r and hk_r += x·k1_r.
+        """Return the hidden planes with the tile `x` of one head added: hq_r + x·q1_r and hk_r + x·k1_r.
 
         `transposed` computes the planes of the transposed compose, with q2 and k2.
         """
@@ -60,7 +60,7 @@ class Tile:
         return tuple(plane + x * weight for plane, weight in zip(planes, weights, strict=True))
 
     def up(self, slot: Array, which: Which, planes: Planes, x: Array, transposed: bool = False) -> Array:
-        """Return one head of a compose: x·gates + Σ_r (hq_r·q2_r + hk_r·k2_r).
+        """Return the composed tile of one head: x·gates + Σ_r (hq_r·q2_r + hk_r·k2_r).
 
         `transposed` computes the transposed compose, with q1 and k1.
         """
@@ -90,7 +90,7 @@ class Tile:
         return self.block.as_tile(self.scratch.kept[head, self.block.warpgroup])
 
     def probabilities(self, slot: Array, planes: Planes, scores: Array) -> Array:
-        """Return P = 2^(L - log-sum-exp) of one head; it is exactly 0 for masked keys."""
+        """Return the attention weights P = 2^(logits - log-sum-exp) of one head; exactly 0 for masked keys."""
         return jnp.exp2(self.logits(slot, planes, scores) - self.row(slot, self.config.lse_channel))
 
     def gradient_products(

@@ -59,7 +59,7 @@ class Partition(NamedTuple):
     rows: int
 
     def of(self, static: Static) -> Static:
-        """Return the options of a part."""
+        """Return the options of one part of the layer, which has fewer groups."""
         options = dataclasses.replace(static.options, groups=max(1, static.options.groups // self.heads))
         return static._replace(options=options)
 
@@ -109,7 +109,7 @@ def block_rows(queries: int, most: int) -> int:
 
 
 def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
-    """Choose the largest parts of a layer that fit: first fewer examples, then fewer queries, then fewer heads.
+    """Return the largest parts of a layer that fit into `WORKSPACE_BYTES`: fewer examples, then queries, then heads.
 
     Raises:
       UnsupportedError: the smallest part does not fit.
@@ -141,7 +141,7 @@ def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
 
 
 def workspace(config: KernelConfig, *, backward: bool) -> int:
-    """Return the bytes of the arrays that the kernels write, and of the mask, of one rectangle."""
+    """Return the size in bytes of the arrays that the kernels write for one rectangle, and of its mask."""
     first, second = (output_shapes(config, kind) for kind in KINDS[backward])
     second = {"planes": first["planes"], **second} if "planes" in first else second
     written: int = max(sum(x.size * x.dtype.itemsize for x in arrays.values()) for arrays in (first, second))
@@ -149,7 +149,7 @@ def workspace(config: KernelConfig, *, backward: bool) -> int:
 
 
 def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> list[Span]:
-    """Group the blocks of queries by their number of keys, a multiple of `config.block_keys`.
+    """Return the blocks of queries, grouped by their number of keys, a multiple of `config.block_keys`.
 
     A causal layer has at most `KEY_LENGTHS` different numbers of keys, a local layer has one.
     """
@@ -169,7 +169,7 @@ def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> li
 
 
 def ranks(weights: ComposeWeights | None) -> Ranks:
-    """Return the ranks of a compose."""
+    """Return the ranks of the projections of one compose; 0 for absent ones."""
     if weights is None:
         return Ranks()
     q, k = (0 if x is None else x.shape[2] for x in (weights.q1, weights.k1))
@@ -210,7 +210,7 @@ def interpretable_warpgroups() -> int:
 
 
 def max_stages(config: KernelConfig, pairs: int) -> int:
-    """Return the largest number of ring slots that fit into shared memory together with the staging buffers."""
+    """Return the most ring slots, each for `pairs` pairs of arrays, that fit into shared memory with other buffers."""
     c = config
     wide, itemsize = c.block_keys, jnp.dtype(c.dtype).itemsize
     rows = 2 + c.pre.channels("q") + c.post.channels("q")

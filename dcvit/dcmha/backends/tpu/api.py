@@ -66,7 +66,7 @@ Result = TypeVar("Result")
 
 
 def checked_config(call: Call) -> KernelConfig:
-    """Return the configuration of a call, or raise UnsupportedError."""
+    """Return the configuration of the kernels for a call, or raise UnsupportedError."""
     tiling.check_device()
     tiling.check_dtypes(*call.inputs[:3])
     return tiling.make_config(call.inputs, call.options, tiling.vmem_limit())
@@ -97,7 +97,7 @@ def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T 
 # Compiled functions are traced and lowered once for equal shapes: twelve layers would take twelve times as long.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
-    """Return the output and the log-sum-exp of each row."""
+    """Return the outputs of the heads (B T H D), and the log-sum-exp of the scores of each query, in units of log 2."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
         kernel = forward_interleaved.forward if config.family == "interleaved" else forward
@@ -112,7 +112,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
 
 def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
-    """Return the inputs of the kernels, the mask in the dtype in which they read it."""
+    """Return the inputs of the kernels by name, as `pack`, with the mask as bfloat16."""
     return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
 
 
@@ -164,7 +164,7 @@ _attention = differentiable(_forward, _backward, _forward_mode)
 def by_platform(
     kernel: Callable[..., Result], config: KernelConfig, inputs: object, interpret: Interpret | None
 ) -> Result:
-    """Compile the kernel where the program is lowered for TPUs, and interpret it on other platforms.
+    """Return the results of `kernel`, compiled where the program is lowered for TPUs, interpreted on other platforms.
 
     The products of compiled kernels round float32 as all others of the program do.
     """

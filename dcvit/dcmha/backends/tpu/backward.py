@@ -52,7 +52,7 @@ def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interp
 
 
 def part_of(x: Blocked, index: tuple[Any, ...]) -> Blocked:
-    """Return the declaration of a part of an array, `array[index]`, with the same blocks."""
+    """Return the declaration `x` with a part of its array, `array[index]`, and with the same blocks."""
     return x._replace(array=jnp.asarray(x.array)[index])
 
 
@@ -82,7 +82,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
 
 
 def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
-    """Call the gradient kernel for the queries of one pass; the results are those of `backward`."""
+    """Return all gradients by name, as `backward`, from a call of the gradient kernel, for the queries of a pass."""
 
     def query_block(b: Index, j: Index, i: Index, *needed: Ref) -> Index:
         return tile.nearest_needed(needed, b * config.blocks_k + j, config.query_block(j, i))
@@ -118,7 +118,7 @@ def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Blocked]) ->
 
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, Blocked]:
-    """Return the outputs of the gradient kernel by name; axes C have the query block whose gradients are complete."""
+    """Declare the outputs of the gradient kernel by name; an axis "C" has the query block with complete gradients."""
     batch = len(inputs["q"].array)
     found = {"dq": inputs["q"].like(config.dtype)._replace(axes="B.C")}
     found |= {f"d{name}": inputs[name].like(config.dtype) for name in ("k", "v")}

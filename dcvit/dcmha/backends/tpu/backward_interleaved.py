@@ -108,7 +108,7 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
 def score_vectors(
     config: KernelConfig, refs: Refs, mask: Ref | None, strip: Strip, buffers: Sequence[Ref | None]
 ) -> None:
-    """Compute the attention weights, and copy the scores from `x_next`, which the next example overwrites, to `x`."""
+    """Compute a strip's attention weights, and copy scores from `x_next`, which the next example overwrites, to `x`."""
     for queries in query_slices(config):
         save(planes(config, refs["x_next"], strip, queries), refs["x"], strip, queries)
     is_visible = functools.partial(visible, config, 0, 0, mask)
@@ -184,7 +184,7 @@ def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 def build(
     config: KernelConfig, refs: Refs, compose_name: ComposeName, rows: Ref | None, *, back: bool = False
 ) -> list[Task]:
-    """Return the task that builds the matrices of a compose (of its transpose with `back`) from the weights `rows`."""
+    """Return the task, if any, that builds the matrices of a compose, or with `back` of its transpose, from `rows`."""
     out, static = (
         refs.get(f"mix_{compose_name}_back" if back else f"mix_{compose_name}"),
         refs.get(f"static_{compose_name}"),
@@ -193,14 +193,14 @@ def build(
 
 
 def score_product(config: KernelConfig, keys: Ref, queries: Ref, h: int) -> Array:
-    """Return the products of the tokens of keys and queries of a head, (Bk, Bq)."""
+    """Return the products of the tokens `keys` and `queries` of head `h`, (Bk, Bq)."""
     return dot(
         interleaved.columns(keys, config.key_lanes(h)), interleaved.columns(queries, config.query_lanes(h)), (1, 1)
     )
 
 
 def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing the gradients of the composed weights."""
+    """Return tasks that compute the gradients dO·v of the composed weights of example `e`."""
     v, d_out = refs["v_tile"], refs["d_out_tile"]
 
     def tokens() -> None:
@@ -214,21 +214,21 @@ def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 
 
 def query_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return tasks that compute dqᵀ = kᵀ·dAᵀ of example `e`."""
+    """Return tasks that compute dqᵀ = kᵀ·dAᵀ of example `e` from the gradients dA of its scores."""
     k = refs["k_tile"]
     read = functools.partial(interleaved.read, refs["k"], e, k)
     return [read, *interleaved.query_products(config, refs["dq"], e, k, refs["da"], score_factor(config))]
 
 
 def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return tasks that compute dkᵀ = qᵀ·dA of example `e`."""
+    """Return tasks that compute dkᵀ = qᵀ·dA of example `e` from the gradients dA of its scores."""
     q = refs["q_tile"]
     read = functools.partial(interleaved.read, refs["q"], e, q)
     return [read, *interleaved.key_products(config, refs["dk"], e, q, refs["da"], score_factor(config))]
 
 
 def value_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return tasks that compute dvᵀ = dOᵀ·W of example `e`."""
+    """Return tasks that compute dvᵀ = dOᵀ·W of example `e` from its composed weights W."""
     return interleaved.key_products(config, refs["dv"], e, refs["d_out_tile"], refs["w"])
 
 

@@ -54,13 +54,13 @@ def attention_weights(
 def score_vectors(
     config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]
 ) -> None:
-    """Compute the attention weights."""
+    """Compute the attention weights P of a strip, and write them to `p`."""
     for queries in query_slices(config):
         save(attention_weights(config, refs, visible, strip, buffers[0], queries), refs["p"], strip, queries)
 
 
 def post_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
+    """Compute a strip's key-wise parts of the post-compose and its transpose, and the gradient of its matrix."""
     if "mix_post" in refs:
         p, g = (stack(config, planes_of_all_queries(config, refs[name], strip)) for name in ("p", "y"))
         out[0] = dot(key_wise_matrix(config, refs, "mix_post", strip), p, (1, 0))
@@ -69,7 +69,7 @@ def post_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> N
 
 
 def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Compute the composed weights W, and the gradient of P."""
+    """Compute the composed weights W of a strip, and the gradient dP of its attention weights P."""
     for queries in query_slices(config):
         w: Iterable[Array] = planes(config, refs["p"], strip, queries)
         post = strip_compose(config, refs, "post", buffers[0], queries)
@@ -86,7 +86,7 @@ def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequen
 
 
 def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the logits' gradients, the key-wise part of the scores' gradients, and the gradient of the matrix."""
+    """Compute a strip's gradients of logits, key-wise part of the gradients of scores, and gradient of its matrix."""
     all_queries = slice(0, config.block_q)
     dl = list(logit_gradients(config, refs, strip, all_queries))
     save(dl, refs["dl"], strip, all_queries)
@@ -97,7 +97,7 @@ def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
 
 
 def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Compute the gradients of the scores."""
+    """Compute the gradients of the scores of a strip, and write them to `da`."""
     for queries in query_slices(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
         if config.family == "vector":  # which has no products
@@ -113,7 +113,7 @@ def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Seque
 
 
 def logit_gradients(config: KernelConfig, refs: Refs, strip: Strip, queries: slice) -> StoredPlanes:
-    """Return the gradients P·(dP - delta) of the logits of a strip."""
+    """Return the gradients P·(dP - delta) of the logits of a strip, a plane for each head."""
     p, dp = planes(config, refs["p"], strip, queries), planes(config, refs["dp"], strip, queries)
     return StoredPlanes(lambda h: p[h] * (dp[h] - refs["d"][h, :, queries][None]), config.heads)
 
@@ -137,7 +137,7 @@ class ComposeTensors(NamedTuple):
 
 
 def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName) -> ComposeTensors | None:
-    """Return the tensors of a compose, or None; "post" has them after the post stage, "pre" after the logit stage."""
+    """Return the tensors of a compose, None without it: after the post stage those of "post", else those of "pre"."""
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
         return None

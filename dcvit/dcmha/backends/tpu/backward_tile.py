@@ -81,7 +81,7 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
 
 
 def delta_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the key-wise parts of the pre-compose and of the transposed post-compose."""
+    """Compute the key-wise parts of the pre-compose and of the transposed post-compose of a strip."""
     for n, (name, operand) in enumerate((("mix_pre", "x"), ("mix_post_back", "y"))):
         if name in refs:
             stacked = stack(config, planes_of_all_queries(config, refs[operand], strip))
@@ -128,7 +128,7 @@ def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors, 
 
 
 def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None:
-    """Compute W and dA of a tile, and add its share to the gradients of all compose weights.
+    """Compute composed weights W and gradients dA of scores of a tile; add its share to all compose weights' gradients.
 
     If delta is an input of the kernel, `d` already contains it; otherwise the tile has all keys of its queries, and
     delta is computed here.
@@ -253,7 +253,7 @@ def write_key_gradients(refs: Refs, factor: float) -> None:
 
 
 def write_matrix_gradients(config: KernelConfig, refs: Refs) -> None:
-    """Compute the gradients of a key block's key-wise weights, and add those of static weights, from `dmix_…`."""
+    """Compute key-wise weights' gradients of a key block, and add static weights', from gradients of matrices."""
     if "wk" in refs and "wk_cur" in refs:
         transpose_key_weights(refs["wk"], refs["wk_cur"])
     for name, layout in (("pre", config.pre), ("post", config.post)):

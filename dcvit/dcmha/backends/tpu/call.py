@@ -68,7 +68,7 @@ class KernelCall:
         return dict(zip(self.outputs, results, strict=True))
 
     def spec(self, x: Blocked) -> pl.BlockSpec:
-        """Return the block specification of an array."""
+        """Return Pallas' specification of the blocks of an array; one without blocks is in SMEM."""
         if x.block is None:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
 

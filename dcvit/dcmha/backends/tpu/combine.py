@@ -41,7 +41,7 @@ class Static(NamedTuple):
     interpret: Interpret
 
     def rows(self, group: Array, head: int, chunk: int) -> Rows:
-        """Return the rows of chunk number `chunk` of a head's vectors in (H·D, T)."""
+        """Return the rows in (H·D, T) of chunk number `chunk`, `CHUNK` dimensions, of the vectors of a group's head."""
         start = (group * self.per_group + head) * self.head_dim + chunk * CHUNK
         return pl.ds(pl.multiple_of(start, CHUNK), CHUNK)
 
@@ -67,7 +67,7 @@ def supports(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> str 
 def combine_heads(
     x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"], *, interpret: Interpret = False
 ) -> Float[Array, "B T H D"]:
-    """Compute `dcvit.dcmha.folded.combine_heads` on a TPU. `interpret` is the argument of `pallas_call`.
+    """Return `dcvit.dcmha.folded.combine_heads`(x, w) by a TPU kernel; `interpret` is the argument of `pallas_call`.
 
     Raises:
       UnsupportedError: the kernels do not support the device, the dtype or the sizes.
@@ -113,14 +113,14 @@ def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> 
 
 
 def _blocked(x: Array | jax.ShapeDtypeStruct) -> Blocked:
-    """Declare blocks of tokens of an array with a column for each token."""
+    """Return the declaration of an array with a column for each token, in blocks of `BLOCK` tokens."""
     return Blocked(x, (1, *x.shape[1:-1], BLOCK), f"B{'.' * (x.ndim - 2)}T")
 
 
 def _call(
     name: str, static: Static, inputs: Mapping[str, Array], outputs: Mapping[str, Array], kernel: Kernel
 ) -> dict[str, Array]:
-    """Call a kernel for each block of tokens; the outputs have the shapes and dtypes of `outputs`."""
+    """Call a kernel for each block of tokens; return its outputs by name, with the shapes and dtypes of `outputs`."""
     batch, *_, columns = inputs["x"].shape
     call = KernelCall(
         name=name,

@@ -27,7 +27,7 @@ class Side(NamedTuple):
     rank: int
 
     def start(self, projection: Projection) -> int | None:
-        """Return the packed position of a projection, or None without one."""
+        """Return the first packed column of a projection's weights, or None if the side has no projection."""
         return self.offsets.down if projection == "down" else self.offsets.up
 
 
@@ -75,7 +75,7 @@ class StripCompose:
         return not_none(self.static_ref)[n, h % self.per_group]
 
     def group(self, index: int) -> range:
-        """Return the heads of a group."""
+        """Return the numbers of the heads of group number `index`."""
         return range(index * self.per_group, (index + 1) * self.per_group)
 
     def hidden(self, a: Sequence[Array], projection: Projection) -> HiddenPlanes:
@@ -178,7 +178,7 @@ def key_wise_matrix(config: KernelConfig, refs: Refs, name: str, strip: Strip) -
 def logits(
     config: KernelConfig, a: Sequence[Array], pre: StripCompose | None, mask: Array | None
 ) -> tuple[Iterable[Array], HiddenPlanes]:
-    """Return composed and masked scores in units of log 2, and the hidden planes.
+    """Return the composed and masked scores `a` in units of log 2, a plane for each head, and the hidden planes.
 
     The packed weights of the pre-compose include the factor scale·log2(e).
     """

@@ -45,10 +45,7 @@ IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that
 
 
 class BranchOffsets(NamedTuple):
-    """First packed column of each weight of one side (query-wise or key-wise) of one compose.
-
-    A weight that the compose does not have is None.
-    """
+    """First packed column of each weight of one side (query-wise or key-wise) of one compose; None if it is absent."""
 
     down: int | None
     up: int | None
@@ -76,7 +73,7 @@ class ComposeLayout(NamedTuple):
     key_runs: tuple[KeyRun, ...]  # all key-wise columns
 
     def key_columns(self, *, rounded: bool) -> list[int]:
-        """Return the packed columns to broadcast for key-wise weights; `rounded`, one column for each word of two."""
+        """Return the packed columns of key-wise weights to broadcast: if `rounded`, one for each word of two."""
         lower = [run.start + n for run in self.key_runs for n in range(run.size)]
         upper = [run.start + run.distance + n for run in self.key_runs for n in range(run.partners)]
         return lower if rounded else lower + upper
@@ -99,7 +96,7 @@ class ComposeLayout(NamedTuple):
 
     @property
     def mixes(self) -> bool:
-        """True if a key-wise branch or a static projection mixes heads, see `dcvit.dcmha.backends.tpu.mixing`."""
+        """True if there is a key-wise branch or a static projection, see `dcvit.dcmha.backends.tpu.mixing`."""
         return self.has_static or any(start is not None for start in self.key)
 
     def query_only(self) -> ComposeLayout:
@@ -150,7 +147,7 @@ class KernelConfig(NamedTuple):
 
     @property
     def examples(self) -> int:
-        """Number of examples of a block."""
+        """Number of examples of a block: 8 if they are interleaved, or else 1."""
         return SUBLANES if self.family == "interleaved" else 1
 
     @property
@@ -165,7 +162,7 @@ class KernelConfig(NamedTuple):
 
     @property
     def is_ordered(self) -> bool:
-        """True if a query does not attend to later keys."""
+        """True if the layer is causal or has a window, so that no query attends to later keys."""
         return self.causal or self.window is not None
 
     @property

@@ -93,7 +93,7 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> DecodeConf
 
 
 def checked_config(call: Call) -> DecodeConfig:
-    """Return the configuration of a call, or raise UnsupportedError."""
+    """Return the configuration of the kernel for a call, or raise UnsupportedError."""
     check_device()
     if (reason := decode.supports(call)) is not None:
         raise UnsupportedError(reason)
@@ -137,7 +137,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], d_out
 
 
 def call_xla(config: DecodeConfig, inputs: Inputs) -> Array:
-    """Compute the kernel's result with `dcvit.dcmha.backends.xla.decode`."""
+    """Return the result of the kernel, computed by `dcvit.dcmha.backends.xla.decode`."""
     return decode.attend(Options(groups=config.groups, scale=config.scale), inputs)
 
 
@@ -145,7 +145,7 @@ _attention = differentiable(_forward, _backward, forward_mode=lambda static, x: 
 
 
 def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Array:
-    """Apply the compose `name` ("pre" or "post") to scores or weights `a`, (H, keys)."""
+    """Return scores or weights `a`, (H, keys), composed by `name`, "pre" or "post"; unchanged without that compose."""
     if f"{name}_map" not in refs:
         return a
     out = dot(refs[f"{name}_map"][0], a, (1, 0))
@@ -160,7 +160,7 @@ def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Ar
 
 
 def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
-    """Replace each row of `a`, (H, keys), by the sum of the rows of its group; one group gives one row, (1, keys)."""
+    """Return `a`, (H, keys), with each row replaced by the sum of its group's rows; (1, keys) if there is one group."""
     if config.groups == 1:
         return jnp.sum(a, axis=0, keepdims=True)
     size = config.heads // config.groups
@@ -169,7 +169,7 @@ def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
 
 
 def zero_padding(config: DecodeConfig, j: Index, x: Array, axis: int) -> Array:
-    """Set elements of block `j` after the last key to zero: the padding of the last block has arbitrary values."""
+    """Return block `j`, `x`, with zeros after the last key: the padding of the last block has arbitrary values."""
     if config.keys % config.block == 0:
         return x
     key = j * config.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -239,12 +239,12 @@ def softmax(x: Ref) -> None:
 
 
 def whole(x: Array) -> Blocked:
-    """Declare an input whose block is all data of one example."""
+    """Return the declaration of an input whose block is all data of one example."""
     return Blocked(x, (1, *x.shape[1:]), "B..")
 
 
 def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
-    """Arrange the arguments of attention as inputs of the kernel.
+    """Return the inputs of the kernel by name, arranged from the arguments of attention.
 
     In `Blocked.axes`, key blocks have the letter K in inputs that phase 0 reads, and V in those that phase 1 reads.
     """
@@ -270,7 +270,7 @@ def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
 
 
 def call_kernel(config: DecodeConfig, inputs: Inputs, *, interpret: Interpret) -> Array:
-    """Run the kernel; arguments and result have the shapes of `dcvit.dcmha.attention`."""
+    """Return the result of the kernel; arguments and result have the shapes of `dcvit.dcmha.attention`."""
     q = inputs.q
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
     last = config.blocks - 1

@@ -132,7 +132,7 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
 
 
 def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
-    """Return the index maps of the grid (b, i, phase, step): K of keys and V of values, which one phase reads alone."""
+    """Return the index maps of the grid (b, i, phase, step): V for inputs of phase 1, K for phase 0 or both."""
     keeps, phases = keeps_all_scores(config), 1 if config.max_key_blocks == 1 else 2
 
     def nearest(b: Index, i: Index, block: Index, needed: Sequence[Ref]) -> Index:

@@ -37,7 +37,7 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 def score_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the key-wise part of the pre-compose."""
+    """Write the key-wise part of the pre-compose of a strip to `out`."""
     if "mix_pre" in refs:
         operand = stack(config, planes_of_all_queries(config, refs["x"], strip))
         out[0] = dot(key_wise_matrix(config, refs, "mix_pre", strip), operand, (1, 0))
@@ -46,7 +46,7 @@ def score_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
 def score_vectors(
     config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]
 ) -> None:
-    """Compute the composed and masked scores."""
+    """Compute the composed and masked scores of a strip, and write them to `y`."""
     for queries in query_slices(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
         a: Sequence[Array] = planes(config, refs["x"], strip, queries)
@@ -57,7 +57,7 @@ def score_vectors(
 
 
 def weight_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the attention weights, and the key-wise part of the post-compose."""
+    """Write the attention weights of a strip, and the key-wise part of their post-compose, to `out`."""
     matrix = key_wise_matrix(config, refs, "mix_post", strip) if "mix_post" in refs else None
     for queries in query_slices(config):
         p = attention_weights(config, refs, strip, queries)
@@ -68,7 +68,7 @@ def weight_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) ->
 
 
 def weight_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Compute the composed attention weights."""
+    """Compute the composed attention weights of a strip, and write them to `w`."""
     for queries in query_slices(config):
         post = strip_compose(config, refs, "post", buffers[0], queries)
         if config.family == "vector":

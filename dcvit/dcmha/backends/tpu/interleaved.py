@@ -35,7 +35,7 @@ def view(x: Array) -> Array:
 
 
 def unview(x: Array) -> Array:
-    """Invert `view`."""
+    """Return (T, B, C) from (T, B/8, C/128, 8, 128): the inverse of `view`."""
     tokens, blocks, registers = x.shape[:3]
     return x.swapaxes(2, 3).reshape(tokens, blocks * SUBLANES, registers * LANES)
 
@@ -136,7 +136,7 @@ def operand(planes: Ref, h: int) -> Array:
 
 
 def _heads_of_registers(config: KernelConfig, heads: int) -> list[range]:
-    """Split the heads into the shortest runs whose columns fill complete registers of 128 lanes."""
+    """Return the shortest runs of heads whose columns fill complete registers of 128 lanes."""
     heads_per_tile = math.lcm(config.head_dim, LANES) // config.head_dim
     return [range(first, min(first + heads_per_tile, heads)) for first in range(0, heads, heads_per_tile)]
 
@@ -153,6 +153,6 @@ def _rows(ref: Ref) -> Ref:
 
 
 def _row(ref: Ref, register: int, e: Index) -> slice | pl.Slice:
-    """Return the rows in `_rows` of all tokens of example `e`, for one register of their columns."""
+    """Return the rows in `_rows` of all tokens of example `e`, for the 128 columns of register number `register`."""
     tokens, _, registers = ref.shape[:3]
     return pl.ds(register * SUBLANES + e, tokens, stride=SUBLANES * registers)

@@ -138,7 +138,7 @@ def transpose_blocks(config: KernelConfig, registers: Sequence[Array]) -> list[A
 
 
 def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: slice) -> list[Array]:
-    """Return, for each head h, N[n, h] of the eight heads n from `first` (sublanes) and 128 keys (lanes)."""
+    """Return, for each head h, the matrix entries N[n, h] of the eight heads n from `first` (sublanes) and 128 keys."""
     layout, wk, static, transposed = weights
     heads, per_group = config.heads, config.heads // config.groups
     head = _iota(0) + first
@@ -224,7 +224,7 @@ def matrices_kernel(config: KernelConfig, refs: Refs) -> None:
 def with_matrices(
     config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
 ) -> dict[str, Blocked]:
-    """Replace the key-wise and static weights of a kernel's inputs by matrices, (B, strips, H, H·keys).
+    """Return a kernel's inputs with matrices, (B, strips, H, H·keys), instead of key-wise and static weights.
 
     Args:
       config: the sizes; nothing changes where the VPU mixes heads.
@@ -241,7 +241,7 @@ def with_matrices(
 def matrices(
     config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
 ) -> dict[str, Blocked]:
-    """Compute the matrices `names` of the composes that mix heads; see `with_matrices`."""
+    """Return the matrices `names` of the composes that mix heads, by name; see `with_matrices`."""
     layouts, batch = {"pre": config.pre, "post": config.post}, len(inputs["q"].array)
     names = [name for name in names if (layout := layouts[name.split("_")[1]]) is not None and layout.mixes]
     inputs = {name: inputs[name] for name in ("wk", "static_pre", "static_post") if name in inputs}

@@ -36,7 +36,7 @@ def scratch(config: KernelConfig, blocks: int) -> pl.MemoryRef:
 
 
 def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = False) -> None:
-    """Write the diagonals of the squares of `product`, (heads·Bs, heads·Bs), to `out`, (H/8, 8, H·Bs); or add them."""
+    """Write, or `add`, the diagonals of Bs×Bs squares of `product`, (heads·Bs, heads·Bs), to `out`, (H/8, 8, H·Bs)."""
     keys, missing = config.strip, -product.shape[1] % LANES
     sublane, lane = positions()
     if missing:

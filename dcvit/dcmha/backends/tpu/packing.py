@@ -26,7 +26,7 @@ Part = Literal["down", "up", "gate"]
 def packed_order(
     pre: ComposeWeights | None, post: ComposeWeights | None, side: Side
 ) -> Iterator[tuple[int, Part, str, Array]]:
-    """Yield (compose, part, field name, array) of each weight of one side, in packed order; compose 0 is `pre`."""
+    """Yield (0 for `pre` or 1, "down", "up" or "gate", field, array) of each weight of one side, in packed order."""
     parts: tuple[Part, ...] = ("down", "up", "gate")
     for part, suffix in zip(parts, "12g", strict=True):
         for c, w in enumerate((pre, post)):
@@ -72,7 +72,7 @@ def compose_layouts(
 
 
 def key_array(config: KernelConfig, x: Array) -> Blocked:
-    """Convert keys or values (B S K D) to the kernels' layout: (B, S, K·D) padded to blocks, or `interleave`."""
+    """Convert keys or values (B S K D) to the kernels' layout: (B, S, K·D) padded to blocks, or as `interleave`."""
     x = x.reshape(*x.shape[:2], -1)
     if config.family == "interleaved":
         return interleave(x.astype(config.token_dtype))
@@ -82,12 +82,12 @@ def key_array(config: KernelConfig, x: Array) -> Blocked:
 
 
 def with_rows(config: KernelConfig, x: Array) -> Blocked:
-    """Declare the blocks of an array with a row for each key, (B, S, columns)."""
+    """Return the declaration of an array with a row for each key, (B, S, columns), in blocks of keys."""
     return Blocked(x, (1, config.block_k, x.shape[2]), "BS.")
 
 
 def with_columns(config: KernelConfig, x: Array | jax.ShapeDtypeStruct) -> Blocked:
-    """Declare the blocks of an array with a column for each query, (B, rows, T)."""
+    """Return the declaration of an array with a column for each query, (B, rows, T), in blocks of queries."""
     return Blocked(x, (config.examples, x.shape[1], config.block_q), "B.T")
 
 
@@ -112,7 +112,7 @@ def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
 
 
 def interleave(x: Array) -> Blocked:
-    """View (B, N, columns) as blocks of interleaved examples, see `dcvit.dcmha.backends.tpu.interleaved`.
+    """Return (B, N, columns) as blocks of interleaved examples, see `dcvit.dcmha.backends.tpu.interleaved`.
 
     Swapping the axes of examples and tokens moves no bytes on a TPU. The barrier, here and in `deinterleave`, keeps XLA
     from moving the swap into a matrix product, which would need a copy.
@@ -170,7 +170,7 @@ def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
 def _pack_side(
     config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None, side: Side, length: int
 ) -> Blocked | None:
-    """Pack the weights of one side of both composes for `length` tokens; None if there are none.
+    """Return the packed weights of one side ("q" or "k") of both composes for `length` tokens; None if there are none.
 
     In the family "matrix", a kernel converts key-wise weights; they are packed unchanged. All others are `scaled`.
     """
@@ -189,7 +189,7 @@ def _pack_side(
 
 
 def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None) -> Blocked | None:
-    """Pack the weights of both sides of interleaved examples in one array; None if there are none.
+    """Return the weights of both sides of interleaved examples, packed in one array; None if there are none.
 
     An array's columns are padded to a multiple of 128, so that with 6 heads both sides take as much memory as one. The
     kernel converts the weights.
@@ -205,7 +205,7 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
 
 
 def _joined(columns: Sequence[Array]) -> Array:
-    """Concatenate weights along their columns, in float32.
+    """Return weights concatenated along their columns, in float32.
 
     XLA does not copy columns that are slices of one array (`dcvit.dcmha.packed_weights`) and of this dtype.
     """

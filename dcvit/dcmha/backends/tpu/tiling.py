@@ -82,7 +82,7 @@ def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
 
 
 def backward_vmem_bytes(config: KernelConfig) -> int:
-    """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
+    """Return an estimate of the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
     itemsize = jnp.dtype(config.dtype).itemsize
     plane = config.heads * config.block_k * config.block_q
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
@@ -186,7 +186,7 @@ def is_one_tile(sizes: KernelConfig) -> bool:
 
 
 def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
-    """Return the numbers of queries and keys of a tile, the largest first."""
+    """Return the numbers of queries and keys that a tile may have, the largest first."""
     blocks = [(256, 128), (128, 128), (128, 64)]
     if is_one_tile(sizes):
         strips = sizes.strip * strips_per_step(sizes)
@@ -196,7 +196,7 @@ def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
 
 
 def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
-    """Return configurations with these blocks whose backward pass processes fewer and fewer queries at once."""
+    """Return configurations with these sizes of a tile whose backward pass takes fewer and fewer queries at once."""
     unroll = strips_per_step(sizes)
     per_step = unroll if block_k % (sizes.strip * unroll) == 0 else min(unroll, 2)
     config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)

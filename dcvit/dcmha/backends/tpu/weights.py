@@ -26,12 +26,12 @@ Side = Literal["q", "k"]
 
 
 def packed_columns(config: KernelConfig, side: Side) -> int:
-    """Return the number of packed columns of one side."""
+    """Return the number of packed columns of the weights of one side."""
     return max((stop for _, _, _, stop in _parts(config, side)), default=0)
 
 
 def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, str, int, int]]:
-    """Yield the compose, the name, and the first and the end column of each weight of one side."""
+    """Yield (compose, "down", "up" or "gate", first column, end column) of each packed weight of one side."""
     for layout in (config.pre, config.post):
         if layout is None:
             continue
@@ -42,7 +42,7 @@ def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, st
 
 
 def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
-    """Multiply the pre-compose's weights by scale·log2(e), and add the skip connection to a gate.
+    """Return weights with the pre-compose's up projections and gates times scale·log2(e), and with the skip connection.
 
     A compose C is linear, C(c·a) = c·C(a), so that its weights can include the scale; the kernels compute softmax in
     base 2. The skip connection is added to the query-wise gate, or to the key-wise gate without a query-wise one.
@@ -125,7 +125,7 @@ def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Re
 
 
 def used_key_rows(config: KernelConfig) -> slice:
-    """Return the rows of `wk_rows` (see `rows_of`) from the register that contains the first key-wise weight."""
+    """Return the slice of rows of `wk_rows` (see `rows_of`) from the register with the first key-wise weight on."""
     first = min((start for _, _, start, _ in _parts(config, "k")), default=0)
     return slice(first // SUBLANES * SUBLANES, None)
 

@@ -94,22 +94,21 @@ supports = reference.supports  # every call
 def run(call: Call) -> Float[Array, "B T H D"]:
     """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
-    Scores and weights are float32, or float64 for float64 inputs. The product of q and the scale is
-    rounded to q's dtype.
+    Scores and weights are float32, or float64 for float64 inputs. scale·q is rounded to q's dtype.
     """
     out: Array = _arrange_and_attend(_attend, call.options, call.inputs)
     return out
 
 
 def forward_mode(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
-    """Compute attention in differentiable JAX operations; other implementations use it as their forward mode."""
+    """Return the outputs of attention from differentiable JAX operations; other backends use it for forward mode."""
     out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
     return out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # trace once if called eagerly
 def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Options, inputs: Inputs) -> Array:
-    """Arrange the arrays by head, pad the queries to complete blocks, and attend."""
+    """Return the outputs of `attend` for arrays with the heads first and queries padded to complete blocks."""
     q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
@@ -136,9 +135,9 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
 
 
 def runs(queries: int, keys: int, options: Options, group: int | None = None) -> list[Run]:
-    """Split one example into runs of blocks, in the order of their queries; the last block may extend past `queries`.
+    """Return the runs of blocks of an example, in the order of their queries; the last block may extend past `queries`.
 
-    With segments, the number of queries of a block divides `group`; None without segments.
+    With segments, the number of queries of a block divides `group`, a result of `_group`, or else None.
     """
     if options.window is not None and options.window < keys:
         rows = _rows(queries, options.window, group)
@@ -278,7 +277,7 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def _matmul(equation: str, a: Array, b: Array) -> Array:
-    """Compute an einsum for each head with sums in at least float32; neighboring heads may share a head of `b`."""
+    """Return the einsum of each head with sums in at least float32; neighboring heads may share a head of `b`."""
     if len(a) != len(b):
         b = jnp.repeat(b, len(a) // len(b), axis=0)
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
@@ -305,7 +304,7 @@ def _fold_blocks(
 
 
 def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
-    """Compute `_fold_blocks` with segments: each block has only keys of the documents of its queries.
+    """Return the result of `_fold_blocks` with segments: each block has only keys of the documents of its queries.
 
     Groups of neighboring queries (`_group`) are sorted by the smallest of `document_sizes` that holds their keys. For
     each size, a loop visits its groups and divides them into blocks. Groups that attend to no key are skipped, so that
@@ -362,7 +361,7 @@ def _needed_keys(options: Options, x: Inputs, group: int) -> tuple[Array, Array]
 
 
 def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
-    """Return block `index` of a run."""
+    """Return block number `index` of a run: its inputs, its mask and its positions."""
     start = {
         "q": run.first + index * run.rows,
         "k": jnp.clip(run.first_key + index * run.step, 0, x.k.shape[1] - run.keys),

@@ -49,7 +49,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def attend(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
-    """Compute `run` from the parts of a call."""
+    """Return the outputs of the heads for one query, as `run`, from the options and arrays of a `Call`."""
     q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
@@ -72,7 +72,7 @@ def attend(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
 
 
 def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[Array, "B S H"]:
-    """Compute `dcvit.dcmha.compose` (Eqn 7) for one query, with the heads as the last axis."""
+    """Return the result of `dcvit.dcmha.compose.compose` (Eqn 7) for one query, with the heads as the last axis."""
     batch, _, heads = a.shape
     out = exact_einsum("bsn,bnh->bsh", a, map_of_heads(w, batch, heads, groups, a.dtype))
     if w.k1 is not None and w.k2 is not None:
@@ -87,7 +87,7 @@ def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[A
 
 
 def map_of_heads(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: DTypeLike) -> Float[Array, "B H H"]:
-    """Return `query_map` for one query as an H×H matrix for each example, zero between groups."""
+    """Return `query_map` for one query as an H×H matrix for each example, zero for heads of different groups."""
     matrix = query_map(w, batch=batch, length=1, heads=heads, groups=groups, dtype=dtype)[:, 0]
     block_diagonal = matrix[:, :, :, None] * jnp.eye(groups, dtype=dtype)[None, :, None, :, None]
     return jnp.broadcast_to(block_diagonal.reshape(-1, heads, heads), (batch, heads, heads))

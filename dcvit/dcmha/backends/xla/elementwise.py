@@ -26,7 +26,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:
-    """Compute `dcvit.dcmha.compose.compose` from elementwise products and sums; shapes are not checked."""
+    """Return the result of `dcvit.dcmha.compose.compose` by elementwise products and sums; shapes are not checked."""
     batch, heads, queries, keys = a.shape
     grouped = a.reshape(batch, groups, heads // groups, queries, keys)
 

@@ -84,9 +84,9 @@ class AttentionMatrices(NamedTuple):
 
 
 def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., Array] = compose) -> AttentionMatrices:
-    """Compute all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
+    """Return all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
 
-    `compose` computes Eqn 7. `inputs.v` is not used.
+    `compose` is the function that computes Eqn 7. `inputs.v` is not used.
     """
     q, k, _, pre, post, mask, segments = inputs
     attended = visible(q.shape[1], k.shape[1], options, mask, segments)
@@ -105,7 +105,8 @@ def run(
 ) -> Float[Array, "B T H D"]:
     """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
-    Scores and weights are float32, or float64 for float64 inputs. `compose` computes Eqn 7.
+    Scores and weights are float32, or float64 for float64 inputs. `dropout` is that of the composed
+    weights, and `compose` the function that computes Eqn 7.
     """
     return attend(call.options, call.inputs, dropout=dropout, compose=compose)
 
@@ -113,7 +114,7 @@ def run(
 def attend(
     options: Options, inputs: Inputs, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
 ) -> Float[Array, "B T H D"]:
-    """Compute `run` from the parts of a call."""
+    """Return the outputs of the heads, as `run`, from the options and the arrays of a `Call`."""
     weights = attention_matrices(inputs, options, compose).composed_weights
     if dropout is not None:
         weights = _drop(weights, dropout)
@@ -123,7 +124,7 @@ def attend(
 
 
 def _repeat(x: Float[Array, "B S K D"], heads: int) -> Float[Array, "B S H D"]:
-    """Repeat each key head for the query heads that share it."""
+    """Return `x` with each of its K heads repeated for the query heads that share it, `heads` in all."""
     return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 

@@ -36,7 +36,7 @@ class Hidden(NamedTuple):
 
 
 def no_inline(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make `f` a function of the compiled program that XLA does not inline, so that its results are stored.
+    """Return `f` as a function that XLA does not inline in the compiled program, so that its results are stored.
 
     XLA's CPU compiler fuses a cheap loop into each loop that reads its result, and would compute the hidden planes
     again for every head. It removes optimization barriers before the fusion, but it keeps calls.
@@ -52,7 +52,7 @@ def no_inline(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def arrange(w: ComposeWeights | None, batch: int, dtype: DTypeLike) -> ComposeWeights | None:
-    """Move the length of the weights to the end, (B T R H) to (B R H T), and give the static weights an axis B."""
+    """Return the weights with their length as the last axis, (B R H T), and the static weights with an axis B."""
     if w is None:
         return None
     moved = [None if x is None else jnp.moveaxis(x.astype(dtype), 1, -1) for x in w[:-1]]
@@ -109,7 +109,7 @@ def compose_planes(
 
 @no_inline
 def softmax(scores: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
-    """Return the softmax of each row; fully masked rows are zero."""
+    """Return the softmax over the keys of each query; it is zero for a query whose keys are all masked."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
     top = jnp.where(top == -jnp.inf, 0, top)
     powers = _exponentials(scores, top)
@@ -166,7 +166,7 @@ def weight_gradients(
         sums: Callable[[Sequence[Pair]], list[Array]], down: Array | None, gate: Array | None,
         one: Array | None, two: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """Return the gradients of the down projection, the up projection and the gate of one side."""
+        """Return the gradients of down projection, up projection and gate, all query-wise or all key-wise."""
         pairs: list[Pair] = []
         rank = 0
         if down is not None and one is not None and two is not None:
@@ -212,7 +212,7 @@ def _sums_over_queries(pairs: Sequence[Pair]) -> list[Float[Array, "G J s"]]:
 
 
 def _ones_dot(x: Array) -> Array:
-    """Sum over the second last axis as a product with ones."""
+    """Return the sum over the second last axis, computed as a product with ones."""
     n = x.ndim - 2
     ones = jnp.ones(x.shape[:-1], x.dtype)
     batch = tuple(range(n))
@@ -220,7 +220,7 @@ def _ones_dot(x: Array) -> Array:
 
 
 def _over_keys(x: Float[Array, "H t s"]) -> Float[Array, "H t"]:
-    """Sum over keys as a product with ones, which XLA vectorizes on CPUs, unlike its reduction along rows."""
+    """Return the sum over keys, as a product with ones, which XLA vectorizes on CPUs, unlike a reduction along rows."""
     return jnp.einsum("hts,s->ht", x, jnp.ones(x.shape[-1], x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
@@ -229,7 +229,7 @@ def _apply_mask(scores: Float[Array, "H t s"], mask: Array | None) -> Float[Arra
 
 
 def _split(x: Array, groups: int) -> Array:
-    """Reshape (H …) to (G J …)."""
+    """Reshape (H …) to (G J …), for G groups of J heads."""
     return x.reshape(groups, -1, *x.shape[1:])
 
 
