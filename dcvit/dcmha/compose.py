@@ -46,7 +46,7 @@ def dynamic_projection(
     heads: int,
     gelu: str = "tanh",
 ) -> tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]:
-    """Compute the dynamic projection weights of Eqn 5 from the inputs `x`.
+    """Return the dynamic projection weights of Eqn 5 for the inputs `x`.
 
     Args:
       x: inputs of N tokens.
@@ -78,7 +78,7 @@ def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], he
 
 
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
-    """Compute the dynamic gate weights tanh(x·W_g) of Eqn 6."""
+    """Return the dynamic gate weights tanh(x·W_g) of Eqn 6."""
     return jnp.tanh(jnp.einsum("bnm,mh->bnh", x, w_g))
 
 

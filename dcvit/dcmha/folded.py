@@ -32,7 +32,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Float[Array, "B T H D"]:
-    """Return the outputs of the heads for a `Call`; `attend` is plain attention; for `combine`, see `compose_heads`."""
+    """Return the outputs of heads of a `Call` by plain attention, `attend`; `combine` is as in `compose_heads`."""
     inputs, groups = call.inputs, call.options.groups
     q = compose_heads(inputs.q, inputs.pre, groups=groups, combine=combine)
     out = attend(call.without_composition(q))

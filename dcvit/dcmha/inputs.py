@@ -209,7 +209,7 @@ class Composition:
         return self.names, self.is_key_wise, self.compose is not None and self.mixes_heads
 
     def why_not_foldable(self, key_heads: int) -> str | None:
-        """Return the reason why `dcvit.dcmha.folded` cannot compute it with `key_heads` key heads, or None."""
+        """Return the reason why the composition cannot be folded with `key_heads` key heads, or None."""
         if self.compose is None:
             return "there is no composition"
         if self.is_key_wise:
@@ -310,7 +310,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def reason_of(check: Callable[..., object], *args: object) -> str | None:
-    """Call check(*args); return the message of the UnsupportedError that it raises, or None."""
+    """Return the message of the UnsupportedError that check(*args) raises, or None."""
     try:
         check(*args)
     except UnsupportedError as error:

@@ -85,7 +85,7 @@ def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array,
 def write_many(
     slots: Float[Array, "B S *shape"], tokens: Float[Array, "B T *shape"], slot: Int[Array, "B T"]
 ) -> Float[Array, "B S *shape"]:
-    """Return `slots` with `tokens` written by a scatter, which touches no other slots; slot S drops a token."""
+    """Return `slots` with `tokens` written by a scatter that touches no other slots; tokens with slot S are dropped."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return slots.at[rows, slot].set(tokens.astype(slots.dtype), mode="drop")
 
@@ -93,7 +93,7 @@ def write_many(
 def write_one(
     slots: Float[Array, "B S *shape"], token: Float[Array, "B 1 *shape"], slot: Int[Array, "B 1"], *, key_wise: bool
 ) -> Float[Array, "B S *shape"]:
-    """Return `slots` with a token of each example, by the operation that XLA (jax 0.10.2) makes an update in place.
+    """Return `slots` with a token of each example written, by the operation that XLA (jax 0.10.2) runs in place.
 
     On CPUs, a scatter into bfloat16 converts the complete cache to float32 and back, so that a select is used. TPUs lay
     out key-wise weights with the slots last, and a scatter would copy them with padding, so that a select is used for

@@ -79,7 +79,7 @@ def dynamic_weights(
     heads: int,
     gelu: str = "tanh",
 ) -> dict[str, dict[str, Array]]:
-    """Compute the dynamic weights of Eqn 5-6 for all composes of a layer.
+    """Return the dynamic weights of Eqn 5-6 for all composes of a layer.
 
     On TPUs, default precision rounds the gates to bfloat16, as it rounds all operands of products.
 
@@ -135,7 +135,7 @@ def _separate_weights(
     heads: int,
     gelu: str,
 ) -> dict[str, dict[str, Array]]:
-    """Return the results of `dynamic_weights`, with products of its own for each compose and side.
+    """Return the results of `dynamic_weights`, computed by separate products for each compose and side.
 
     Args:
       pre_activations: the product that reads the inputs, before GELU and tanh, for all composes and sides.
@@ -231,7 +231,7 @@ def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI 
 
 
 def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I padded"]:
-    """Pad the columns with zeros to a multiple of 128, if the padding is at most an eighth of the result.
+    """Return `w` with zero columns up to a multiple of 128, if the padding is at most an eighth of the result.
 
     TPUs then keep the last axis of a product along lanes, as the kernels read it, with little more memory.
     """

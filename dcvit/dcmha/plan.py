@@ -302,7 +302,7 @@ def _kind(call: Call) -> str:
 
 
 def is_long(inputs: Inputs, examples: int | None = None) -> bool:
-    """Return True if this number of examples (by default all) has more scores than a GPU may hold by default."""
+    """Return True if this number of examples (by default all) has too many scores to hold on a GPU by default."""
     batch, queries, heads, _ = inputs.q.shape
     return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
@@ -325,7 +325,7 @@ def reference_of(inputs: Inputs) -> Implementation:
 
 
 def _by_example(call: Call) -> Array:
-    """Compute `reference` example by example, so that only the scores of one example are in memory."""
+    """Return the outputs of `reference`, computed by example, so that only the scores of one are in memory."""
     inputs = call.inputs
     static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
     mask = inputs.mask

@@ -60,7 +60,7 @@ def first_and_last(needed: Bool[Array, "*B I J"]) -> tuple[Int[Array, "*B I"], I
 
 
 def pad_ids(ids: Int[Array, "*B N"], length: int) -> Int[Array, "*B length"]:
-    """Pad ids to `length` by repeating the last one, which does not change the range of ids of its block."""
+    """Return ids padded to `length` by the last one, which does not change the range of ids of its block."""
     widths = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
     return jnp.pad(ids, widths, mode="edge")
 

@@ -129,7 +129,7 @@ def _hash_of_code() -> str:
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """Open a file without following a link or waiting for a pipe; raise OSError (ELOOP) if it is not a regular file."""
+    """Return a file opened without following a link or waiting for a pipe; OSError (ELOOP) if it is not regular."""
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # which Windows lacks
     number = os.open(path, flags | safe, 0o666)
     if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -140,7 +140,7 @@ def _open(path: Path, flags: int) -> BinaryIO:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait for the lock of a file with flock(2), and hold it; the system releases it when the process ends.
+    """Context manager: wait for the lock of a file with flock(2), and hold it; it also ends with the process.
 
     Without flock, on Windows and some network file systems, of two verdicts written at the same time one may be lost.
     """

@@ -98,7 +98,7 @@ def shapes_of(arrays: Tree) -> Tree:
 
 
 def describe(arrays: Tree) -> str:
-    """Return the names, dtypes and shapes of a tree of arrays, for the key of a case."""
+    """Return the names, dtypes and shapes of a tree of arrays as text, for `Case.key`."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     return ", ".join(f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named.items())
@@ -137,7 +137,7 @@ class Limits(NamedTuple):
     end: float
 
     def left(self, factor: int = 1) -> float:
-        """Return factor·seconds, or less if all verification ends earlier."""
+        """Return the time limit factor·`seconds`, or less if all verification ends earlier."""
         return max(0.0, min(factor * self.seconds, self.end - time.monotonic()))
 
     def is_over(self) -> bool:
@@ -162,7 +162,7 @@ def check_idle() -> None:
 
 
 def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[str]:
-    """Return the candidates without a final verdict, the default first: others are compared with its time."""
+    """Return the names of candidates without a final verdict, the default first: its time is compared with others."""
     missing = [name for name in case.candidates if name not in found or not found[name].is_final(seconds)]
     return sorted(missing, key=lambda name: name != case.default)
 

@@ -78,7 +78,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
 
 
 def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
-    """Return the results of `_forward` for one part of the examples and heads, with the arrays `x`."""
+    """Return the results of `_forward` for one part of the examples and heads: `x` has its arrays, `size` its sizes."""
     layer = Layer(size.of(static), size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
@@ -93,7 +93,7 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
 
 
 def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
-    """Return the gradients of the arrays `x` of one part of the examples and heads."""
+    """Return the gradients of the arrays `x` of one part of the examples and heads, whose sizes are `size`."""
     layer = Layer(size.of(static), size.rows, x, d_out, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
@@ -116,7 +116,7 @@ _attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array], tuple[Array, Array, Array]]:
-    """Compute the gradients of one rectangle, a block of queries and its keys.
+    """Return the gradients of one rectangle, a block of queries and its keys.
 
     Args:
       r: the rectangle.

@@ -88,15 +88,15 @@ class Block:
     # Layouts annotate registers.
 
     def as_tile(self, x: Array) -> Array:
-        """Convert a matrix of a tile's shape to the register layout of a matrix product's result."""
+        """Return a matrix of a tile's shape in the register layout of a matrix product's result."""
         return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
     def as_vector(self, x: Array, axis: int) -> Array:
-        """Convert a vector to the register layout of one axis of a tile: 0 for queries, 1 for keys."""
+        """Return a vector in the register layout of one axis of a tile: 0 for queries, 1 for keys."""
         return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
 
     def broadcast(self, x: Array, axis: int) -> Array:
-        """Broadcast a vector of the tile's queries (axis 0) or keys (axis 1) to a tile."""
+        """Return a vector of the tile's queries (axis 0) or keys (axis 1), broadcast to a tile."""
         return self.as_tile(lax.broadcast_in_dim(self.as_vector(x, axis), self.config.tile, (axis,)))
 
     def zeros(self, count: int) -> Planes:
@@ -104,7 +104,7 @@ class Block:
         return tuple(self.as_tile(jnp.zeros(self.config.tile, jnp.float32)) for _ in range(count))
 
     def load(self, ref: Ref, *index: Array | int) -> Array:
-        """Load this tile of an array in global memory whose last axes are queries and keys."""
+        """Return this tile of `ref[index]`, an array in global memory whose axes are queries and keys."""
         where = ref.at[(*index, self.query_span, self.key_span)]
         return where[...] if self.config.without_layouts else load_any(where)
 

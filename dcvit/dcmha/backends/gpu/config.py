@@ -84,7 +84,7 @@ class KernelConfig:
 
     @property
     def terms(self) -> list[tuple[int, int]]:
-        """Indices of the bfloat16 parts of two operands whose products are added; low·low is too small to count."""
+        """Pairs of indices of two operands' bfloat16 parts whose products are added; low·low would be negligible."""
         return [(0, 0)] if self.parts == 1 else [(0, 0), (0, 1), (1, 0)]
 
     @property

@@ -159,7 +159,7 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that rectangles of equal shape are lowered once
 def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
-    """Run one kernel over all tiles of a rectangle of queries and keys.
+    """Return the outputs of one kernel, run over all tiles of a rectangle of queries and keys.
 
     Args:
       kind: a name in `KERNELS`.

@@ -53,7 +53,7 @@ class Layer:
       inputs: inputs of the layer.
       options: options of the layer.
       config: configuration of the kernels, without the number of keys.
-      queries, keys: arrays of all of them; weights of queries include the log-sum-exp in the backward pass.
+      queries, keys: arrays of all queries and keys; weights of queries include the log-sum-exp in the backward pass.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class Rectangle:
         return Operands(pairs, weights, self.keys.weights, self.mask, self.visited, planes)
 
     def by_key_head(self, x: Array, axis: int) -> Array:
-        """Reshape an axis of H query heads to two axes, K and H/K."""
+        """Return `x` with an axis of H query heads reshaped to two axes, K and H/K."""
         return x.reshape(*x.shape[:axis], -1, self.config.heads_per_key_head, *x.shape[axis + 1 :])
 
     def add_keys(self, total: Array, x: Array, axis: int) -> Array:
-        """Return `total`, which has all keys on `axis`, with `x` added, which has those of the rectangle."""
+        """Return `total`, which has all keys on `axis`, with `x`, which has those of the rectangle, added."""
         x += cut(total, axis, self.first_key, self.config.keys)
         return lax.dynamic_update_slice_in_dim(total, x, self.first_key, axis)
 
@@ -196,7 +196,7 @@ class Rectangle:
 
 
 def compose_gradients(weights: ComposeWeights | None, rows: Array, cols: Array) -> ComposeWeights | None:
-    """Convert gradients (B H channels T) and (B H channels S) to the fields of `weights`, in their dtypes."""
+    """Return gradients (B H channels T) and (B H channels S) as the fields of `weights`, in their dtypes."""
     if weights is None:
         return None
     w, found = weights, []
@@ -231,7 +231,7 @@ def side_channels(
 
 
 def bfloat16_parts(x: Array, config: KernelConfig) -> list[Array]:
-    """Split (B N H D), with D padded, into the bfloat16 terms whose sum it is: one for bfloat16, two for float32."""
+    """Return the bfloat16 terms whose sum is `x` (B N H D) with D padded: one for bfloat16, two for float32."""
     x = pad(x, 3, config.head_dim)
     if config.parts == 1:
         return [x]

@@ -21,7 +21,7 @@ Copy = tuple[Ref, Ref] | None  # source and target; None for one that this sweep
 
 
 def ignore(head: Array) -> None:
-    """Do nothing."""
+    """Do nothing: the default of the argument `then` of `Ring.sweep`."""
 
 
 class Reads(NamedTuple):

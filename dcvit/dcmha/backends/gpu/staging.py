@@ -42,7 +42,7 @@ class Staging:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # also a barrier: all warps have waited for their products
 
     def stage_rows(self, vectors: Sequence[Array]) -> None:
-        """Write sums over keys to a buffer, one vector of 64 queries for each channel (output of a head)."""
+        """Write sums over keys to a buffer, one vector of 64 queries for each channel of `Results.row_sums`."""
         for channel, x in enumerate(vectors):
             not_none(self.scratch.row_sums)[self.block.warpgroup, channel] = x
 

@@ -109,7 +109,7 @@ def block_rows(queries: int, most: int) -> int:
 
 
 def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
-    """Return the largest parts of a layer that fit into `WORKSPACE_BYTES`: fewer examples, then queries, then heads.
+    """Return the largest parts of a layer that fit the memory: with fewer examples first, then queries, then heads.
 
     Raises:
       UnsupportedError: the smallest part does not fit.
@@ -202,7 +202,7 @@ def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool)
 
 
 def interpretable_warpgroups() -> int:
-    """Return the number of warpgroups that can be interpreted.
+    """Return the number of warpgroups that this host's CPU can interpret at once.
 
     Each warpgroup blocks a thread of XLA's thread pool, which needs one more.
     """

@@ -112,7 +112,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
 
 def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
-    """Return the inputs of the kernels by name, as `pack`, with the mask as bfloat16."""
+    """Return the inputs of the kernels by name, as `pack` makes them, with the mask as bfloat16."""
     return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
 
 

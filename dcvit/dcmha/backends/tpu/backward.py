@@ -118,7 +118,7 @@ def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Blocked]) ->
 
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, Blocked]:
-    """Declare the outputs of the gradient kernel by name; an axis "C" has the query block with complete gradients."""
+    """Return the declared outputs of the gradient kernel by name; the axis letter C selects a complete query block."""
     batch = len(inputs["q"].array)
     found = {"dq": inputs["q"].like(config.dtype)._replace(axes="B.C")}
     found |= {f"d{name}": inputs[name].like(config.dtype) for name in ("k", "v")}

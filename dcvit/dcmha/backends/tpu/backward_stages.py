@@ -137,7 +137,7 @@ class ComposeTensors(NamedTuple):
 
 
 def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName) -> ComposeTensors | None:
-    """Return the tensors of a compose, None without it: after the post stage those of "post", else those of "pre"."""
+    """Return the tensors of a compose, valid after the post stage (or for "pre" the logit stage); None without it."""
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
         return None

@@ -253,7 +253,7 @@ def write_key_gradients(refs: Refs, factor: float) -> None:
 
 
 def write_matrix_gradients(config: KernelConfig, refs: Refs) -> None:
-    """Compute key-wise weights' gradients of a key block, and add static weights', from gradients of matrices."""
+    """Write gradients of a key block's key-wise weights, and add those of static weights, from those of matrices."""
     if "wk" in refs and "wk_cur" in refs:
         transpose_key_weights(refs["wk"], refs["wk_cur"])
     for name, layout in (("pre", config.pre), ("post", config.post)):

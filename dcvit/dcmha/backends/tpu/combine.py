@@ -41,7 +41,7 @@ class Static(NamedTuple):
     interpret: Interpret
 
     def rows(self, group: Array, head: int, chunk: int) -> Rows:
-        """Return the rows in (H·D, T) of chunk number `chunk`, `CHUNK` dimensions, of the vectors of a group's head."""
+        """Return the rows in (H·D, T) of `CHUNK` dimensions of a head of a group, from dimension `chunk`·`CHUNK` on."""
         start = (group * self.per_group + head) * self.head_dim + chunk * CHUNK
         return pl.ds(pl.multiple_of(start, CHUNK), CHUNK)
 
@@ -101,13 +101,13 @@ _combine = differentiable(_forward, _backward, _forward_mode, name=None)
 
 
 def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:
-    """Reshape (B T …) to (B, *axes, T), with the tokens padded to blocks."""
+    """Return (B T …) reshaped to (B, *axes, -1, T), with the tokens padded to blocks."""
     x = jnp.moveaxis(x, 1, -1).reshape(len(x), *axes, -1, x.shape[1])
     return pad(x, -1, round_up(x.shape[-1], BLOCK))
 
 
 def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """Invert `_columns`: return an array with the shape of `like`."""
+    """Return the array that `_columns` has reshaped to `x`, in the shape of `like`."""
     batch, length, *rest = like.shape
     return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
 

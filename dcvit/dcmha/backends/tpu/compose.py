@@ -178,7 +178,7 @@ def key_wise_matrix(config: KernelConfig, refs: Refs, name: str, strip: Strip) -
 def logits(
     config: KernelConfig, a: Sequence[Array], pre: StripCompose | None, mask: Array | None
 ) -> tuple[Iterable[Array], HiddenPlanes]:
-    """Return the composed and masked scores `a` in units of log 2, a plane for each head, and the hidden planes.
+    """Return the scores `a`, composed and masked, in units of log 2, a plane for each head, and the hidden planes.
 
     The packed weights of the pre-compose include the factor scale·log2(e).
     """

@@ -169,7 +169,7 @@ def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
 
 
 def zero_padding(config: DecodeConfig, j: Index, x: Array, axis: int) -> Array:
-    """Return block `j`, `x`, with zeros after the last key: the padding of the last block has arbitrary values."""
+    """Return `x`, block number `j`, with zeros after the last key: its padding has arbitrary values."""
     if config.keys % config.block == 0:
         return x
     key = j * config.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)

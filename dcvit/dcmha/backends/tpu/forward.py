@@ -156,7 +156,7 @@ def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
 
 
 def scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
-    """Return the buffers in VMEM by name."""
+    """Return the VMEM buffers of the kernel by name."""
     heads, block_q, block_k = config.heads, config.block_q, config.block_k
     slots = config.max_key_blocks if keeps_all_scores(config) else 1
     found = {

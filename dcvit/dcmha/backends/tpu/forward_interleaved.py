@@ -39,7 +39,7 @@ TOKENS = ("q", "k", "v", "weights")  # inputs with an axis of tokens
 
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
-    """Process the examples of a block one after the other."""
+    """Compute the outputs and the log-sum-exp of the examples of a block, one after the other."""
     for name in TOKENS:
         if name in refs:
             interleaved.clear_rest(refs[f"{name}_tile"], refs[name].shape[0])
@@ -74,7 +74,7 @@ def attend(config: KernelConfig, refs: Refs, e: Index) -> None:
 
 
 def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return tasks before the first stage of example `e`: its scores, and the weights of its pre-compose."""
+    """Return tasks that compute the scores of example `e` and its pre-compose weights, before its first stage."""
 
     def tokens() -> None:
         interleaved.read(refs["q"], e, refs["q_tile"])
@@ -129,7 +129,7 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
 
 
 def scratch(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, pl.MemoryRef]:
-    """Return the VMEM buffers by name."""
+    """Return the VMEM buffers of the kernel by name."""
     heads, keys, queries, operand = config.heads, config.block_k, config.block_q, config.operand_dtype
     wide, narrow = heads * config.head_dim, config.key_heads * config.head_dim
     plane, row = (pltpu.VMEM((heads, rows, queries), jnp.float32) for rows in (keys, SUBLANES))

@@ -105,7 +105,7 @@ def update_statistics(
 
 
 def finish_statistics(config: KernelConfig, refs: Refs, e: Index = 0) -> None:
-    """Reduce over the eight sublanes, and store the log-sum-exp in `m` and in `lse[e]`; 0 for fully masked queries."""
+    """Store the log-sum-exp over all eight sublanes in `m` and in `lse[e]`; it is 0 for fully masked queries."""
     for h in range(config.heads):
         m = jnp.max(refs["m"][h], axis=0, keepdims=True)
         sums = jnp.sum(refs["sums"][h] * jnp.exp2(refs["m"][h] - m), axis=0, keepdims=True)

@@ -166,7 +166,7 @@ def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: s
 
 
 def pack_bf16_twice(x: Array) -> Array:
-    """Round to bfloat16, and return 32-bit words with the result in both halves."""
+    """Return 32-bit words that have `x`, rounded to bfloat16, in both halves."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | jax.lax.shift_right_logical(bits, 16)
 

@@ -55,7 +55,7 @@ def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = Fal
 
 
 def rotate_sublanes(x: Array, lane: Array, *, inverse: bool = False) -> Array:
-    """Move sublane n of each lane s to sublane (n + s) mod 8; `inverse` moves it back."""
+    """Return `x` with sublane n of each lane s moved to sublane (n + s) mod 8; `inverse` moves it back."""
     for bit in (1, 2, 4):
         x = jnp.where(lane & bit != 0, pltpu.roll(x, SUBLANES - bit if inverse else bit, axis=0), x)
     return x

@@ -26,7 +26,7 @@ Part = Literal["down", "up", "gate"]
 def packed_order(
     pre: ComposeWeights | None, post: ComposeWeights | None, side: Side
 ) -> Iterator[tuple[int, Part, str, Array]]:
-    """Yield (0 for `pre` or 1, "down", "up" or "gate", field, array) of each weight of one side, in packed order."""
+    """Yield (0 if in `pre`, else 1; "down", "up" or "gate"; field; array) of each weight of a side, in packed order."""
     parts: tuple[Part, ...] = ("down", "up", "gate")
     for part, suffix in zip(parts, "12g", strict=True):
         for c, w in enumerate((pre, post)):

@@ -1,4 +1,4 @@
-"""Schedules of the stages of a tile, strip by strip.
+"""Schedules of the stages of a tile, strip by strip; a strip is a run of neighboring keys.
 
 The stages are in `forward_stages` and `backward_stages`. Kernels for one example run them in loops (`over_strips`).
 

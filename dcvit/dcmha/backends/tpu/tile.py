@@ -54,7 +54,7 @@ Visible: TypeAlias = Callable[[Strip, slice], "Array | None"]  # see `visible`; 
 
 
 class StoredPlanes(Sequence[Array]):
-    """Planes of all heads, each loaded from VMEM when it is indexed, which takes fewer registers than keeping them."""
+    """Planes (keys × queries) of all heads, each loaded from VMEM when it is indexed, which takes fewer registers."""
 
     def __init__(self, load: Callable[[int], Array], heads: int):
         self.load, self.heads = load, heads
@@ -116,7 +116,7 @@ def operand_scratch(config: KernelConfig) -> pl.MemoryRef:
 
 
 def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:
-    """Concatenate planes along rows to one operand of a matrix product, in the dtype of operands."""
+    """Return planes, (keys/8, 8, queries) each, stacked along keys, in `config.operand_dtype`."""
     return jnp.concatenate([join(x) for x in planes], axis=0).astype(config.operand_dtype)
 
 

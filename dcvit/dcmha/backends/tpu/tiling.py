@@ -135,7 +135,7 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
 
 
 def fits(config: KernelConfig) -> bool:
-    """Return True if the gradient kernel, which uses the most VMEM of all, keeps the limit."""
+    """Return True if the gradient kernel, which uses the most VMEM of all, fits into `config.vmem_bytes`."""
     if config.family == "interleaved":
         return backward_interleaved.vmem_bytes(config) + COMPILER_BYTES <= config.vmem_bytes
     return backward_vmem_bytes(config) <= config.vmem_bytes

@@ -330,7 +330,7 @@ def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[B
 
 
 def document_sizes(most: int) -> list[int]:
-    """Return the possible numbers of keys of a block with segments: multiples of most/8, and halvings of most/8."""
+    """Return the numbers of keys that a block with segments may have: multiples of most/8, and halvings of most/8."""
     step = min(most, max(MIN_KEYS, round_up(cdiv(most, RUNS), GRAIN)))
     sizes = {*range(step, most, step), most}
     while step > MIN_KEYS:

@@ -55,7 +55,7 @@ def visible(
 def masked_softmax(
     scores: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None, axis: int = -1
 ) -> Float[Array, "*shape"]:
-    """Compute the softmax over the keys of `axis` where `mask` is True.
+    """Return the softmax of `scores` over those keys, along `axis`, where `mask` is True.
 
     The weight of a masked key is exactly 0, also in a row where every key is masked.
     """
@@ -105,8 +105,8 @@ def run(
 ) -> Float[Array, "B T H D"]:
     """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
-    Scores and weights are float32, or float64 for float64 inputs. `dropout` is that of the composed
-    weights, and `compose` the function that computes Eqn 7.
+    Scores and weights are float32, or float64 for float64 inputs. `dropout` is that of the composed weights,
+    and `compose` the function that computes Eqn 7.
     """
     return attend(call.options, call.inputs, dropout=dropout, compose=compose)
 

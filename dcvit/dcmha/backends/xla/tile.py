@@ -70,7 +70,7 @@ def transposed(w: ComposeWeights | None) -> ComposeWeights | None:
 
 @no_inline
 def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> Hidden:
-    """Compute the hidden planes A·w_q1 and A·w_k1 of Eqn 7: R weighted sums over the heads of each group."""
+    """Return the hidden planes A·w_q1 and A·w_k1 of Eqn 7: R weighted sums over the heads of each group."""
     grouped = _split(a, groups)
 
     def down(weights: Array | None, axis: int) -> Array | None:
@@ -83,7 +83,7 @@ def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> H
 
 
 def _compose(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int) -> Float[Array, "H t s"]:
-    """Compute Eqn 7 from the hidden planes of `a`."""
+    """Return A' of Eqn 7 for the scores or weights `a` with the hidden planes `planes`."""
     if w is None:
         return a
     grouped = _split(a, groups)
@@ -103,7 +103,7 @@ def _compose(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None,
 def compose_planes(
     a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Bool[Array, "#t #s"] | None, groups: int
 ) -> Float[Array, "H t s"]:
-    """Compute Eqn 7 from the planes that `hidden` returns for `a` and `w`; masked scores are minus infinity."""
+    """Return A' of Eqn 7 from the planes that `hidden` returns for `a` and `w`; masked scores are minus infinity."""
     return _apply_mask(_compose(a, planes, w, groups), mask)
 
 
