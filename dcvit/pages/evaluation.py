@@ -24,7 +24,7 @@ Row = dict[str, object]
 
 
 def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> tuple[list[Row], str]:
-    """Run every evaluator of a trained model.
+    """Run every evaluator of a trained model, and return rows of results and a report.
 
     Args:
       trained: the model and its checkpoint.
@@ -77,7 +77,7 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
 def _report(
     trained: TrainedModel, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
 ) -> str:
-    """Return the report of the observed evaluators as HTML."""
+    """Return the HTML report of the evaluators in `observed`: by name, the outcomes of a classification evaluator."""
     by_name = {row["evaluation"]: row for row in rows}
     evaluations = []
     for name, outcomes in observed.items():

@@ -104,7 +104,7 @@ Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any 
 
 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
-    """Return the indices, from 0, of a model's layers to show. Raise ConfigError if there are none."""
+    """Return the indices, from 0, of the model's layers that the page shows. Raise ConfigError if there are none."""
     module = model.module
     if module.heads in VARIANTS:
         raise ConfigError(f"{model.source} has heads={module.heads!r}: expected plain attention or compositions")
@@ -120,7 +120,7 @@ def _layers(model: LoadedModel, options: Options) -> list[int]:
 def _check_size(
     models: Sequence[LoadedModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
 ) -> None:
-    """Raise ConfigError if the page, of inputs with `lengths` tokens, would be too large."""
+    """Raise ConfigError if the page would be too large: by each model's input lengths in tokens, and shown layers."""
     size = 0
     for model, tokens, shown in zip(models, lengths, layers, strict=True):
         module, longest = model.module, max(tokens, default=0)
@@ -142,7 +142,7 @@ def _check_size(
 def _image_samples(
     model: LoadedModel, files: Sequence[Path], texts: Sequence[str], on_error: Callable[[str], None]
 ) -> Inputs:
-    """Return the facts, the preprocessed image and the names of classes for each image file."""
+    """Return the number of tokens of each image, and an iterator of (facts, image, function that names a class)."""
     assert isinstance(model, ImageModel)
     if texts:
         raise ConfigError("--prompt needs a language model: give image files")
@@ -176,7 +176,7 @@ def _text_samples(
     options: Options,
     on_error: Callable[[str], None],
 ) -> Inputs:
-    """Return the facts, the tokens and the names of tokens for each text, cut to the length of the options."""
+    """Return each text's number of tokens, and an iterator of (facts, up to `options.length` tokens, token's name)."""
     if not files and not texts:
         raise ConfigError("no text: give text files, or --prompt TEXT")
     decode = model.tokenizer.decode
@@ -197,7 +197,7 @@ def _text_samples(
 
 
 def _facts(model: LoadedModel) -> str:
-    """Return a line about a model."""
+    """Return a line that describes a model: kind, layers, heads, width, parameters and attention."""
     module = model.module
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     composed = f"compose {module.compose}, rank {module.rank}, groups {module.groups}" if module.compose else "plain"
@@ -208,7 +208,7 @@ def _facts(model: LoadedModel) -> str:
 
 
 def _averages(model: LoadedModel, data: str, limit: int) -> Json:
-    """Return the average contributions of heads over an evaluator's data, as JSON data."""
+    """Return average contributions between heads over up to `limit` examples of the evaluator `data`, as JSON data."""
     if model.open_evaluators is None:
         raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
     evaluators = model.open_evaluators()
@@ -232,7 +232,7 @@ def _averages(model: LoadedModel, data: str, limit: int) -> Json:
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:
-    """Return the curves of captured variance of QK and OV circuits, mean over layers."""
+    """Return points of the curves `captured_variance` of the "qk" and the "ov" circuits, mean over layers."""
     found = [[captured_variance(forms) for forms in circuits(model.module, model.params, layer)] for layer in layers]
     curves = np.mean(np.asarray(found), axis=0)
     at = np.linspace(0, curves.shape[1] - 1, min(CURVE_POINTS, curves.shape[1])).round().astype(int)

@@ -13,7 +13,7 @@ from dcvit.reproduction.tables import Chart, Row, Table
 
 
 class Arm(NamedTuple):
-    """An ablated model: the fields in which it differs from the others, and its perplexity in the paper."""
+    """An ablated model: the config fields in which it differs from the others, and the perplexity in the paper."""
 
     fields: Mapping[str, object]
     paper: float
@@ -49,17 +49,17 @@ CLAIMS = (
 
 
 def ablations(folder: Path) -> Group:
-    """Return the group of models of Table 9."""
+    """Return the language models of Table 9, trained in subfolders of `folder`, as a `Group` to compare."""
     return arms.language_models(folder, {name: arm.fields for name, arm in ARMS.items()})
 
 
 def plan9(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of Table 9."""
+    """Return the training runs of Table 9: each model for `steps` steps, and for the time of the first model's."""
     return ablations(folder).plan(steps)
 
 
 def table9(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs."""
+    """Return Table 9 with the results of the runs of `plan9`, which must be complete."""
     found = arms.compare(ablations(folder), seeds, steps)
     rows = [arms.row(name, found, {"perplexity, paper": arm.paper}) for name, arm in ARMS.items()]
     same, pairs = ordered_pairs(ARMS, found)
@@ -74,7 +74,7 @@ def table9(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def ordered_pairs(arms: Mapping[str, Arm], found: Comparison) -> tuple[int, int]:
-    """Return (n, count): of `count` pairs of arms with different values in the paper, n have the same order here."""
+    """Return (n, count): `count` pairs of models differ in the paper's perplexity; n of them have that order here."""
     known = [(arm.paper, found.at_steps.means[name].mean) for name, arm in arms.items()]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[:i] if a[0] != b[0]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
@@ -89,7 +89,7 @@ PAPER = {PLAIN: (65.2, 79.8), COMPOSED: (68.0, 80.1)}
 
 
 def vits(folder: Path, data: str) -> Group:
-    """Return the group of the ViT and the DCViT on `data`, a stand-in for ImageNet-1k."""
+    """Return the ViT and the DCViT, to train on `data`, a key of `STAND_INS`, as a `Group` to compare."""
 
     def run(name: str, folder: Path, steps: int) -> Run:
         return Run(folder, f"{STAND_INS[data]}:attention={ATTENTION[name]}", {"total_steps": steps}, IMAGE_METRIC)
@@ -98,12 +98,12 @@ def vits(folder: Path, data: str) -> Group:
 
 
 def plan8(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of Table 8."""
+    """Return the training runs of Table 8: each model for `steps` steps, and for the time of the first model's."""
     return [run for data in STAND_INS for run in vits(folder, data).plan(steps)]
 
 
 def table8(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the accuracy of complete runs."""
+    """Return Table 8 with the accuracies of the runs of `plan8`, which must be complete."""
     rows: list[Row] = []
     verdicts = []
     comparisons = {data: arms.compare(vits(folder, data), seeds, steps, scale=100) for data in STAND_INS}
@@ -136,7 +136,7 @@ def table8(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def _row8(found: Comparison, data: str, name: str, steps: int | None) -> Row:
-    """Return the row of a model on the stand-in `data`, after equal steps or, if `steps` is None, at equal time."""
+    """Return the table row of the model `name` on `data`: after `steps` steps or, for None, after the ViT's time."""
     measured, (early, late) = (found.at_time, (None, None)) if steps is None else (found.at_steps, PAPER[name])
     return {
         "model": f"{name} on {data}{', equal time' if steps is None else ''}",

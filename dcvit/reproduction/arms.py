@@ -29,19 +29,19 @@ class Mean(NamedTuple):
     interval: float | None
 
     def cells(self, column: str, interval: str = "") -> dict[str, Cell]:
-        """Return two cells: the mean in `column`, and its interval, by default in the column "COLUMN ± 95 %"."""
+        """Return two table cells by column: the mean in `column`, the interval in `interval` or "COLUMN ± 95 %"."""
         return {column: self.mean, interval or f"{column} ± 95 %": self.interval}
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arms in one folder, which are compared with the first of them.
+    """Models to compare, called arms, whose training runs are in one folder. All are compared with the first one.
 
     Fields:
       folder: the folder of the arms' folders.
       arms: the names of the arms.
       run: function (arm, folder, steps) -> the `Run` of an arm.
-      timed: number of steps in the configs whose training step is timed.
+      timed: the number of steps that `run` gets for the runs of which one training step is timed.
     """
 
     folder: Path
@@ -60,11 +60,11 @@ class Group:
         return {name: max(1, round(steps * ms[self.arms[0]] / ms[name])) for name in self.arms}
 
     def at_equal_steps(self, steps: int) -> dict[str, Run]:
-        """Return the runs of all arms for a number of steps."""
+        """Return, for each arm, a run that trains for `steps` steps."""
         return self._runs(dict.fromkeys(self.arms, steps))
 
     def at_equal_time(self, steps: int) -> dict[str, Run]:
-        """Return the runs of all arms that take as long as `steps` steps of the first arm."""
+        """Return, for each arm, a run that takes as long as `steps` steps of the first arm."""
         counts = self.steps_at_equal_time(steps)
         found = self._runs(counts, "=time")  # no arm's own folder ends so
         return {**found, **self._runs({name: count for name, count in counts.items() if count == steps})}
@@ -81,12 +81,12 @@ class Group:
 
 
 class Measured(NamedTuple):
-    """The metric of several arms at the end of training.
+    """The metric of several arms (models that are compared) at the end of training.
 
     Fields:
       values: the metric by seed and arm.
       means: its mean over seeds by arm.
-      differences: the mean of the differences to the first arm with the same seed.
+      differences: by arm, the mean over seeds of the difference to the first arm with the same seed.
     """
 
     values: Values
@@ -94,19 +94,19 @@ class Measured(NamedTuple):
     differences: Mapping[str, Mean]
 
     def cells(self, name: str, column: str) -> dict[str, Cell]:
-        """Return the cells of an arm: its mean in a column, and its difference."""
+        """Return table cells of the arm `name`: its mean in `column`, its "difference", and their intervals."""
         return {**self.means[name].cells(column, "± 95 %"), **self.differences[name].cells("difference")}
 
 
 class Comparison(NamedTuple):
-    """Measurements of the arms of a group.
+    """Measurements of the arms (models that are compared) of a `Group`.
 
     Fields:
       seeds: the seeds, the same for all arms.
       at_steps: the metric after equal steps.
-      at_time: the metric after equal time, that of the first arm's runs.
+      at_time: the metric of the runs that take as long as those of the first arm.
       steps: the number of steps of the runs at equal time, by arm.
-      times: the time of a step, by arm.
+      times: the time of a training step, by arm.
       parameters: the number of parameters, by arm.
     """
 
@@ -119,19 +119,19 @@ class Comparison(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A statement that one arm has a lower loss than another."""
+    """A statement, `text`, that is true if the arm `better` has a lower loss than the arm `worse`."""
 
     text: str
     better: str
     worse: str
 
     def verdict(self, found: Comparison) -> str:
-        """Return "holds", "does not hold" or "undecided", from the confidence interval of the paired difference."""
+        """Return `decision` on the losses after equal steps: "holds …", "does not hold …" or "undecided …"."""
         return decision(over_seeds(differences(found.at_steps.values, self.worse))[self.better])
 
 
 def measure(runs: Mapping[str, Run], seeds: Sequence[int], scale: int = 1) -> Measured:
-    """Return the final metrics of complete runs, times `scale`.
+    """Return the final metrics of runs, each multiplied by `scale`; the keys of `runs` name the arms.
 
     Raises:
       ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
@@ -142,7 +142,7 @@ def measure(runs: Mapping[str, Run], seeds: Sequence[int], scale: int = 1) -> Me
 
 
 def compare(group: Group, seeds: Sequence[int], steps: int, scale: int = 1) -> Comparison:
-    """Return the measurements of complete runs, with metrics times `scale`.
+    """Return the measurements of a group's complete runs; each metric is multiplied by `scale`.
 
     Raises:
       ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
@@ -154,7 +154,7 @@ def compare(group: Group, seeds: Sequence[int], steps: int, scale: int = 1) -> C
 
 
 def over_seeds(values: Values) -> dict[str, Mean]:
-    """Return, for each name, the mean over seeds with Student's t interval, from values by seed and name."""
+    """Return the mean over seeds, with Student's t interval, by name; `values` has a number for each seed and name."""
     return {
         str(row["metric"]): Mean(cast(float, row["mean"]), cast("float | None", row["± 95 %"]))
         for row in summarize(values)
@@ -162,15 +162,15 @@ def over_seeds(values: Values) -> dict[str, Mean]:
 
 
 def differences(values: Values, first: str) -> dict[int, dict[str, float]]:
-    """Return, by seed and name, the difference of each value to the value of `first` with the same seed."""
+    """Return, by seed and name, each value minus the value of the name `first` with the same seed."""
     return {seed: {name: value - each[first] for name, value in each.items()} for seed, each in values.items()}
 
 
 def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
-    """Return "holds", "does not hold" or "undecided" for the statement that a difference is below (or above) 0.
+    """Return "holds (…)", "does not hold (…)" or "undecided (…)" for the statement that a difference is below 0.
 
     Args:
-      difference: the mean difference; a single seed, which has no interval, decides nothing.
+      difference: the mean difference; undecided if its interval contains 0 or is None (one seed).
       lower: the statement is that the difference is below 0, not above.
       decimals: number of decimals in the text.
     """
@@ -181,12 +181,12 @@ def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
 
 
 def verdict(difference: Mean, *, lower: bool, least: float = 0) -> str:
-    """Return "gain", "loss" or "not shown" for a difference; for one seed always "not shown".
+    """Return "gain" or "loss" for a difference, or "not shown" if its interval contains 0 or is None (one seed).
 
     Args:
       difference: the mean difference, with its interval.
       lower: a gain is a difference below 0, not above.
-      least: the smallest absolute difference that counts.
+      least: a difference with a smaller absolute value is "not shown".
     """
     mean, interval = difference
     if interval is None or abs(mean) <= interval or abs(mean) < least:
@@ -201,7 +201,7 @@ MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
 
 
 def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> Group:
-    """Return a group of language models; `arms` gives the fields in which each differs from `MODEL`."""
+    """Return the group of the language models `arms`: for each name, the fields in which it differs from `MODEL`."""
 
     def run(name: str, folder: Path, steps: int) -> Run:
         return language_model_run(folder, {**MODEL, **arms[name]}, steps)
@@ -210,18 +210,18 @@ def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> G
 
 
 def language_model_run(folder: Path, fields: Mapping[str, object], steps: int) -> Run:
-    """Return the run of a language model that has `fields` in addition to `MODEL`."""
+    """Return the training run, in `folder`, of a language model with the fields of `MODEL`, updated by `fields`."""
     contexts = {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
     return Run(folder, f"lm_stdlib:steps={steps}", {**of_model(fields), **contexts}, METRIC)
 
 
 def language_model(fields: Mapping[str, Any]) -> lm.LM:
-    """Return the language model (of bytes) that has `fields` in addition to `MODEL`."""
+    """Return the language model of bytes, untrained, with the fields of `MODEL`, updated by `fields`."""
     return lm.Model(VOCABULARY, **{**fields, "context": CONTEXT})
 
 
 def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
-    """Return the table row of a language model: its measurements, and the further columns `more`."""
+    """Return the table row of the language model `name`: its measurements in `found`, and the cells `more`."""
     return {
         "config": name, "parameters": found.parameters[name], **found.at_steps.cells(name, "bits per byte"),
         **found.at_time.means[name].cells("at equal time"), "steps at equal time": found.steps[name],
@@ -230,7 +230,7 @@ def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
 
 
 def about(found: Comparison, steps: int, first: str = "the first row") -> str:
-    """Return a note with the settings of the runs; `first` names the arm with which others are compared."""
+    """Return a note below a table: the settings of its runs; `first` names the arm that others are compared with."""
     size = ", ".join(f"{key} {value}" for key, value in MODEL.items())
     return (
         f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{CONTEXT} bytes of Python's standard "

@@ -36,9 +36,9 @@ class Trained(NamedTuple):
 
     Fields:
       plan: function (folder of the runs, steps) -> the runs to train.
-      table: function (folder, seeds, steps) -> the table of complete runs.
+      table: function (folder, seeds, steps) -> the table with the results of the trained runs.
       steps: the default number of steps.
-      name: the name of the folder of the runs, which entries may share.
+      name: the name of the folder of the runs; computations with the same name share runs.
     """
 
     plan: Callable[[Path, int], list[Run]]
@@ -51,13 +51,13 @@ Computation: TypeAlias = Trained | images.Experiment | equal_time.Stage  # which
 
 
 class Entry(NamedTuple):
-    """A table or figure.
+    """A table or figure of the paper, or a comparison that is not in the paper.
 
     Fields:
       title: its title.
-      desk: what scale "desk" computes, or `NOTHING`.
-      full: what scale "full" computes, or `NOTHING`.
-      compute: the computation of scale "desk".
+      desk: a phrase that says what scale "desk" computes, or `NOTHING`.
+      full: a phrase that says what scale "full" computes, or `NOTHING`.
+      compute: the computation of scale "desk": a function, or an object that says what to train first.
     """
 
     title: str
@@ -67,12 +67,12 @@ class Entry(NamedTuple):
 
 
 def on_tasks(table: Callable[[Path, Sequence[int], int], Table]) -> Trained:
-    """Return the computation of a table of the models that Table 5 trains."""
+    """Return the computation of `table` that first trains the models of Table 5, on in-context tasks."""
     return Trained(in_context.plan, table, in_context.STEPS, "in_context")
 
 
 def scaled(name: str) -> Trained:
-    """Return the computation of a figure with scaling curves."""
+    """Return the computation of the figure `name`, a key of `dcvit.reproduction.scaling.FIGURES`."""
     return Trained(
         functools.partial(scaling.plan, name), functools.partial(scaling.table, name), scaling.STEPS, name
     )  # fmt: skip
@@ -197,7 +197,7 @@ def listing() -> list[str]:
 
 
 def check(name: str, scale: str) -> None:
-    """Raise ConfigError if an entry is unknown or has no computation at a scale."""
+    """Raise ConfigError if `ENTRIES` lacks a name, or the entry has no computation at a scale, "desk" or "full"."""
     if name not in ENTRIES:
         raise ConfigError(f"unknown table or figure {name!r}; {nearest(name, ENTRIES)}")
     entry = ENTRIES[name]
@@ -208,7 +208,7 @@ def check(name: str, scale: str) -> None:
 def reproduce(
     name: str, scale: str, out: Path, train: Train, seeds: Sequence[int], steps: int | None
 ) -> tuple[int, Table | None]:
-    """Compute an entry, and write its files to a folder.
+    """Compute a table or figure, after training its models if it has any, and write its files to a folder.
 
     Args:
       name: a name in `ENTRIES`.
@@ -219,7 +219,7 @@ def reproduce(
       steps: steps of a run, of the largest model if they differ; None means the entry's default.
 
     Returns:
-      The exit status, and the table unless a run failed.
+      The exit status, 0 or that of the run that failed; and the table, or None if a run failed.
 
     Raises:
       ConfigError: see `check`; or a run diverged or is not complete, or the runs of a model differ in more than their

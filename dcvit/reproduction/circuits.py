@@ -30,7 +30,7 @@ ALL = "all"  # the sum of the terms of a map
 
 
 class Case(NamedTuple):
-    """A validation example that only the composed model answers correctly, with the composed model's arrays.
+    """A validation example that the composed model answers correctly and the plain model wrongly.
 
     Fields:
       seed: the seed of both models.
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def find_case(runs: Path, seeds: Sequence[int]) -> Case:
-    """Return the case of the smallest seed that has one.
+    """Return the first example that only the composed model answers correctly, of the smallest seed that has one.
 
     Raises:
       ConfigError: a run is not complete, or no seed has a case.
@@ -72,7 +72,7 @@ def find_case(runs: Path, seeds: Sequence[int]) -> Case:
 
 
 def evaluated(trained: TrainedModel) -> Evaluator:
-    """Run the evaluator of the validation data, and return it; it keeps the answers in the order of the data."""
+    """Return the evaluator of the validation data after it ran; its `answers` are in the order of the data."""
     mesh, strategy, evaluators = trained.evaluators()
     evaluator: Evaluator = evaluators["validation"]
     evaluator.run(trained.params(evaluator.example, mesh, strategy))
@@ -80,7 +80,7 @@ def evaluated(trained: TrainedModel) -> Evaluator:
 
 
 def _case(seed: int, shots: int, example: Example, trained: dict[str, TrainedModel]) -> Case:
-    """Run both models on a row up to the token before the answer."""
+    """Return the `Case` of the answer after `shots` examples of a row; both models run on the tokens before it."""
     target = int(np.flatnonzero(example["is_target"])[shots])
     tokens, decode = example["tokens"][: target + 1].tolist(), trained[COMPOSED].tokenizer().decode
     models = {name: each.language_model() for name, each in trained.items()}
@@ -94,14 +94,14 @@ def _case(seed: int, shots: int, example: Example, trained: dict[str, TrainedMod
 
 
 def largest_key(case: Case, layer: int) -> tuple[int, int]:
-    """Return (head, key) of the largest composed attention weight of the query in a layer."""
+    """Return (head, position of the key) of the largest composed attention weight of the last token in a layer."""
     weights = np.asarray(case.arrays[f"block{layer:02d}/composed_weights"][0, :, -1])
     head, key = np.unravel_index(np.argmax(weights), weights.shape)
     return int(head), int(key)
 
 
 def terms_of(case: Case, layer: int, where: str, key: int) -> dict[str, np.ndarray]:
-    """Return the H×H map of the query and a key by the terms of Eqn 7, with their sum under the name "all"."""
+    """Return the H×H map of the last token and a key, split by the terms of Eqn 7, and their sum as "all"."""
     weights = compose_weights_of(case.arrays, layer, where)
     assert weights is not None
     terms = pair_terms(weights, len(case.words) - 1, key, groups=case.model.groups)
@@ -110,17 +110,17 @@ def terms_of(case: Case, layer: int, where: str, key: int) -> dict[str, np.ndarr
 
 
 def head_columns(case: Case) -> list[str]:
-    """Return the names of the table columns, one for each head."""
+    """Return the names of the table's columns for the heads: "head 0", "head 1", …."""
     return [f"head {head}" for head in range(case.model.num_heads)]
 
 
 def by_head(case: Case, values: Float[np.ndarray, " H"]) -> dict[str, float]:
-    """Return the values of the heads by the names of their columns."""
+    """Return the cells of a table row: `values`, one number per head, by the names `head_columns`."""
     return dict(zip(head_columns(case), map(float, values), strict=True))
 
 
 def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the composition maps of the case, split into terms."""
+    """Return Figure 7: the maps between heads of the example of `find_case`, split into the terms of Eqn 7."""
     case = find_case(runs, seeds)
     rows: list[Row] = []
     shares: list[Row] = []
@@ -163,7 +163,7 @@ def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def figure8(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the scores and weights of the query of the case, before and after each composition."""
+    """Return Figure 8: attention scores and weights of the example of `find_case`, before and after composition."""
     case = find_case(runs, seeds)
     rows: list[Row] = [
         {
@@ -199,17 +199,17 @@ def figure8(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def label(case: Case, key: int) -> str:
-    """Return the position and the word of a key."""
+    """Return a text that names a key: its position in the row and the word there."""
     return f"{key} {case.words[key]}"
 
 
 def _at(case: Case, layer: int, name: str, key: int) -> np.ndarray:
-    """Return an array of a layer for the query and a key, one number per head."""
+    """Return numbers of the last token and a key, one per head, from a layer's array `name`, such as "scores"."""
     return np.asarray(case.arrays[f"block{layer:02d}/{name}"][0, :, -1, key], np.float64)
 
 
 def about(case: Case, steps: int) -> str:
-    """Return the case and the settings of its models as a note."""
+    """Return a note below a table: the example that is shown, and the settings of its models."""
     return (
         f"“{' '.join(case.words)} ____”: DCMHA answers “{case.answer}”, which is correct, and the plain model "
         f"“{case.plain_answer}”. It is the first validation answer, in the order of the data, that only DCMHA gives "
@@ -223,19 +223,19 @@ SHARES = (0.5, 0.9)
 
 
 def curves(workdir: Path) -> dict[str, Float64[np.ndarray, " N"]]:
-    """Return the captured variance by the number of components, mean over the layers of a run, of QK and OV heads."""
+    """Return the `captured_variance` of the QK and of the OV circuits of a run's model, mean over its layers."""
     model, params = open_trained(workdir, None, None).language_model()
     found = [[captured_variance(forms) for forms in circuits(model, params, layer)] for layer in range(model.depth)]
     return dict(zip(KINDS, np.asarray(found, np.float64).mean(axis=0), strict=True))
 
 
 def components(curve: Float64[np.ndarray, " N"], share: float) -> int:
-    """Return the smallest number of components that capture a share of the variance."""
+    """Return the smallest number of principal components whose captured variance, by `curve`, reaches `share`."""
     return int(np.argmax(curve >= share)) + 1
 
 
 def figure5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table with the curves of captured variance (`curves`) of both models, mean over layers and seeds."""
+    """Return Figure 5: the captured variance (see `curves`) of both models, mean over layers and seeds."""
     in_context.check_complete(runs, seeds)
     found = {seed: {name: curves(workdir_of(runs / name, seed)) for name in in_context.ARMS} for seed in seeds}
     rows: list[Row] = []
@@ -254,7 +254,7 @@ def figure5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def _notes(found: Mapping[int, Mapping[str, Mapping[str, np.ndarray]]]) -> tuple[str, ...]:
-    """Return the numbers of components as a table, and the paper's statements with their results."""
+    """Return the notes of Figure 5: a table of numbers of components, and the paper's statements with verdicts."""
     rows: list[Row] = []
     statements = []
     for kind in KINDS:

@@ -22,7 +22,7 @@ CONTEXT, VOCABULARY = 2048, 50_257  # of the paper's models
 
 
 def row_of(length: int) -> jax.ShapeDtypeStruct:
-    """Return the shape of one row of tokens."""
+    """Return the shape and dtype of one row of `length` tokens, (1, length) of int32."""
     return jax.ShapeDtypeStruct((1, length), jnp.int32)
 
 
@@ -38,14 +38,14 @@ def cache_per_token(net: lm.LM, context: int) -> float:
 
 
 def training_operations(net: lm.LM, context: int) -> int:
-    """Return the operations of a training step for one row; masked query-key pairs do not count."""
+    """Return the number of operations of a training step for one row of `context` tokens, without masked pairs."""
     count = flops.training_flops(net, row_of(context))
     assert count is not None
     return count
 
 
 def program_operations(net: lm.LM, context: int) -> float:
-    """Return the operations of a forward pass that XLA counts in the program, before it is optimized.
+    """Return the number of operations that XLA counts in a forward pass of one row, before it optimizes the program.
 
     With the implementation "reference" they include masked query-key pairs and element-wise operations.
     """
@@ -63,17 +63,17 @@ TABLE_2 = (("1.4B", 2048, 2.6, 4.8), ("6.9B", 2048, 1.3, 1.9), ("6.9B", 8192, 1.
 
 
 def extra_parameters(head_dim: int, rank: int = RANK) -> float:
-    """Return (2R + 1)/(3·D_h) of Eqn 10."""
+    """Return the share of parameters that composition adds to a layer by Eqn 10, (2R + 1)/(3·D_h)."""
     return (2 * rank + 1) / (3 * head_dim)
 
 
 def extra_operations(head_dim: int, rho: float, rank: int = RANK) -> float:
-    """Return 4(2R + 1)(1 + ρ)/((12 + ρ)·D_h) of Eqn 11."""
+    """Return the share of operations that composition adds by Eqn 11, 4(2R + 1)(1 + ρ)/((12 + ρ)·D_h)."""
     return 4 * (2 * rank + 1) * (1 + rho) / ((12 + rho) * head_dim)
 
 
 def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
-    """Return a model with `depth` layers of the paper's `size`, without windows and with a vocabulary of two tokens."""
+    """Return a model with `depth` layers of the paper's model `size`, without windows, and a vocabulary of 2 tokens."""
     preset, shape = f"{'DCFormer' if composed else 'Transformer'}-{size}", {}
     if size == "6.9B":  # GPT-3's architecture, as Appendix E assumes, in a size that only LLaMA's has
         large = lm.Model(2, preset=f"Transformer++-{size}")
@@ -83,7 +83,7 @@ def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
 
 
 def table2() -> Table:
-    """Return Table 2: additional parameters and operations of composition, in percent of a layer without embeddings."""
+    """Return Table 2: parameters and operations that composition adds to a layer, in percent of the plain layer."""
     rows: list[Row] = []
     for size, length, paper_parameters, paper_operations in TABLE_2:
         plain, composed = ([one_layer(size, c, depth) for depth in (1, 2)] for c in (False, True))
@@ -114,13 +114,13 @@ def table2() -> Table:
 
 
 def _extra(plain: Sequence[lm.LM], composed: Sequence[lm.LM], count: Callable[[lm.LM], float]) -> float:
-    """Return how many percent more a composed layer has; its `count` is that of two layers minus that of one."""
+    """Return by how many percent `count` of a composed layer exceeds a plain one's, from models of 1 and 2 layers."""
     without, with_one = (count(two) - count(one) for one, two in (plain, composed))
     return 100 * (with_one / without - 1)
 
 
 def _all_pairs(net: lm.LM, length: int) -> float:
-    """Return the operations for one row if every token attended to all tokens, instead of the visible pairs alone."""
+    """Return the operations of a forward pass of one row if every token attended to all tokens, also to later ones."""
     pairs = length * (length + 1) // 2
     longer = [flops.lm_flops(net, n) for n in (length, length + 1, length + 2)]
     each = longer[2] - 2 * longer[1] + longer[0]  # the second difference: the cost of one pair
@@ -165,7 +165,7 @@ TABLE_10 = {
 
 
 def table10() -> Table:
-    """Return Table 10 for the 6.9B model."""
+    """Return Table 10, costs of the 6.9B model by pattern of local and global layers and by branches."""
     plain = lm.Model(VOCABULARY, preset="Transformer++-6.9B")
     operations, cache = training_operations(plain, CONTEXT), cache_per_token(plain, CONTEXT)
     rows: list[Row] = []

@@ -34,7 +34,7 @@ METRICS = {"acc": "mean", "acc_norm": "mean", "perplexity": "perplexity"}  # wit
 
 
 def held_out_files() -> list[str]:
-    """Return the text of each file of the validation split."""
+    """Return the text of each file in the validation split of the embedded text."""
     source = Source(split="validation")
     starts = [0, *source.ends[:-1]]
     return [bytes(source.tokens[a : b - 1].astype("uint8")).decode() for a, b in zip(starts, source.ends, strict=True)]
@@ -65,14 +65,14 @@ def line_starts(text: str) -> dict[int, str]:
 
 
 def choices(text: str, others: Sequence[str], length: int) -> list[Question]:
-    """Return a question for each line of a text that can be a choice, among random starts of lines `others`.
+    """Return a question for each of the `line_starts` of a text: find the one that continues the text before it.
 
-    The continuation of its `context` is number `label` of its `choices`.
+    A question has a `context`, `choices` (the start and random ones of `others`), and `label`, the start's number.
 
     Args:
       text: the text.
-      others: `CHOICES` or more different starts.
-      length: the bytes of a context together with a choice.
+      others: `CHOICES` or more different starts of lines, for the wrong choices.
+      length: the largest number of bytes of a context together with a choice.
     """
     draw, found, lines = random.Random(0), list[Question](), text.split("\n")
     for i, start in line_starts(text).items():
@@ -89,7 +89,7 @@ def write_tasks(folder: Path, length: int) -> None:
 
     Args:
       folder: the folder, for the harness's `include_path`.
-      length: the bytes of a question with its answer.
+      length: the largest number of bytes of a question with its answer.
     """
     questions: dict[str, list[Question]] = {CLOZE: [], CHOICE: []}
     files = held_out_files()
@@ -131,7 +131,7 @@ MEASURES: dict[str, tuple[tuple[str, ...], tuple[float | None, ...]]] = {
 
 
 def plan(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of both models.
+    """Return the training runs of both models, plain and composed.
 
     Raises:
       ConfigError: lm-evaluation-harness is not installed.
@@ -141,15 +141,15 @@ def plan(folder: Path, steps: int) -> list[Run]:
 
 
 def models(folder: Path, steps: int) -> dict[str, Run]:
-    """Return the run of each family, the largest of Figure 4."""
+    """Return, by family (plain or composed), the training run of its largest model in Figure 4."""
     found = scaling.points("figure4", steps)
     return {family: scaling.runs_of({family: found[family][-1:]}, folder)[f"{family} 0"] for family in FAMILIES}
 
 
 def measured(workdir: Path, tasks: Path) -> dict[str, float]:
-    """Return the harness's results of a run by "TASK METRIC"; they are stored in the workdir.
+    """Return the results of lm-evaluation-harness for a trained run, by "TASK METRIC"; they are stored in `workdir`.
 
-    The perplexity is per target; its log2 is the mean number of bits of a target.
+    Instead of the perplexity per target, the result has its log2, the mean number of bits of a target.
 
     Raises:
       ConfigError: see `dcvit.reproduction.seeded.stored`.
@@ -177,7 +177,7 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs."""
+    """Return Table 4 with the harness's results of the runs of `plan`, which must be complete."""
     runs, tasks = models(folder, steps), folder / "tasks"
     losses = all_finals(runs, seeds)
     write_tasks(tasks, CONTEXT)
@@ -200,7 +200,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def _measures(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the measures of one seed by "FAMILY MEASURE", accuracies in percent, and their differences."""
+    """Return one seed's measures by "FAMILY MEASURE" or "difference MEASURE"; `found` has `measured` by family."""
     values: dict[str, float] = {}
     for measure, (metrics, _) in MEASURES.items():
         scale = 100 if "%" in measure else 1
@@ -222,7 +222,7 @@ def _row(measure: str, paper: Sequence[float | None], means: Mapping[str, Mean])
 
 
 def about(tasks: Path, seeds: Sequence[int], steps: int) -> str:
-    """Return the settings of the runs and the form of the tasks as a note."""
+    """Return a note below a table: the settings of the runs, and the form of the tasks."""
     count = {name: len((tasks / f"{name}.jsonl").read_text().splitlines()) for name in (CLOZE, CHOICE)}
     return (
         f"Stand-ins for the paper's models and tasks: the largest models of figure4 after {steps} steps, and questions "

@@ -2,10 +2,10 @@
 
 A form is the attention of a model, plain or composed. The stages are:
 `forms`: plain attention, and forms of composition in all layers.
-`layers`: plain attention and some forms of composition, each in all layers and in some layers.
+`layers`: plain attention, and a few forms of composition, each in all layers and in a part of the layers.
 `tasks`: plain and composed attention on generated in-context tasks.
 `tasks_confirmed`: the forms that gained in `tasks`, with new seeds, and a plain model with more parameters than they.
-`equal_time_text`: plain and folded attention on text with AdamW.
+`equal_time_text`: plain and folded (query-wise, inside groups of a key head) attention on text with AdamW.
 `equal_time_scenes`, `equal_time_digits`, `equal_time_photographs`: ViTs on the images of `dcvit.reproduction.images`.
 
 A stage trains every form for the time that its first form, plain attention, takes for a number of steps. Each form has
@@ -33,7 +33,7 @@ COMPOSITIONS = "(.*/)?(pre|post)/.*"  # names of their parameters
 
 
 def folded(key_heads: int, rank: int, compose: str, *, gate: bool = True) -> tuple[str, Fields]:
-    """Return the name and fields of a folded composition."""
+    """Return (name, model fields) of a form whose composition is only query-wise and inside key-head groups."""
     own = {"num_key_heads": key_heads, "groups": key_heads, "rank": rank, "gate": gate, "compose": compose}
     name = f"folded, K={key_heads}, R={rank}, {compose}"
     return name if gate else f"{name}, no gate", {**head_settings.SETTINGS["folded"], **own}
@@ -87,7 +87,7 @@ CONFIRMED: dict[str, Fields] = {
 
 
 class Measure(NamedTuple):
-    """A measure that a stage compares.
+    """A metric of trained models, which a `Stage` compares between its forms.
 
     Fields:
       metric: "EVALUATOR/METRIC" of a run.
@@ -113,16 +113,16 @@ class Stage:
     Fields:
       name: name of the entry, its files and the folder of its runs.
       title: title of the table.
-      forms: the model's fields by form; the first form is `mha`, and forms with `compose=None` are plain.
-      steps: number of steps of the first form.
+      forms: the model's fields by name of the form; the first is `mha`, and forms with `compose=None` are plain.
+      steps: number of steps of the first form; the others train for the same time.
       limit: forms whose step takes more than `limit` times as long as the first form's are timed and not trained.
       spec: the config of all forms.
       shared: overrides of all forms.
-      measure: what is compared.
+      measure: the metric that is compared.
       optimizer: a name in `OPTIMIZERS`.
       lr: the learning rate.
-      own_lr: learning rates of forms that learn better with another one than `lr`.
-      of_compositions: factor of the learning rate of the compositions' parameters.
+      own_lr: the learning rate by name of the form, for forms that learn better with another one than `lr`.
+      of_compositions: factor by which the learning rate of the compositions' parameters is multiplied.
       first_seed: added to the seeds of the workdirs, so that stages train with different seeds.
     """
 
@@ -141,11 +141,11 @@ class Stage:
     first_seed: int = 0
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
-        """Return all runs, after the times of their steps are measured."""
+        """Return the runs to train, after measuring the times of a step, which determine their numbers of steps."""
         return [*self._runs(folder, steps).values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-        """Return the measure of complete runs, with differences to the best plain form and the same seed."""
+        """Return the table of the trained forms: the metric, and its difference to that of the best plain form."""
         measure, runs, ms = self.measure, self._runs(folder, steps), self._group(folder).times().ms
         found = arms.measure(runs, seeds, measure.scale)
         ranked = sorted(runs, key=lambda form: found.means[form].mean, reverse=not measure.lower)
@@ -169,7 +169,7 @@ class Stage:
         return self.forms[form].get("compose", "") is None
 
     def _runs(self, folder: Path, steps: int) -> dict[str, Run]:
-        """Return the runs of the forms that are trained."""
+        """Return, by form, the runs of the forms whose step is fast enough to train them, see `limit`."""
         costly = self._costly(folder)
         timed = self._group(folder).at_equal_time(steps)
         return {form: run for form, run in timed.items() if form not in costly}
@@ -185,7 +185,7 @@ class Stage:
         return Group(folder, [*self.forms], run, timed=1)
 
     def _costly(self, folder: Path) -> dict[str, float]:
-        """Return the forms that are not trained, with their time of a step relative to the first form's."""
+        """Return the forms that are too slow to train, see `limit`: by form, time of a step ÷ that of the first."""
         ms = self._group(folder).times().ms
         return {form: time / ms["mha"] for form, time in ms.items() if time > self.limit * ms["mha"]}
 
@@ -225,7 +225,7 @@ TEXT = Stage(
 
 
 def on_images(experiment: images.Experiment, pair: str, forms: Mapping[str, Fields], lr: float) -> Stage:
-    """Return the stage that compares forms of the ViTs of an experiment's `pair`, with the learning rate `lr`."""
+    """Return the stage that trains `forms` of attention in ViTs on the data, and with the `pair`, of an experiment."""
     shared = {**experiment.overrides, **of_model(experiment.pairs[pair])}
     name = f"equal_time_{experiment.name.removeprefix('image_')}"
     measure = Measure(experiment.metric, "top-1 %", 100, lower=False)

@@ -23,7 +23,7 @@ SIZES_3 = ("405M", "834M", "1.4B")
 
 
 def ablated(fields: Mapping[str, object]) -> tuple[str, str]:
-    """Return the config and its overrides for an arm of Table 9 with `fields`; the preset has compose="both"."""
+    """Return (config, overrides) that train the model of Table 9 with `fields`; the preset has compose="both"."""
     if fields["compose"] is None:
         return "lm_pile:preset=Transformer++-405M", ""
     words = (f"--config.model.{key}={value}" for key, value in fields.items() if value != "both")
@@ -65,7 +65,7 @@ RUNS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def table(name: str) -> Table:
-    """Return the runs of an entry, one per row."""
+    """Return a table of the runs at full size for `name`, a key of `RUNS`: a row has a run's command and cost."""
     slices = dict(recommended())
     by_model = {spec.split(",")[0]: (spec, pod) for spec, pod in slices.items()}
     rows = [_row(run, spec, overrides, by_model) for run, (spec, overrides) in RUNS[name].items()]
@@ -78,7 +78,7 @@ def table(name: str) -> Table:
 
 
 def _row(run: str, spec: str, overrides: str, by_model: Mapping[str, tuple[str, str]]) -> Row:
-    """Return the table row of a run: its command and its estimate."""
+    """Return a run's table row: its command, and the estimated hours on the TPU slice in `by_model`."""
     recommended_spec, pod = by_model[spec.split(",")[0]]
     images = spec.startswith("vit")
     parts = "" if images else f",{recommended_spec.split(',')[1]},data=DATA"

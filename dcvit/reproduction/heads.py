@@ -36,12 +36,12 @@ ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/
 
 
 def plan(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of the leaderboard."""
+    """Return the runs of `heads`, the comparison by name: those on text, and those on generated tasks."""
     return [*arms.language_models(folder, ARMS).plan(steps), *task_runs(folder, steps).values()]
 
 
 def task_runs(folder: Path, steps: int) -> dict[str, Run]:
-    """Return the runs on generated tasks, with steps in proportion to those of runs on text."""
+    """Return, by name, the runs on generated tasks; `steps` are those of the runs on text, see `steps_of`."""
     spec = f"lm_synthetic:steps={steps_of(steps, TASK_STEPS)}"
     found = {}
     for name, fields in ARMS.items():
@@ -51,12 +51,12 @@ def task_runs(folder: Path, steps: int) -> dict[str, Run]:
 
 
 def steps_of(steps: int, at_default: int) -> int:
-    """Return at_default·steps/`arms.STEPS`, at least 1: a run's steps in proportion to those of the language models."""
+    """Return at_default·steps/`arms.STEPS`, at least 1: a run's default steps, scaled like those of the text models."""
     return max(1, round(steps * at_default / arms.STEPS))
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the leaderboard of complete runs."""
+    """Return the table of `heads`, with the results of the runs of `plan`, which must be complete."""
     found = arms.compare(arms.language_models(folder, ARMS), seeds, steps)
     accuracies = arms.measure(task_runs(folder, steps), seeds, scale=100).means
     rows, seconds = [], tpu_seconds(ESTIMATES)
@@ -86,7 +86,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def tpu_seconds(path: Path) -> dict[str, float]:
-    """Return the seconds of a training step on TPUs by name, from a file of scripts/tpu/step.py, if it exists."""
+    """Return the seconds of a TPU's training step by cross-head attention, from scripts/tpu/step.py's file, or {}."""
     if not path.is_file():
         return {}
     estimates: Sequence[Mapping[str, object]] = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def model_of(name: str) -> lm.LM:
 
 
 def is_flash(net: lm.LM) -> bool:
-    """Return True if any fused implementation of plain attention (flash attention) can compute a model's attention."""
+    """Return True if fused implementations of plain attention (flash attention) can compute a model's attention."""
     if net.heads is not None:
         return net.heads != "diff"
     return net.compose is None or net.composition().foldable(net.num_key_heads or net.num_heads)
@@ -118,7 +118,7 @@ IMAGE_STEPS = 1500  # for `arms.STEPS` steps of a language model
 
 
 def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
-    """Return the model fields of the arms for a number of key heads, by name: four, or three with one key head."""
+    """Return, by name, the fields of the models that are compared for a number of key heads: four, or three for 1."""
     found: dict[str, dict[str, object]] = {
         PLAIN: {"compose": None},
         FOLDED: {"compose": "both", "branches": "q", "groups": key_heads},
@@ -131,13 +131,13 @@ def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
 
 
 def key_head_models(folder: Path, key_heads: int) -> Group:
-    """Return the group of language models with a number of key heads; the first is plain."""
+    """Return the language models of `fields_of`, to train in `folder`, as a `Group` to compare with the plain one."""
     fields = {f"K={key_heads} {name}": each for name, each in fields_of(key_heads).items()}
     return arms.language_models(folder / f"K={key_heads}", fields)
 
 
 def key_head_vits(folder: Path) -> Group:
-    """Return the group of ViTs with two key heads."""
+    """Return the ViTs with two key heads, to train in `folder`, as a `Group` to compare with the plain one."""
     compositions = fields_of(IMAGE_KEY_HEADS)
 
     def run(name: str, folder: Path, steps: int) -> Run:
@@ -148,7 +148,7 @@ def key_head_vits(folder: Path) -> Group:
 
 
 def key_heads_plan(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of the comparison of key heads, after the times of all steps are measured."""
+    """Return the runs of `key_heads`, after measuring the times of a step, which determine some numbers of steps."""
     vits = key_head_vits(folder)
     vits.times()
     language = [run for n in KEY_HEADS for run in key_head_models(folder, n).plan(steps)]
@@ -156,7 +156,7 @@ def key_heads_plan(folder: Path, steps: int) -> list[Run]:
 
 
 def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the comparison of key heads of complete runs."""
+    """Return the table of `key_heads`, with the results of its runs, which must be complete."""
     images = image_columns(folder, seeds, steps)
     rows, statements = [], []
     for n in KEY_HEADS:
@@ -180,7 +180,7 @@ def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def image_columns(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, dict[str, Cell]]:
-    """Return the columns of the ViTs by the name of their composition."""
+    """Return, by composition, the table cells of the ViTs: time of a step, accuracy and difference to plain."""
     vits = key_head_vits(folder)
     found, times = arms.measure(vits.at_equal_steps(steps_of(steps, IMAGE_STEPS)), seeds, scale=100), vits.times().ms
     return {
@@ -190,7 +190,7 @@ def image_columns(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, d
 
 
 def claims_of(key_heads: int) -> list[Claim]:
-    """Return the statements about the models with a number of key heads."""
+    """Return the statements to decide about the language models with `key_heads` key heads."""
     folded = QUERY_WISE if key_heads == 1 else FOLDED
     statements = (
         ("composition inside key heads improves plain attention", folded, PLAIN),

@@ -34,9 +34,9 @@ class Experiment:
       name: name of the entry, its files and the folder of its runs.
       title: title of the table.
       spec: the config.
-      overrides: config values of all models.
+      overrides: config values of all models, by key.
       pairs: for each pair, the model fields of both its models.
-      arms: the fields of the two models of a pair; the difference is the second's measure minus the first's.
+      arms: the further fields of the two models of a pair; a difference is the second's metric minus the first's.
       metric: "EVALUATOR/METRIC", a fraction of correct answers.
       steps: number of steps of a run.
       about: a sentence about the data and the models.
@@ -53,15 +53,15 @@ class Experiment:
     arms: Mapping[str, Fields] = dataclasses.field(default_factory=lambda: COMPOSE)
 
     def runs(self, folder: Path, steps: int) -> dict[str, dict[str, Run]]:
-        """Return the runs of both models of each pair."""
+        """Return the training runs of both models of each pair, by pair and then by arm."""
         return {pair: {arm: self._run(folder, pair, arm, steps) for arm in self.arms} for pair in self.pairs}
 
     def plan(self, folder: Path, steps: int) -> list[Run]:
-        """Return all runs."""
+        """Return the training runs of all pairs in one list."""
         return [run for pair in self.runs(folder, steps).values() for run in pair.values()]
 
     def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-        """Return the accuracies of complete runs, with the difference of each pair and its verdict."""
+        """Return a table of complete runs: accuracies, and each pair's difference: "gain", "loss" or "not shown"."""
         rows: list[Row] = []
         first = next(iter(self.arms))
         for pair, runs in self.runs(folder, steps).items():

@@ -27,18 +27,18 @@ ARMS = {"plain": ("mha", 10.05, 31.9), "DCMHA": ("dcmha", 7.36, 39.0)}
 
 
 def runs_of(folder: Path, steps: int) -> dict[str, Run]:
-    """Return the run of each model."""
+    """Return the training runs of the plain and the composed model, by name."""
     specs = {name: f"lm_synthetic:attention={each[0]},steps={steps},shots={SHOTS}" for name, each in ARMS.items()}
     return {name: Run(folder / name, spec, {}, METRIC) for name, spec in specs.items()}
 
 
 def plan(folder: Path, steps: int) -> list[Run]:
-    """Return the runs of both models."""
+    """Return the training runs of the plain and the composed model in a list."""
     return [*runs_of(folder, steps).values()]
 
 
 def measured(workdir: Path) -> dict[str, dict[str, float]]:
-    """Return the metrics of a run's evaluations by name; they are stored in the workdir."""
+    """Return accuracy and perplexity of each evaluation of a trained run, by name; stored in the workdir."""
 
     def compute() -> dict[str, dict[str, float]]:
         rows, _ = evaluate(open_trained(workdir, None, None))
@@ -55,7 +55,7 @@ def check_complete(folder: Path, seeds: Sequence[int]) -> None:
 
 
 def means_of(folder: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Mean]:
-    """Return the accuracy (in percent) and the perplexity of both models over seeds, by "MODEL METRIC"."""
+    """Return the mean accuracy (in percent) and perplexity over seeds in an `evaluation`, by "MODEL METRIC"."""
     return arms.over_seeds(
         {
             seed: {
@@ -69,7 +69,7 @@ def means_of(folder: Path, seeds: Sequence[int], evaluation: str) -> dict[str, M
 
 
 def table5(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the accuracy of both models over all shots."""
+    """Return Table 5: the accuracy of both models over all answers, whatever the number of examples before them."""
     check_complete(folder, seeds)
     found = means_of(folder, seeds, "validation")
     rows: list[Row] = [
@@ -85,7 +85,7 @@ def table5(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def figure6(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the accuracy of both models by the number of examples before the answer's."""
+    """Return Figure 6: the accuracy of both models by the number of solved examples before the question."""
     check_complete(folder, seeds)
     by_shots = {shots: means_of(folder, seeds, f"validation/{shots}-shot") for shots in range(SHOTS + 1)}
     rows: list[Row] = [
@@ -101,7 +101,7 @@ def figure6(folder: Path, seeds: Sequence[int], steps: int) -> Table:
 
 
 def about(seeds: Sequence[int], steps: int) -> str:
-    """Return the settings of the runs as a note."""
+    """Return a note below a table: the settings of the runs."""
     return (
         f"Models of configs/lm_synthetic.py after {steps} steps, trained on these tasks with {SHOTS + 1} examples in a "
         f"row; seeds {', '.join(map(str, seeds))}, intervals of Student's t distribution. The paper's models, "
@@ -110,7 +110,7 @@ def about(seeds: Sequence[int], steps: int) -> str:
 
 
 def table11() -> Table:
-    """Return an example of each pattern and relation of the generated tasks."""
+    """Return Table 11: an example of each pattern and relation of the generated tasks."""
     rows: list[Row] = []
     chosen = {(task.pattern, task.relation): task for task in reversed(TASKS) if not task.reversed}
     for task in TASKS:

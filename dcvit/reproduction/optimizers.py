@@ -20,7 +20,7 @@ RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 
 
 def runs(folder: Path, steps: int) -> dict[tuple[str, str, float], Run]:
-    """Return the runs by optimizer, attention and learning rate."""
+    """Return the training runs by (optimizer, attention, learning rate)."""
     found = {}
     for optimizer, attention, lr in itertools.product(OPTIMIZERS, COMPOSE, RATES):
         path = folder_of(folder, f"{optimizer} {attention} {lr:g}")
@@ -31,13 +31,13 @@ def runs(folder: Path, steps: int) -> dict[tuple[str, str, float], Run]:
 
 
 def plan(folder: Path, steps: int) -> list[Run]:
-    """Return all runs, after the times of their steps are measured."""
+    """Return the training runs in a list; the times of their steps, which the table shows, are measured first."""
     _times(folder)
     return [*runs(folder, steps).values()]
 
 
 def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the bits per byte of complete runs, with differences between attentions and between optimizers."""
+    """Return a table of complete runs: bits per byte, and differences between attentions and between optimizers."""
     found = runs(folder, steps)
     times = _times(folder)
     rows: list[Row] = []

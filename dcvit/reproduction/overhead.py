@@ -26,7 +26,7 @@ ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_step.json"
 
 
 def table() -> Table:
-    """Return the table: bounds and estimates of the paper's models, and the speed of small models, measured here."""
+    """Return Table 6: bounds and estimates for the paper's models, and the speed of small models, measured here."""
     estimated = estimates(ESTIMATES)
     rows = [*bounds(), *estimated, *(row for size in SIZES for row in measured(size))]
     missing = f"docs/{ESTIMATES.name} has no estimates of the TPU compiler for these models."
@@ -55,9 +55,9 @@ def row_of(
     case: str, unit: str, plain: float, composed: float, paper: float | None,
     measured: tuple[float, str] | None = None,
 ) -> Row:  # fmt: skip
-    """Return a row with the costs `plain` and `composed` in `unit`, and the composed model's speed in percent.
+    """Return the table row `case`: costs of the plain and the composed model, and the latter's speed in percent.
 
-    The speed is `measured`, with its range, or by default plain / composed.
+    The speed is the first of `measured`, whose second is its range; by default it is 100·plain/composed.
     """
     speed, spread = (100 * plain / composed, None) if measured is None else measured
     return {
@@ -67,7 +67,7 @@ def row_of(
 
 
 def bounds() -> list[Row]:
-    """Return rows with bounds of the speed of the paper's models: in training by operations, in decoding by cache."""
+    """Return table rows with bounds of the composed models' speed: by operations in training, by cache in decoding."""
     rows: list[Row] = []
     for size, (training, generation, same_windows) in PAPER.items():
         plain, composed = (lm.Model(VOCABULARY, preset=f"{name}++-{size}") for name in ("Transformer", "DCFormer"))
@@ -85,10 +85,10 @@ def bounds() -> list[Row]:
 
 
 def estimates(path: Path) -> list[Row]:
-    """Return the speed in training that the TPU compiler estimates, from a file of scripts/tpu/step.py.
+    """Return table rows with the training speed that the TPU compiler estimates, from a file of scripts/tpu/step.py.
 
-    Two models are compared if they differ only in their family: same config, topology and number of examples. Without
-    the file there are no rows.
+    A row compares a composed and a plain model of the same config, topology and number of examples. Without the file
+    there are no rows.
     """
     if not path.is_file():
         return []
@@ -106,7 +106,7 @@ def estimates(path: Path) -> list[Row]:
 
 
 def fields(size: tuple[int, int, int]) -> dict[str, dict[str, object]]:
-    """Return the fields of the plain and the composed model of a size that are measured, by name."""
+    """Return, by name, the fields of the models to measure: plain, plain with windows, composed; size: see `SIZES`."""
     composed = {**scaling.fields_of("DCFormer++", size), "qk_norm": None, "window": LENGTH // 8}  # as in Table 6
     plain = scaling.fields_of("Transformer++", size)
     windows = {name: composed[name] for name in ("window", "window_pattern")}
@@ -114,19 +114,19 @@ def fields(size: tuple[int, int, int]) -> dict[str, dict[str, object]]:
 
 
 def runs_of(size: tuple[int, int, int]) -> dict[str, tuple[str, list[str]]]:
-    """Return the config of each measured model of a size, and its overrides."""
+    """Return (config, overrides) of each measured model (see `fields`) of a size, by name."""
     runs = {arm: language_model_run(Path(), each, 1) for arm, each in fields(size).items()}
     lengths = [f"{data}.context={LENGTH}" for data in ("input.data", "evals.validation.data")]
     return {arm: (run.spec, [*run.words(0), *lengths]) for arm, run in runs.items()}
 
 
 def nets_of(size: tuple[int, int, int]) -> dict[str, lm.LM]:
-    """Return the measured models of a size."""
+    """Return the measured models (see `fields`) of a size, by name."""
     return {arm: language_model(each).clone(context=LENGTH) for arm, each in fields(size).items()}
 
 
 def measured(size: tuple[int, int, int]) -> list[Row]:
-    """Return the measured speed of small models of a size in training and in generation."""
+    """Measure small models of a size in training and generation, and return table rows with their speed."""
     steps = {arm: speeds.stepper(load_setup(*run)) for arm, run in runs_of(size).items()}
     rates = {
         "training": {
@@ -144,7 +144,7 @@ def measured(size: tuple[int, int, int]) -> list[Row]:
 
 
 def measured_row(case: str, rates: Mapping[str, Sequence[float]], plain: str) -> Row:
-    """Return a row with the median rates of a plain and the composed arm, and median and range of their ratio."""
+    """Return a table row: median tokens/s of the model `plain` and the composed one, and their ratio with its range."""
     windows = ", same windows" if plain == SAME else ""
     ratios = [100 * b / a for a, b in zip(rates[plain], rates[COMPOSED], strict=True)]
     medians = [statistics.median(rates[arm]) for arm in (plain, COMPOSED)]

@@ -22,7 +22,7 @@ def device() -> str:
 
 
 def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each timed step by arm. A round runs two steps of each arm and times the second."""
+    """Return, by key of `steps`, the seconds of one call in each round. A round calls each twice, times the second."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -36,17 +36,17 @@ def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 def decoding_rates(
     nets: Mapping[str, lm.LM], batch: int, prompt: int, tokens: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the generated tokens per second by arm and round, for untrained models.
+    """Return, by key of `nets`, the generated tokens per second in each round; the models are untrained.
 
-    A round generates with each arm in turn, from random prompts. The time is from the first new token to the last, so
+    A round generates with each model in turn, from random prompts. The time is from the first new token to the last, so
     that neither compilation nor the processing of the prompts counts.
 
     Args:
-      nets: the model of each arm.
-      batch: rows.
-      prompt: tokens of a prompt.
-      tokens: new tokens of a row.
-      rounds: timed rounds; one more comes before them.
+      nets: the models by name.
+      batch: number of rows that are generated together.
+      prompt: number of tokens of a prompt.
+      tokens: number of new tokens of a row.
+      rounds: number of timed rounds; one more comes before them.
     """
     arms = {arm: decoder(net, batch, prompt, tokens) for arm, net in nets.items()}
     rates: dict[str, list[float]] = {arm: [] for arm in nets}
@@ -59,7 +59,7 @@ def decoding_rates(
 
 
 def decoder(net: lm.LM, batch: int, prompt: int, tokens: int) -> Callable[[], float]:
-    """Return a function that generates tokens and returns their number per second, over all rows."""
+    """Return a function that generates with an untrained model and returns the tokens per second, over all rows."""
     params: Params = cast_params(net, jax.jit(net.init)(jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
     prompts = np.random.default_rng(0).integers(net.vocab_size, size=(batch, prompt)).tolist()
 

@@ -35,7 +35,7 @@ RESAMPLES = 2000  # of the bootstrap
 
 
 class Figure(NamedTuple):
-    """A figure: its pairs of families (plain, composed), each with the compute equivalent that the paper reports."""
+    """A figure: its title, and by pair of model families (plain, composed) the paper's compute equivalent."""
 
     title: str
     pairs: Mapping[tuple[str, str], str]
@@ -51,7 +51,7 @@ FIGURES = {
 
 
 class Point(NamedTuple):
-    """A model of a family: its fields, its parameters, its steps, and the operations of its training."""
+    """A model to train: its fields, number of parameters, training steps, and operations of the whole training."""
 
     fields: Mapping[str, object]
     parameters: int
@@ -60,7 +60,7 @@ class Point(NamedTuple):
 
 
 def points(name: str, steps: int) -> dict[str, list[Point]]:
-    """Return the models of each family of a figure, from the smallest to the largest.
+    """Return, by family, the models of the figure `name`, a key of `FIGURES`, from the smallest to the largest.
 
     All families have the steps of plain Transformer++ of the same size, as in Table 3; the largest size has `steps`.
     """
@@ -77,7 +77,7 @@ def points(name: str, steps: int) -> dict[str, list[Point]]:
 
 
 def fields_of(family: str, size: tuple[int, int, int]) -> dict[str, object]:
-    """Return the fields of a model. Learned positions need a length; rotary embeddings need even dimensions."""
+    """Return the fields of the model of a family, a key of `FAMILIES`, and a size (width, layers, heads)."""
     width, depth, heads = size
     shape = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": None}
     if FAMILIES[family].get("mlp") == "swiglu":
@@ -86,12 +86,12 @@ def fields_of(family: str, size: tuple[int, int, int]) -> dict[str, object]:
 
 
 def plan(name: str, folder: Path, steps: int) -> list[Run]:
-    """Return the runs of a figure."""
+    """Return the training runs of a figure's models in a list."""
     return [*runs_of(points(name, steps), folder).values()]
 
 
 def runs_of(found: Mapping[str, Sequence[Point]], folder: Path) -> dict[str, Run]:
-    """Return the run of each model by "FAMILY NUMBER"."""
+    """Return the training run of each model of `found` (see `points`) by "FAMILY NUMBER", number 0 the smallest."""
     return {
         f"{family} {i}": arms.language_model_run(
             folder_of(folder, f"{family}-{point.fields['width']}x{point.fields['depth']}"), point.fields, point.steps
@@ -108,12 +108,12 @@ class Line(NamedTuple):
     b: float
 
     def operations(self, loss: float) -> float:
-        """Return the operations with which the line reaches a loss."""
+        """Return the number of training operations C at which the line has the given loss L."""
         return math.exp((self.log_a - math.log(loss)) / self.b)
 
 
 def fit(operations: Sequence[float], losses: Float64[np.ndarray, "sizes"]) -> Line:
-    """Return the line of least squares."""
+    """Return the line of least squares through (log of operations, log of loss), one point for each model."""
     slope, start = np.polyfit(np.log(operations), np.log(losses), 1)
     return Line(float(start), -float(slope))
 
@@ -124,8 +124,8 @@ def equivalents(
     """Return, for each composed model, the operations of a plain model with its loss, divided by its own operations.
 
     Args:
-      plain, composed: the models of two families by size.
-      losses: their mean losses.
+      plain, composed: the models of two families, from the smallest to the largest.
+      losses: the plain models' losses, then the composed models', mean over seeds.
     """
     line = fit([point.operations for point in plain], losses[0])
     return [line.operations(loss) / point.operations for loss, point in zip(losses[1], composed, strict=True)]
@@ -134,7 +134,7 @@ def equivalents(
 def bootstrapped(
     plain: Sequence[Point], composed: Sequence[Point], losses: Float64[np.ndarray, "seeds 2 sizes"]
 ) -> Float64[np.ndarray, "sizes 2"]:
-    """Return the 95 % intervals of `equivalents` from resampled seeds."""
+    """Return, for each size, the ends of the 95 % interval of `equivalents`, by resampling seeds (bootstrap)."""
     draw = np.random.default_rng(0)
     chosen = draw.integers(len(losses), size=(RESAMPLES, len(losses)))
     found = [equivalents(plain, composed, losses[some].mean(axis=0)) for some in chosen]
@@ -142,7 +142,7 @@ def bootstrapped(
 
 
 def table(name: str, folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs."""
+    """Return the table of a figure with the results of the runs of `plan`, which must be complete."""
     found = points(name, steps)
     values = all_finals(runs_of(found, folder), seeds)
     means = arms.over_seeds(values)
@@ -173,7 +173,7 @@ def table(name: str, folder: Path, seeds: Sequence[int], steps: int) -> Table:
 def _notes(
     name: str, found: Mapping[str, Sequence[Point]], losses: Mapping[str, np.ndarray], seeds: Sequence[int], steps: int
 ) -> tuple[str, ...]:
-    """Return the settings of the runs and the fitted lines."""
+    """Return notes below a table: the settings of the runs, the fitted lines, and where composition lowers the loss."""
     lines = []
     for family, each in found.items():
         line = fit([point.operations for point in each], losses[family].mean(axis=0))

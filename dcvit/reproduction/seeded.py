@@ -39,8 +39,8 @@ class Run(NamedTuple):
     Fields:
       folder: the folder of the workdirs, one per seed.
       spec: the config with its arguments.
-      overrides: values of the config by key.
-      metric: "EVALUATOR/METRIC", which is compared after the last step.
+      overrides: values that replace those of the config, by key.
+      metric: the metric after the last step that tables compare, as "EVALUATOR/METRIC".
       first_seed: added to the seed of a workdir, to train with seeds that another comparison does not use.
     """
 
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     first_seed: int = 0
 
     def words(self, seed: int) -> list[str]:
-        """Return the overrides of a seed's run, by which the evaluator runs before the first step and at the end."""
+        """Return overrides "KEY=VALUE" of a seed's run; its evaluator runs before the first step and at the end."""
         evaluator = self.metric.partition("/")[0]
         last = {"seed": self.first_seed + seed, "tensorboard": False, f"evals.{evaluator}.log_percent": 100}
         return [f"{key}={value}" for key, value in {**self.overrides, **last}.items()]
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 
 def of_model(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the overrides of a config that set fields of the model."""
+    """Return the config overrides that set fields of the model: "model.NAME" for each name."""
     return {f"model.{key}": value for key, value in fields.items()}
 
 
@@ -83,7 +83,7 @@ def train_all(runs: Iterable[Run], seeds: Iterable[int], train: Train) -> int:
 
 
 def train_run(run: Run, seed: int, train: Train) -> int:
-    """Train, without showing the output, unless the run is complete; return the exit status.
+    """Train a seed's run, unless it is complete, without showing the output; return the exit status.
 
     Raises:
       ConfigError: the config is invalid, or the workdir holds a run of another config.
@@ -102,7 +102,7 @@ def train_run(run: Run, seed: int, train: Train) -> int:
 
 
 def final(path: Path, metric: str) -> float | None:
-    """Return a metric at the end of a run, None for a run that is not complete.
+    """Return a metric after the last step of the run in the workdir `path`; None if the run is not complete.
 
     Raises:
       MetricsError: the run is complete and the metric is not a finite number.
@@ -118,7 +118,7 @@ def final(path: Path, metric: str) -> float | None:
 
 
 def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Return the final metric of each run by seed and name.
+    """Return the metric after the last step of each run, by seed and then by key of `runs`.
 
     Raises:
       ConfigError: a run is not complete, or the runs of a name differ in more than their seed.
@@ -134,7 +134,7 @@ def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[
 
 
 def check_config(path: Path, config: configs.ConfigDict) -> None:
-    """Raise ConfigError if a workdir has a config that differs from `config`, except in values filled in from data."""
+    """Raise ConfigError if a workdir's config differs from `config`, except in values that follow from the data."""
     if (path / "config.json").is_file():
         saved = values.read_json(path / "config.json")
         completed = kind_of(config).complete(config, saved)
@@ -142,7 +142,7 @@ def check_config(path: Path, config: configs.ConfigDict) -> None:
 
 
 def check_same_config(paths: Sequence[Path]) -> None:
-    """Raise ConfigError if the configs of runs differ in more than the seed and the run that they start from."""
+    """Raise ConfigError if the configs in workdirs differ in more than the seed and the run that they start from."""
     records = [json.loads(values.read_json(path / "config.json").to_json()) for path in paths]
     for path, record in zip(paths, records, strict=True):
         _check(path, record, {**records[0], **{key: record.get(key) for key in OF_A_SEED}})
@@ -189,7 +189,7 @@ def checksum(content: object) -> str:
 
 
 def run_checksum(path: Path) -> str:
-    """Return the CRC-32 of the metrics of a run, which identifies the run."""
+    """Return the CRC-32 of a run's metrics, which identifies the run, as 8 hexadecimal digits."""
     return f"{zlib.crc32((path / 'metrics.jsonl').read_bytes()):08x}"
 
 

@@ -21,19 +21,19 @@ ROUNDS = 30
 
 
 class StepTimes(NamedTuple):
-    """The median time of a step of each arm in milliseconds, and where they were measured."""
+    """The median time of a training step in milliseconds, by name of the model, and the machine that measured it."""
 
     ms: Mapping[str, float]
     machine: str
 
 
 def step_times(runs: Mapping[str, Run], folder: Path) -> StepTimes:
-    """Measure the time of a step of each arm, or return the times that an earlier call stored in the folder.
+    """Return the time of a training step of each run: measured now, or stored in the folder by an earlier call.
 
     The stored times are kept, so that the same command trains for the same numbers of steps again.
 
     Args:
-      runs: the run of each arm.
+      runs: the runs by name of the model.
       folder: the folder of the runs.
 
     Raises:

@@ -28,7 +28,7 @@ class Chart(NamedTuple):
     paper: str | None = None
 
     def figure(self, rows: Sequence[Row]) -> Figure:
-        """Return horizontal bars: our values on the left and, if the table has them, the paper's on the right."""
+        """Return the picture of horizontal bars: measured values left and, if the table has them, the paper's right."""
         from matplotlib.figure import Figure  # takes long to import
 
         sides = [("here", self.ours, self.interval)]
@@ -55,7 +55,7 @@ class Chart(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Columns that the picture shows as curves, one for each value of `label`."""
+    """Columns that the picture shows as curves y(x), one curve for each value in the column `label`."""
 
     label: str
     x: str
@@ -64,7 +64,7 @@ class Curves(NamedTuple):
     scale: Literal["log", "linear"] = "log"  # of both axes
 
     def figure(self, rows: Sequence[Row]) -> Figure:
-        """Return one curve for each value of a column, with intervals."""
+        """Return the picture of the curves, one for each value in the column `label`, with intervals as error bars."""
         from matplotlib.figure import Figure  # takes long to import
 
         figure = Figure((6, 4.5), layout="constrained")
@@ -98,7 +98,7 @@ class Maps(NamedTuple):
     columns: Sequence[str]
 
     def figure(self, rows: Sequence[Row]) -> Figure:
-        """Return a matrix for each pair of values of two columns."""
+        """Return the picture of the matrices, one for each pair of values in the columns `down` and `across`."""
         from matplotlib.figure import Figure  # takes long to import
 
         down, across = ([*dict.fromkeys(row[column] for row in rows)] for column in (self.down, self.across))
@@ -124,7 +124,7 @@ class Maps(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of the reproduction. The keys of each row are the columns, the same for all rows."""
+    """A table of results, with notes and a picture. A row's keys are the columns, the same for all rows."""
 
     name: str
     title: str
@@ -150,13 +150,13 @@ def write(table: Table, out: Path) -> list[Path]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table with its title above, and its picture and its notes below."""
+    """Return the Markdown text of a table: title, rows, a link to its picture, and notes."""
     picture = [] if table.chart is None else [f"![{table.title}]({table.name}.png)"]
     return "\n\n".join([f"# {table.title}", grid(table.rows), *picture, *map(wrapped, table.notes)]) + "\n"
 
 
 def wrapped(note: str) -> str:
-    """Return a note in lines of at most `WIDTH` columns where words allow it; items of lists keep their own lines."""
+    """Return a note with line breaks, in lines of at most `WIDTH` characters; items of lists keep their own lines."""
     lines = []
     for line in note.splitlines():
         indent = "  " if line.startswith("- ") else ""
@@ -174,9 +174,7 @@ def grid(rows: Sequence[Row]) -> str:
 
 
 def shown(value: Cell) -> str:
-    """Return a cell of the Markdown table: four digits of a number with a fraction, 0 for a rounding error of a
-    difference, and a dash for None.
-    """
+    """Return the text of a cell: four digits of a number with a fraction, 0 for a rounding error, a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -185,5 +183,5 @@ def shown(value: Cell) -> str:
 
 
 def _numbers(rows: Sequence[Row], column: str) -> list[float]:
-    """Return the numbers of a column, 0 for a missing one."""
+    """Return the numbers in a column of the rows; a cell that is not a number gives 0."""
     return [value if isinstance(value := row[column], int | float) else 0.0 for row in rows]

@@ -26,8 +26,8 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
     Args:
       title: title of the window.
       runs: for each model its `name`, `facts` in one line, and optionally `averages` and `diversity` as JSON data.
-      samples: the inputs. Their facts have the `run` (the model), a `name`, and of an image `picture`, `rows`,
-        `columns` and `extra` (tokens before the patches), of a text its tokens as `text`.
+      samples: the inputs. Their facts have the `run` (index of the model), a `name`, and of an image `picture`, `rows`,
+        `columns` and `extra` (number of tokens before the patches), of a text its tokens as `text`.
     """
     folder = Path(__file__).parent
     facts = json.dumps({"runs": runs, "samples": [s.facts for s in samples]}, allow_nan=False, separators=(",", ":"))
@@ -40,7 +40,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
 
 def average_facts(found: AverageContributions, data: str) -> Json:
-    """Convert averages over data to JSON data; `data` names the data."""
+    """Return averages of contributions between heads as JSON data; `data` is the name of the data that they are of."""
     return {
         "data": data,
         "examples": found.examples,

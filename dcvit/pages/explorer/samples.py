@@ -30,11 +30,11 @@ Header = tuple[str, list[int], list[float] | None]
 
 @dataclasses.dataclass
 class Sample:
-    """One input of one model.
+    """One input of one model, as the page shows it.
 
     Fields:
-      facts: description and results, as JSON data.
-      blocks: packed arrays, by the id of the page's element that holds them.
+      facts: description of the input and results of the model, as JSON data.
+      blocks: arrays of layers as text (see `pack`), by the id of the page's element that holds them.
     """
 
     facts: Json
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Description of the predictions of a model with a head, for one input.
+    """How to name and compute the predictions of a classifier or language model for one input.
 
     Fields:
       label: function from the index of an output to its name.
@@ -117,7 +117,7 @@ def make_sample(
       params: its parameters.
       inputs: one preprocessed image, or one row of tokens.
       layers: numbers of the layers to show.
-      predictions: the description of its predictions; None if the model has no head.
+      predictions: how to name and compute its predictions; None if the model has no head.
 
     Raises:
       FloatingPointError: an array or an output is not finite.
@@ -168,7 +168,7 @@ def _check_finite(arrays: Mapping[str, Array]) -> None:
 
 
 def _listed(contributions: Sequence[Contribution]) -> list[Json]:
-    """Return the largest of the contributions to each composition, as JSON data."""
+    """Return up to `CONTRIBUTIONS` largest contributions of pre-compose, then of post-compose, as JSON data."""
     found: list[Contribution] = []
     for where in ("pre", "post"):
         some = [x._replace(amount=round(x.amount, 5)) for x in contributions if x.where == where]
@@ -205,7 +205,7 @@ def _predictions(
     layers: Sequence[int],
     options: Predictions,
 ) -> Json:
-    """Return the most probable classes, or next tokens after the last one, without and with each ablation."""
+    """Return, as JSON data, the most probable classes or next tokens of the model, and those after each ablation."""
     logits = output[0, -1] if isinstance(model, LM) else output[0]
     plain = _probabilities(np.asarray(logits), options.multilabel)
     base = int(np.argmax(plain))

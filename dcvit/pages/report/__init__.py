@@ -31,10 +31,10 @@ def check_path(path: Path, option: str = "--report") -> None:
 
 
 def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
-    """Attach an observer to each classification evaluator; return the outcomes, filled by its next run, by its name.
+    """Attach `Outcomes` to each classification evaluator, which its next run fills, and return them by its name.
 
     Raises:
-      ConfigError: there is no such evaluator.
+      ConfigError: there is no classification evaluator.
     """
     found: dict[str, Outcomes] = {}
     for name, evaluator in evaluators.items():

@@ -16,7 +16,7 @@ TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def reliability_diagram(bins: Sequence[Bin], summary: str) -> ET.Element:
-    """Return the diagram; `summary` is its text for readers who do not see it."""
+    """Return the diagram as an SVG element; `summary` is its text for readers who do not see it."""
     highest = max([b.examples for b in bins] + [1])
     parts = [*_axes(), _line(0, 0, 1, 1, "ideal")]
     for b in bins:
@@ -45,19 +45,19 @@ def _y(value: float) -> float:
 
 
 def _bar(b: Bin, top: float, bottom: float, kind: str) -> ET.Element:
-    """Return a rectangle over the width of a bin."""
+    """Return an SVG rectangle as wide as a bin, from `top` to `bottom` in the diagram; `kind` is its CSS class."""
     x = _x(b.low) + 1
     size = {"width": f"{_x(b.high) - x - 1:.2f}", "height": f"{bottom - top:.2f}"}
     return tag("rect", x=f"{x:.2f}", y=f"{top:.2f}", class_=kind, **size)
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> ET.Element:
-    """Return a line between two points (confidence, accuracy)."""
+    """Return an SVG line between two points (confidence, accuracy); `kind` is its CSS class."""
     return tag("line", x1=f"{_x(x1)}", y1=f"{_y(y1)}", x2=f"{_x(x2)}", y2=f"{_y(y2)}", class_=kind)
 
 
 def _axes() -> list[ET.Element]:
-    """Return grid, ticks and names of the axes."""
+    """Return the SVG elements of the axes: grid, ticks and names."""
     parts = []
     for value in TICKS:
         x, y = _x(value), _y(value)

@@ -18,7 +18,7 @@ JPEG_QUALITY = 80
 
 
 def tag(name: str, *children: Node | None, **attributes: str | int) -> ET.Element:
-    """Return an element; an attribute's underscores become hyphens, as in `aria_label` and `class_`."""
+    """Return an HTML element; in names of attributes `_` becomes `-`, and is dropped at the end, as in `class_`."""
     element = ET.Element(name, {key.rstrip("_").replace("_", "-"): str(value) for key, value in attributes.items()})
     for child in children:
         if isinstance(child, ET.Element):

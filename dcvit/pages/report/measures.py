@@ -14,7 +14,7 @@ Pairs = Mapping[tuple[int, int], int]  # number of examples by (label, predictio
 
 
 class Bin(NamedTuple):
-    """A bin of confidence, the interval (low, high]; mean confidence and accuracy are None if it is empty."""
+    """A bin of examples with a confidence in (low, high]; mean confidence and accuracy are None if it is empty."""
 
     low: float
     high: float
@@ -24,7 +24,7 @@ class Bin(NamedTuple):
 
 
 class ClassMeasures(NamedTuple):
-    """Measures of one class; the recall is None without examples, the precision without predictions."""
+    """Recall, precision and F1 of class `number`; recall is None without examples, precision without predictions."""
 
     number: int
     examples: int
@@ -35,7 +35,7 @@ class ClassMeasures(NamedTuple):
 
 
 def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion (Wilson, 1927); (0, 1) without any example."""
+    """Return Wilson's confidence interval of the proportion successes/n (Wilson, 1927); (0, 1) if n is 0."""
     if not n:
         return 0.0, 1.0
     from scipy import stats  # takes long to import
@@ -61,7 +61,7 @@ def calibration_error(outcomes: Outcomes) -> float:
 
 
 def class_measures(pairs: Pairs) -> list[ClassMeasures]:
-    """Return the measures of every class that is a label or a prediction, by class number."""
+    """Return the measures of every class that is a label or a prediction of an example, in the order of the classes."""
     examples, predictions = Counter[int](), Counter[int]()
     for (label, prediction), count in pairs.items():
         examples[label] += count
@@ -75,6 +75,6 @@ def class_measures(pairs: Pairs) -> list[ClassMeasures]:
 
 
 def frequent_confusions(pairs: Pairs) -> list[tuple[int, int, int]]:
-    """Return (label, prediction, examples) of all mistakes, the most frequent first and then by class number."""
+    """Return (label, prediction, number of examples) of all mistakes, the most frequent first, then by class number."""
     wrong = [(label, prediction, number) for (label, prediction), number in pairs.items() if label != prediction]
     return sorted(wrong, key=lambda row: (-row[2], row[:2]))

@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
 
 
 class Outcomes:
-    """An observer of the classification evaluator.
+    """An observer of the classification evaluator, which counts outcomes and keeps the most confident mistakes.
 
     The memory is bounded by the number of different pairs of label and prediction, not by the number of images.
 
@@ -51,7 +51,7 @@ class Outcomes:
     """
 
     def __init__(self, sigmoid: bool):
-        """`sigmoid`: the confidence is the sigmoid of a logit, instead of a probability of the softmax."""
+        """Start with no examples; confidence is the sigmoid of a logit if `sigmoid`, else a softmax probability."""
         self.sigmoid = sigmoid
         self.n, self.correct, self.several, self.not_finite, self.rows = 0, 0, 0, 0, 0
         self.pairs: Counter[tuple[int, int]] = Counter()
@@ -60,7 +60,7 @@ class Outcomes:
         self.mistakes: list[Mistake] = []
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
-        """Return the arrays that `add` needs from a batch, on the devices; of images, only those of mistakes."""
+        """Return, on the devices, a batch's arrays for `add`: confidences, and labels and images of top mistakes."""
         labels = batch["labels"] > 0
         probabilities = (jax.nn.sigmoid if self.sigmoid else jax.nn.softmax)(logits.astype(jnp.float32))
         confidence = jnp.take_along_axis(probabilities, scores["prediction"][:, None], axis=-1)[:, 0]
@@ -75,7 +75,7 @@ class Outcomes:
         }
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
-        """Add a batch on the host; `found` has the evaluator's scores and the result of `select`."""
+        """Count the examples of a batch; `found` has the evaluator's scores and the result of `select`."""
         counted = found["counted"]
         self.n += int(counted.sum())
         self.correct += int((counted & found["top1"]).sum())
@@ -99,7 +99,7 @@ class Outcomes:
         self.bin_confidence += np.bincount(at, confidence, minlength=BINS)
 
     def _add_mistakes(self, found: Mapping[str, np.ndarray]) -> None:
-        """Keep the most confident mistakes; of equal ones the first."""
+        """Add a batch's mistakes to `mistakes`, and keep only the most confident; of equal ones the first."""
         for i in np.flatnonzero(found["mistake"]):
             row = int(found["mistake_row"][i])
             labels = tuple(map(int, np.flatnonzero(found["mistake_labels"][i])))

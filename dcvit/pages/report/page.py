@@ -30,9 +30,9 @@ class Evaluation:
     Fields:
       name: its name in the config.
       row: the metrics that `dcvit evaluate` prints, by column.
-      outcomes: the observed outcomes.
+      outcomes: the counts and mistakes of the evaluation.
       class_names: a name for each class of the model.
-      describe: from the index of an example to its location.
+      describe: function from the index of an example to its location.
       options: the evaluator's options in the config.
     """
 
@@ -44,7 +44,7 @@ class Evaluation:
     options: Mapping[str, object]
 
     def class_name(self, index: int) -> ET.Element:
-        """Return the name of a class; its direction of writing does not affect the text around it."""
+        """Return an HTML element with a class's name; its direction of writing does not affect the text around it."""
         return tag("bdi", shorten(self.class_names[index]))
 
 
@@ -55,11 +55,11 @@ def render(
     rows: Sequence[Mapping[str, object]],
     evaluations: Sequence[Evaluation],
 ) -> str:
-    """Return the page as HTML.
+    """Return the report of an evaluation as HTML.
 
     Args:
       title: the name of the model.
-      facts: the description of the run.
+      facts: texts that describe the run, by name.
       settings: the config of the run.
       rows: all rows that `dcvit evaluate` prints, also those of other evaluators.
       evaluations: the classification evaluators with their outcomes.
@@ -77,18 +77,18 @@ def render(
 
 
 def shorten(text: str) -> str:
-    """Return at most `NAME_CHARACTERS` characters of a text, without control of the direction of writing."""
+    """Return a text cut to `NAME_CHARACTERS`, without the characters that control the direction of writing."""
     shown = text.translate(DIRECTION_CONTROLS)
     return shown if len(shown) <= NAME_CHARACTERS else shown[: NAME_CHARACTERS - 1] + "…"
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """Return a fraction as a percentage, or a dash for None."""
+    """Return a fraction as a text in percent with `digits` decimals, or a dash for None."""
     return f"{100 * value:.{digits}f}\u00a0%" if isinstance(value, int | float) else NONE
 
 
 def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
-    """Return the section of one evaluator."""
+    """Return the section of an evaluator, the one of index `number` in the page."""
     several, data = evaluation.outcomes.several, evaluation.options.get("data")
     shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
     notes = [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown)
@@ -109,7 +109,7 @@ def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
 
 
 def _tiles(evaluation: Evaluation) -> ET.Element:
-    """Return the summary numbers."""
+    """Return the list of an evaluation's main numbers: accuracy, recall, calibration error, loss and images."""
     outcomes, row = evaluation.outcomes, evaluation.row
     low, high = measures.wilson(outcomes.correct, outcomes.n)
     error, loss = measures.calibration_error(outcomes), row["loss"]
@@ -135,7 +135,7 @@ def _tiles(evaluation: Evaluation) -> ET.Element:
 
 
 def _calibration(evaluation: Evaluation) -> ET.Element:
-    """Return the reliability diagram with its numbers."""
+    """Return the part of the page with the reliability diagram and its numbers."""
     outcomes = evaluation.outcomes
     bins, error = measures.calibration_bins(outcomes), measures.calibration_error(outcomes)
     kind = "sigmoid of the logit" if outcomes.sigmoid else "softmax probability"
@@ -166,7 +166,7 @@ _LEGEND = {"accuracy": "accuracy", "confidence": "mean confidence", "ideal": "pe
 
 
 def _confusions(evaluation: Evaluation) -> ET.Element:
-    """Return the confusion matrix, or the most frequent confusions of many classes."""
+    """Return the part of the page with the confusion matrix, or with the most frequent confusions of many classes."""
     if len(evaluation.class_names) <= MATRIX_CLASSES:
         text = "Rows are labels, columns are predictions; the color is the share of a row."
         return _part("Confusion matrix", text, _matrix(evaluation))
@@ -182,7 +182,7 @@ def _confusions(evaluation: Evaluation) -> ET.Element:
 
 
 def _part(title: str, text: str, content: ET.Element) -> ET.Element:
-    """Return a part of the page, with a note below its content."""
+    """Return a part of the page: `title`, `content`, and the note `text` below."""
     return tag("div", tag("h3", title), content, tag("p", text, class_="note"))
 
 
@@ -208,7 +208,7 @@ def _matrix(evaluation: Evaluation) -> ET.Element:
 
 
 def _mistakes(evaluation: Evaluation) -> ET.Element:
-    """Return the most confident mistakes as pictures."""
+    """Return the part of the page with the pictures of the most confident mistakes."""
     mistakes = evaluation.outcomes.mistakes
     if not mistakes:
         return tag("div", tag("h3", "Mistakes"), tag("p", "There is none.", class_="note"))
@@ -243,7 +243,7 @@ def _card(evaluation: Evaluation, mistake: Mistake) -> ET.Element:
 
 
 def _classes(evaluation: Evaluation) -> ET.Element:
-    """Return the table of classes: in their order if they are few, otherwise with the lowest recall first."""
+    """Return the part with measures of each class: in their order, or of many classes with the lowest recall first."""
     found = measures.class_measures(evaluation.outcomes.pairs)
     total = len(evaluation.class_names)
     order = "in the order of their numbers"
@@ -293,7 +293,7 @@ def _table(
     names: int = 1,
     sortable: bool = False,
 ) -> ET.Element:
-    """Return a table that scrolls if it is large; the first `names` columns are text, and the others numbers."""
+    """Return an HTML table that scrolls if it is large; its first `names` columns are text, the others numbers."""
     heads = [
         tag("th", tag("button", text, type="button") if sortable else text, scope="col", class_=kind)
         for i, text in enumerate(header)
@@ -311,7 +311,7 @@ def _table(
 
 
 def _values(name: str, values: Mapping[str, object]) -> ET.Element:
-    """Return a table of names and values."""
+    """Return an HTML table with the label `name` and a row for each name and value."""
     rows = [
         tag("tr", tag("th", key, scope="row"), tag("td", value if isinstance(value, str) else json.dumps(value)))
         for key, value in values.items()
