@@ -60,13 +60,13 @@ def batches(
     mesh: Mesh,
     corrupt: input_pipeline.CorruptPolicy | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows of this process of `input_pipeline.eval_batches`, with batches of `rounded_batch_size`."""
+    """Yield the rows that this process prepares of each evaluation batch, of `rounded_batch_size` rows in total."""
     size = rounded_batch_size(batch_size, mesh)
     return input_pipeline.eval_batches(source, pp, size, rows=local_rows(mesh, size), corrupt=corrupt)
 
 
 def rounded_batch_size(batch_size: int, mesh: Mesh) -> int:
-    """Round a batch size up to a multiple of the number of parts into which the mesh splits a batch."""
+    """Return a batch size rounded up to a multiple of the number of parts into which the mesh splits a batch."""
     return -(-batch_size // batch_shards(mesh)) * batch_shards(mesh)
 
 
@@ -80,7 +80,8 @@ class TimedFunction:
     """
 
     def __init__(self, function: Callable[..., Any], mesh: Mesh, batch_size: int, keep: Sequence[str] = ()):
-        """
+        """Wrap a function, which the first call compiles.
+
         Args:
           function: function of parameters, a batch on the devices, and further arrays.
           mesh: the devices that share a batch.
@@ -97,13 +98,13 @@ class TimedFunction:
         self.reset_timer()
 
     def reset_timer(self) -> None:
-        """Start a new measurement."""
+        """Set `seconds` and `examples` to 0, and measure the speed from now on."""
         self.examples, self.seconds, self.started = 0, 0.0, time.perf_counter()
 
     def __call__(
         self, params: Params, batch: Batch, *rest: np.ndarray | jax.Array
     ) -> tuple[Any, dict[str, np.ndarray]]:
-        """Return the result and the kept keys of a batch of `batches`, from all processes and on the host."""
+        """Return the function's result, and the batch's arrays `keep`, for all processes' rows, as host arrays."""
         sent = put_batch(batch, self.mesh, self.batch_size)
         if self.compiled is None:
             with jax.set_mesh(self.mesh):
@@ -115,7 +116,7 @@ class TimedFunction:
         return result, kept
 
     def rate(self) -> float:
-        """Return the examples per second, without compilation, since `reset_timer`."""
+        """Return the number of examples per second, without compilation, since `reset_timer`."""
         return self.examples / self.seconds
 
 

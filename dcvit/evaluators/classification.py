@@ -29,7 +29,7 @@ ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is
 
 
 class Observer(Protocol):
-    """Receiver of the outcome of every example, such as `dcvit.pages.report.outcomes.Outcomes`."""
+    """Interface of an object that gets the result of every example, as `dcvit.pages.report.outcomes.Outcomes` does."""
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
         """Return further arrays for `add`, computed on the devices.
@@ -42,7 +42,7 @@ class Observer(Protocol):
         """
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
-        """Receive `scores` and the selected arrays of a batch; batches come in the order of the data."""
+        """Receive the arrays of a batch by name: `scores` and the result of `select`; batches come in data order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Options:
 
 
 class Evaluator:
-    """Count an example as correct if any of its labels is hit. Examples without labels are skipped, as in ReaL.
+    """Evaluator of a classifier. A prediction is correct if it is any label; examples without labels are skipped.
 
     The metrics are exact for any batch size and device count.
     """

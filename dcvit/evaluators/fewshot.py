@@ -68,7 +68,7 @@ class Options:
 
 
 class Evaluator:
-    """Fit a classifier to `shots` examples of each class of one source, and measure its accuracy on another source.
+    """Fit a linear classifier to a few examples of each class of one source, and measure its accuracy on another.
 
     For each seed, the shots of class c are the first of `default_rng(seed).permutation(np.where(labels == c)[0])`,
     where one generator draws all classes in order. Fewer shots are therefore a subset of more shots, and every model
@@ -135,7 +135,7 @@ class Evaluator:
         return {f"{k}shot": count / (self.num_seeds * n) for k, count in hits.items()} | {"n": n}
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
-        """Return a row for each number of shots, such as "name/5shot", with the accuracy as `top1`."""
+        """Return one row of results for each number of shots, called "NAME/5shot", with the accuracy as `top1`."""
         speed = {"images_per_second": round(self.represent.rate(), 1)}
         common = {**image_columns(net, self.example), "n": metrics["n"], **speed}
         return [{"evaluation": f"{name}/{k}shot", **common, "top1": metrics[f"{k}shot"]} for k in self.shots]
@@ -155,7 +155,7 @@ class Evaluator:
 def linear_scores(
     x: Float[Array, "N D"], y: Float[Array, "N C"], x_test: Float[Array, "K D"], l2_reg: Float[Array, ""] | float
 ) -> Float[Array, "K C"]:
-    """Return the scores of `x_test` by the ridge regression of `y` on `x`, normalized by mean and deviation of `x`.
+    """Return the class scores of `x_test` by a ridge regression of `y` on `x`; inputs are standardized as `x` is.
 
     With z = (x - mean)/(std + 1e-5) and an additional constant feature b = 100, the matrix [z b]^T [z b] is block
     diagonal, because the columns of z sum to 0. Weights and intercept are therefore solved separately, so that b² N,

@@ -45,7 +45,7 @@ class Options:
 
 
 class Evaluator:
-    """Score the answers in rows of tokens; an answer is a maximal run of adjacent targets.
+    """Score the answers in rows of tokens; an answer is a maximal run of adjacent tokens with `is_target`.
 
     An answer is correct if the model gives each of its tokens the highest logit, given all tokens before it. The
     metrics are exact for any batch size and device count.
@@ -92,7 +92,7 @@ class Evaluator:
         return summary(self.answers)
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
-        """Return a row for all answers, and one for each task and for each number of shots."""
+        """Return rows of results: one for all answers, one for each task, and one for each number of shots."""
         rows = [{"evaluation": name, **metrics, "rows_per_second": round(self.score.rate(), 1)}]
         assert self.answers is not None
         for number, task in enumerate(self.source.task_names):
@@ -110,7 +110,7 @@ def answers_of(
     Args:
       nats: the loss of each token of a row except the first, B T.
       best: True where that token has the highest logit, B T.
-      rows: `is_target` and `shots`, B T+1; `task` and `_mask`, B.
+      rows: the batch by name: `is_target`, `shots` (B T+1), `task`, and `_mask`, 0 for padding (B).
     """
     counted = rows["is_target"][:, 1:] & (rows["_mask"][:, None] > 0)
     starts = counted & ~np.pad(counted, ((0, 0), (1, 0)))[:, :-1]
@@ -132,5 +132,5 @@ def summary(answers: Answers) -> dict[str, float]:
 
 
 def _part(name: str, answers: Answers, chosen: Bool[np.ndarray, " answers"]) -> list[Row]:
-    """Return the row of a part of the answers, or none if the part is empty."""
+    """Return one row of results, called `name`, of the answers where `chosen` is True; no row if there are none."""
     return [{"evaluation": name, **summary(Answers(*(x[chosen] for x in answers)))}] if chosen.any() else []

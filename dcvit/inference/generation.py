@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The static arguments of a compiled step: the model, and how a token below `vocab_size` is selected."""
+    """The static arguments of the compiled functions: the model, and how a token below `vocab_size` is selected."""
 
     model: LM
     sampling: Sampling
@@ -162,7 +162,7 @@ def _generate(
     keys: Key[Array, " B"],
     options: Options,
 ) -> Iterator[list[int | None]]:
-    """Run the decode loop of `generate` on checked arguments."""
+    """Run `generate` on checked arguments, with one random key for each prompt."""
     program = Program(model, options.sampling, options.vocab_size)
     longest, max_tokens, stop = max(map(len, prompts)), options.max_tokens, frozenset(options.stop)
     length, slots = (min(_round_up(n, 16), model.context) for n in (longest, longest + max_tokens))
@@ -198,7 +198,7 @@ def _prefill(
     count: Int[Array, " B"],
     keys: Key[Array, " B"],
 ) -> tuple[Int[Array, " B"], Caches]:
-    """Return the first new token of each example, and the cache of its prompt: the first `count` of T tokens."""
+    """Return each example's first new token, and the cache of its prompt, which is the first `count` of T tokens."""
     cache = init_cache(program.model, tokens.shape[0], slots)
     _, out = program.model.apply({"params": params}, tokens, cache=cache, count=count)
     last = jnp.take_along_axis(out["pre_logits"], (count - 1)[:, None, None], axis=1)[:, 0]
@@ -223,13 +223,13 @@ def _step(
 def _select(
     logits: Float[Array, "B V"], keys: Key[Array, " B"], number: Int[Array, ""], program: Program
 ) -> Int[Array, " B"]:
-    """Select the token of this number for each example; -1 if the logits are not finite."""
+    """Return the selected token of each example, its new token `number`; -1 if its logits are not finite."""
     logits = logits[:, : program.vocab_size]
     keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
     return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, program.sampling), -1)
 
 
 def _round_up(size: int, multiple: int = 1) -> int:
-    """Round a size up to a multiple of `multiple`; sizes above 8·multiple to one of four sizes per doubling."""
+    """Return a size rounded up to a multiple of `multiple`; above 8·multiple, to one of four sizes per doubling."""
     step = max(multiple, 2 ** ((size - 1).bit_length() - 3))
     return -(-size // step) * step

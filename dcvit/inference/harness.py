@@ -40,7 +40,7 @@ Request = tuple[object, list[int], list[int]]  # anything, the tokens of a conte
 
 
 def padded_length(length: int, maximum: int) -> int:
-    """Round a length up to a power of two or 3/4 of one, but not above `maximum`.
+    """Return a length rounded up to a power of two or 3/4 of one, at most `maximum`.
 
     Rows of different lengths then share few compiled programs.
     """
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
         return list(self.text.encode(string))
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **options: object) -> list[tuple[float, bool]]:
-        """Score the continuation of each request.
+        """Score the continuation of each request: (anything, tokens of a context, tokens of its continuation).
 
         Returns:
           For each request the sum of log p over the tokens of the continuation, each given all tokens before it that
@@ -165,7 +165,7 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(rows))]
 
     def _batch(self, rows: Sequence[tuple[list[int], int]]) -> dict[str, np.ndarray]:
-        """Build the batch of `make_scorer` from rows of (tokens, number of tokens to score at the end)."""
+        """Return the batch for `make_scorer` of rows (tokens, number of tokens to score at the end)."""
         length = padded_length(max(1, max(len(tokens) for tokens, _ in rows) - 1), self.max_length)
         batch = {name: np.zeros((self.batch_size, length), np.int32) for name in ("tokens", "targets")}
         batch["mask"] = np.zeros((self.batch_size, length), bool)
@@ -222,7 +222,7 @@ class HarnessModel(TemplateLM):
     def _continue(
         self, prompts: Sequence[list[int]], numbers: Sequence[int], options: Options, until: Sequence[str]
     ) -> list[str]:
-        """Return the text after each prompt; `numbers` seed the sampling."""
+        """Return the text generated after each prompt, up to a string `until`; `numbers` seed the prompts' sampling."""
         streams = [TextStream(self.text.decode, until, after=prompt) for prompt in prompts]
         texts = ["" for _ in prompts]
         options = options._replace(stop=(self.end,), vocab_size=min(self.text.vocab_size, self.net.vocab_size))
@@ -234,6 +234,6 @@ class HarnessModel(TemplateLM):
 
 
 def _split(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield consecutive parts of up to `size` items."""
+    """Yield the items in consecutive slices of `size` items; the last may be shorter."""
     for start in range(0, len(items), size):
         yield items[start : start + size]

@@ -27,7 +27,7 @@ Results = dict[str, Any]  # the library's results as JSON data
 
 
 def prepare(online: bool) -> None:
-    """Set the environment variables of the libraries, before they are imported.
+    """Set the environment variables that lm-evaluation-harness and its libraries read when they are imported.
 
     Args:
       online: allow downloads of data that is not in the local cache.
@@ -54,7 +54,7 @@ def evaluate_tasks(
     """Run tasks on a model and return the library's results as JSON data.
 
     Args:
-      make_model: returns the model; called after the tasks were loaded.
+      make_model: function that returns the model; called after the tasks were loaded.
       names: names of tasks, groups or tags.
       include_path: a folder of further task files.
       allow_code: do not check those files for code.
@@ -88,7 +88,7 @@ def evaluate_tasks(
 
 
 def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
-    """Load tasks and groups with their data.
+    """Load tasks and groups of tasks by name, with their data, and return them.
 
     Raises:
       ConfigError: an unknown name, a task that cannot be loaded or is not supported, or a task that is named twice.
@@ -124,7 +124,7 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
 
 
 def to_json_data(value: Any) -> Any:
-    """Convert a value to JSON data: other keys and objects become strings, non-finite numbers become None."""
+    """Return a value as JSON data: keys and objects that JSON lacks become strings, non-finite numbers None."""
     if isinstance(value, Mapping):
         return {str(k): to_json_data(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -139,7 +139,7 @@ def to_json_data(value: Any) -> Any:
 
 
 def table_rows(results: Results) -> list[dict[str, object]]:
-    """Return one row for each task or group, metric and filter of the library's results."""
+    """Return one table row, with the value and its standard error, for each task or group, metric and filter."""
     rows: list[dict[str, object]] = []
     for task, numbers in results["results"].items():
         for key, value in numbers.items():

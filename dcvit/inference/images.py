@@ -31,7 +31,7 @@ PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that bec
 
 
 class Prediction(NamedTuple):
-    """One of the classes with the highest scores for an image.
+    """One predicted class of an image.
 
     Fields:
       file: the path of the image.
@@ -104,11 +104,11 @@ class ImageModel(LoadedModel):
                 yield [_best(name, row, self.class_names, topk) for name, row in zip(names, rows, strict=False)]
 
     def generate(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: images are classified."""
+        """Raise ConfigError: a model of images does not generate text."""
         raise ConfigError("an image model does not generate text: use predict")
 
     def checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
-        """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
+        """Return a batch (names, images) unchanged. Raise CheckpointError if the parameters do not fit its shape."""
         one = jax.ShapeDtypeStruct((1, *batch[1].shape[1:]), np.float32)
         self.check_inputs(one, "images from config.pp_predict")
         return batch
@@ -124,10 +124,10 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
 
     Args:
       paths: files and folders.
-      on_error: called with one line for each folder without image files, if there are other files.
+      on_error: called with one line for each folder without image files, if other paths give files.
 
     Raises:
-      InputError: there is no file, or a folder cannot be read.
+      InputError: folders are given and no path gives a file, or a folder cannot be read.
     """
     found: list[Path] = []
     empty: list[str] = []
@@ -150,7 +150,7 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
 
 
 def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:
-    """Return the predictions for the classes with the highest scores."""
+    """Return predictions of the `topk` classes with the highest scores for the image `file`, the highest first."""
     best = np.argsort(-scores, kind="stable")[:topk]
     return [Prediction(file, rank, class_names[i], round(float(scores[i]), 6)) for rank, i in enumerate(best, start=1)]
 
@@ -166,7 +166,7 @@ class PredictionLines:
         self.width, self.file_width, self.label_width = width, 0, 0
 
     def format(self, batch: Sequence[Sequence[Prediction]]) -> list[str]:
-        """Return the lines of a batch of files."""
+        """Return the lines of text for a batch, the predictions of each image."""
         files = [escaped(predictions[0].file) for predictions in batch]
         labels = [[escaped(p.label) for p in predictions] for predictions in batch]
         self.file_width = max(self.file_width, *map(cell_len, files))
@@ -202,7 +202,7 @@ def read_images(
 def preprocess_images(
     images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
 ) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"]]]:
-    """Yield batches as `read_images`, from names of images and functions that read their encoded bytes."""
+    """Yield batches (names, images) as `read_images`, from pairs (name, function that reads the encoded bytes)."""
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
     preprocess = Preprocess(pp)
@@ -231,7 +231,7 @@ def preprocess_images(
 
 
 def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
-    """Return batches of preprocessed images with their names."""
+    """Return batches (names, preprocessed images) of given images; float32 arrays are preprocessed already."""
     if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
         batch = images[None] if images.ndim == 3 else images
         if not np.isfinite(batch).all():

@@ -68,7 +68,7 @@ def load(
 def _load(
     source: ModelSource, config: str | None, sharding: str | None = None, size: tuple[int, int] | None = None
 ) -> ImageModel | LanguageModel:
-    """Load the model of a source, with the config of its run or another one; see `load`."""
+    """Load the model of a source, with the config of its run or, if given, `config`; see `load`."""
     workdir = source.workdir if config is None else None
     if config is None and workdir is None:
         if not isinstance(source.path, Path):
@@ -81,7 +81,7 @@ def _load(
 
 
 def _height_and_width(image_size: object) -> tuple[int, int]:
-    """Return the size of images as two numbers, or raise ConfigError."""
+    """Return `image_size`, one number or two, as (height, width). Raise ConfigError if it is invalid."""
     numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     with contextlib.suppress(TypeError, ValueError):
         height, width = map(operator.index, numbers)
@@ -107,7 +107,7 @@ def open_model(
 
     Raises:
       CheckpointError: see `load`.
-      ConfigError: see `load` and `open_trained`; or the model is of another kind.
+      ConfigError: see `load` and `open_trained`; or the model is not of the class `kind`.
     """
     alone = config is None and checkpoint is None and not overrides
     source = ModelSource(workdir) if workdir is not None and alone else None
@@ -121,7 +121,7 @@ def open_model(
 def _load_trained(
     trained: TrainedModel, workdir: Folder | None, sharding: str | None = None
 ) -> ImageModel | LanguageModel:
-    """Load the parameters of a model that a command has opened; see `load`."""
+    """Return the model of an opened checkpoint with its parameters; see `load`."""
     module = trained.model
     class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
     mesh = _mesh(sharding, module)
@@ -141,7 +141,7 @@ def _load_trained(
 def _load_weights(
     source: ModelSource, sharding: str | None, size: tuple[int, int] | None
 ) -> ImageModel | LanguageModel:
-    """Load weights of another library."""
+    """Return the model of another library's weights, with its parameters; see `load`."""
     path, weights = source.path, source.open_weights()
     described, tensors = weights.description, weights.params
     with errors_name_file(path):
@@ -164,7 +164,7 @@ def _load_weights(
 
 
 def _mesh(sharding: str | None, module: nn.Module) -> Mesh | None:
-    """Return the mesh of all devices for a sharding strategy. Raise ConfigError if it does not fit the model."""
+    """Return the mesh of all devices for `sharding`, None for None. Raise ConfigError if it does not fit the model."""
     if sharding is None:
         return None
     mesh = make_mesh([(SHARDINGS[sharding], -1)])

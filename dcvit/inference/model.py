@@ -42,15 +42,15 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """A model with its parameters.
+    """A trained model: a flax module with its parameters and its config.
 
     Fields:
       module: the flax module.
       params: its parameters.
       config: the config of its run.
       source: name of the folder or file that it was loaded from.
-      mesh: the mesh that the parameters are sharded over.
-      open_evaluators: returns the evaluators of its run by name; None for weights of another library.
+      mesh: the mesh that the parameters are sharded over; None for the first device.
+      open_evaluators: function that returns the evaluators of its run by name; None for another library's weights.
     """
 
     module: ViT | LM
@@ -63,13 +63,13 @@ class LoadedModel:
     kind: ClassVar[str]  # what the model is, and the command for it, for messages
 
     def __repr__(self) -> str:
-        """Return one line; the parameters alone would be a hundred thousand characters."""
+        """Return one line about the model, without the parameters, which would be a hundred thousand characters."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         return f"{type(self).__name__}({self.source!r}, {type(self.module).__name__} with {count:,} parameters)"
 
     @checked
     def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
-        """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", as B ….
+        """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", of shape B ….
 
         Args:
           inputs: one or several images, or a text or its tokens.
@@ -113,7 +113,7 @@ class LoadedModel:
         return self._on_one_batch(inputs, functools.partial(run_with_cache, hooks=hooks, names=names))
 
     def check_inputs(self, inputs: jax.ShapeDtypeStruct, what: str) -> None:
-        """Raise CheckpointError, which names `what`, if the parameters are not for model inputs of a shape."""
+        """Raise CheckpointError, which names `what`, if the parameters do not fit the shape of `inputs`."""
         check_tree(shapes_of(self.params), _param_shapes(self.module, inputs.shape, np.dtype(inputs.dtype)), what)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
@@ -125,7 +125,7 @@ class LoadedModel:
         return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
-        """Return batches of model inputs."""
+        """Return the given images or tokens as batches of model inputs."""
         raise NotImplementedError
 
     def _intermediate(self, batch: np.ndarray, name: str) -> np.ndarray:
@@ -136,7 +136,7 @@ class LoadedModel:
     def _on_one_batch(
         self, inputs: Images | Tokens, function: Callable[[ViT | LM, Params, jax.Array], Result]
     ) -> Result:
-        """Return the result of a function of module, parameters and one batch of inputs."""
+        """Return function(module, parameters, inputs). Raise ConfigError if the inputs are not exactly one batch."""
         batches = list(self._batches(inputs))
         if len(batches) != 1:
             raise ConfigError(f"expected 1 … {BATCH} images at once")
@@ -151,7 +151,7 @@ Kind = TypeVar("Kind", bound=LoadedModel)
 
 
 def of_kind(model: LoadedModel, kind: type[Kind], what: object) -> Kind:
-    """Return a model, named `what` in messages. Raise ConfigError if it is not of the kind that a command needs."""
+    """Return `model` unchanged. Raise ConfigError, which names it `what`, if it is not of the class `kind`."""
     if not isinstance(model, kind):
         raise ConfigError(f"{what} is {model.kind}")
     return model
@@ -159,7 +159,7 @@ def of_kind(model: LoadedModel, kind: type[Kind], what: object) -> Kind:
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array) -> tuple[Array, Outputs]:
-    """Return the first result of a module, such as its logits, and its named intermediates."""
+    """Run a module without dropout, and return its first result, such as the logits, and named intermediates."""
     found: tuple[Array, Outputs] = module.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
     return found
 

@@ -65,7 +65,7 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], sampling: Sampli
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def draw(count: int) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Draw among the `count` tokens of highest logit; also return their total probability."""
+        """Return a token drawn among the `count` of highest logit, and the total probability of these; each is B."""
         ranked, order = jax.lax.top_k(logits, count)
         log_total = jax.nn.logsumexp(ranked, axis=-1, keepdims=True) if sampling.top_k else total
         cumulative = jnp.cumsum(jnp.exp(ranked - log_total), axis=-1)

@@ -76,17 +76,17 @@ def sandboxed_templates() -> Iterator[None]:
 
 
 class _Sandbox(NamedTuple):
-    """Replacement of the library's Jinja environment; with a `template`, replacement of a template."""
+    """Replacement of the library's Jinja environment and, with a `template`, of a Jinja template."""
 
     environment: Environment
     template: str = ""
 
     def from_string(self, template: str) -> _Sandbox:
-        """Return a template."""
+        """Return an object that renders the text `template`."""
         return self._replace(template=template)
 
     def render(self, **values: object) -> str:
-        """Return the text with the values of variables. Raises ConfigError if rendering fails or the text is long."""
+        """Return the template filled with values of its variables. Raise ConfigError if it fails or is too long."""
         try:
             text: str = self.environment.from_string(self.template).render(values)
         except Exception as e:
@@ -99,9 +99,9 @@ class _Sandbox(NamedTuple):
 
 
 def _special_tags(events: Iterator[Event]) -> set[str]:
-    """Return the tags of a YAML document that do not stand for plain values.
+    """Return the YAML tags in a document, such as `!function`, that do not stand for plain values.
 
-    PyYAML crashes at deep nesting, and copies of a document expand its aliases.
+    PyYAML crashes at deep nesting, and a copy of a document has its aliases expanded; too much of either is an error.
 
     Raises:
       ConfigError: the document is nested deeply, contains itself, or is huge with its aliases expanded.
@@ -137,7 +137,7 @@ def _special_tags(events: Iterator[Event]) -> set[str]:
 
 
 def _reason(task: object) -> str | None:
-    """Return the part of a task's plain values that makes the library load or run code, or None."""
+    """Return a phrase that names what in a task would make the library load or run code; None if nothing would."""
     queue, visited = [task], set()
     while queue:
         value = queue.pop()
@@ -154,7 +154,7 @@ def _reason(task: object) -> str | None:
 
 
 def _reason_in_mapping(task: dict[object, object]) -> str | None:
-    """Return the reason of `_reason` in one mapping, without its nested values."""
+    """Return the phrase of `_reason` for one mapping of a task, without its nested values."""
     from lm_eval.api import metrics, registry  # noqa: F401 -- importing metrics fills the registry
 
     for key in CODE_KEYS:

@@ -57,7 +57,7 @@ class TextStream:
         return "" if self.stopped else self._complete_text()[self._returned :]
 
     def _complete_text(self) -> str:
-        """Decode the tokens, without incomplete characters at the end.
+        """Return the text of the tokens, without incomplete characters at the end.
 
         Some decoders return one replacement character for each byte of an incomplete character and of the complete
         characters directly before it.
@@ -65,7 +65,7 @@ class TextStream:
         return self.decode(self._tokens).rstrip(INCOMPLETE)
 
     def _tail(self, tokens: list[int]) -> list[int]:
-        """Return the last `KEPT` tokens, or up to 3 more, so that they do not begin inside a character of 4 bytes."""
+        """Return the last `KEPT` tokens, or up to 3 more, so that they do not begin inside a character's bytes."""
         starts = [max(0, len(tokens) - self.KEPT - more) for more in range(4)]
         complete = (start for start in starts if not self.decode(tokens[start:]).startswith(INCOMPLETE))
         return tokens[next(complete, starts[0]) :]

@@ -103,7 +103,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
-    """Return the token between documents: the tokenizer's, or else the model's; None if neither has one."""
+    """Return the number of the end-of-text token: the tokenizer's, or else the model's; None if neither has one."""
     return model.end_of_text if tokenizer.end_of_text is None else tokenizer.end_of_text
 
 
@@ -169,7 +169,7 @@ class LanguageModel(LoadedModel):
             return self._pieces(_start(self, self.tokenizer, [prompt], options))
 
     def _pieces(self, started: _Started) -> Iterator[str]:
-        """Yield the text of each step and the rest; the model's mesh is the current one only during a step."""
+        """Yield the texts that become known; the model's mesh is the current one only while a token is computed."""
         while True:
             with self.on_devices():
                 step = next(started.steps, None)
@@ -225,7 +225,7 @@ class LanguageModel(LoadedModel):
         return Continuations(results, sum(counts), speed, positions)
 
     def predict(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: text is generated."""
+        """Raise ConfigError: a language model does not classify."""
         raise ConfigError("a language model does not classify images: use generate")
 
     @functools.cached_property
@@ -246,7 +246,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
-    """Return tokens as rows. Raise InputError if they are not inputs of the model."""
+    """Return tokens, given as T or B T, as int32 of shape B T. Raise InputError if they do not fit the model."""
     tokens = np.asarray(given)
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
         raise InputError(f"expected a text, or tokens of shape T or B T, found {tokens.dtype} of {tokens.shape}")
@@ -258,7 +258,7 @@ def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
 
 
 class _Started(NamedTuple):
-    """Generation that has begun: its steps, the stream of each prompt, and the limits of its length in tokens."""
+    """Generation that has begun: its steps, each prompt's text stream and length, and the limit of new tokens."""
 
     steps: Iterator[list[tuple[int, str]]]
     streams: list[TextStream]
@@ -267,7 +267,7 @@ class _Started(NamedTuple):
 
 
 def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: TextOptions) -> _Started:
-    """Begin to generate. Raise ConfigError if the prompts or the options do not fit the model."""
+    """Return the begun generation for prompts. Raise ConfigError if they or the options do not fit the model."""
     module = model.module
     encoded = [_encoded(tokenizer, prompt) for prompt in prompts]
     ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]

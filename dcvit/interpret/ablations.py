@@ -25,7 +25,7 @@ HEAD_ARRAYS = ("scores", "weights", "composed_weights")
 
 
 class Ablation(NamedTuple):
-    """One change of a model.
+    """One change of a model: a head or a branch of a composition that is switched off.
 
     Fields:
       layer: the layer; None means all layers.
@@ -42,7 +42,7 @@ class Ablation(NamedTuple):
 
 
 def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
-    """Return pairs (compose, branch) that a model has, as in `Ablation.where` and `Ablation.branch`."""
+    """Return the pairs (compose, branch) that a model has: values of `Ablation.where` and `Ablation.branch`."""
     return [
         (where, branch)
         for where in WHERE
@@ -113,7 +113,7 @@ def _outputs(
 def _hooks(
     model: ViT | LM, present: Sequence[tuple[str, str]], heads: Float[Array, "L H"], branches: Float[Array, "L 2 N"]
 ) -> dict[str, Hook]:
-    """Return hooks of `forward` that multiply each layer's heads and branches by an ablation's gates, 0 or 1."""
+    """Return, by name of an array, hooks of `forward` that multiply heads and branches by gates: 0 switches off."""
     hooks: dict[str, Hook] = {}
     for layer in range(model.depth):
         gate = heads[layer][None, :, None, None]

@@ -86,7 +86,7 @@ def run_with_cache(
       names: patterns of the names of the arrays to return. Arrays that are not asked for cost no memory.
 
     Raises:
-      ValueError: the model has no array of a name or a variant of heads, or a hook returns another shape.
+      ValueError: no array matches a name, a hook returns another shape, or the model has `heads` or `compose_layers`.
     """
     hooks = hooks or {}
     functions = tuple(hook if isinstance(hook, Partial) else Partial(hook) for hook in hooks.values())
@@ -112,7 +112,7 @@ def forward(
     hooks: Mapping[str, Hook],
     names: Sequence[str] = (),
 ) -> Activations:
-    """Compute `run_with_cache` without `jax.jit`, for use inside transformations and with hooks that hold tracers."""
+    """Return the result of `run_with_cache` without `jax.jit`, for use in transformations and hooks with tracers."""
     if model.heads is not None:
         raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
     if model.compose_layers is not None:
@@ -156,7 +156,7 @@ class _Tap:
 def _intercept(
     tap: _Tap, method: Callable[..., object], args: tuple, kwargs: dict, context: InterceptorContext
 ) -> object:
-    """Interceptor of flax methods: it names their arrays, and computes attention layers with all their matrices."""
+    """Return a flax method's result; `tap` gets its named arrays, and attention is computed with all its matrices."""
     module, name = context.module, context.method_name
     numbers = [found[1] for part in module.path or () if (found := BLOCK.fullmatch(part))]
     if not numbers:
@@ -177,7 +177,7 @@ def _intercept(
 
 
 def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> Array:
-    """Compute self-attention of complete rows like `Attention.attend`, but with all attention matrices, by `tap`."""
+    """Return the output of self-attention, as `Attention.attend`; `tap` gets each named array and may replace it."""
     x, groups = inputs.q, module.groups if module.compose else 1
     to_compose = compose_inputs(x, x, groups=groups) if module.compose else {}
     q, k, v = module.project(x, x, x, inputs.positions)
@@ -203,7 +203,7 @@ def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], 
 
 
 def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> ComposeWeights | None:
-    """Return the factors of the composition `where`, "pre" or "post", of a layer; None if it has none.
+    """Return the weights of pre- or post-compose of a layer; None if the layer does not have that composition.
 
     Args:
       arrays: returned by `run_with_cache`.

@@ -41,7 +41,7 @@ def attention_maps(
 
 
 def layer_numbers(model: ViT | LM, layers: Sequence[int | np.integer] | None) -> list[int]:
-    """Return layer indices, sorted and from 0; None means all layers.
+    """Return the given layer indices, of which negative ones count from the end, sorted and from 0; all for None.
 
     Raises:
       ValueError: an index is not one of a layer.

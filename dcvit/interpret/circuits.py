@@ -52,7 +52,7 @@ def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
 
 
 def branch_maps(weights: ComposeWeights, groups: int) -> dict[str, Float[Array, "#B #N H H"]]:
-    """Return the H×H maps of each branch of Eqn 7 that exists, by its name in `TERMS`.
+    """Return the maps between heads, H×H, of each branch of a compose (Eqn 7) that exists, by its name in `TERMS`.
 
     Query-wise branches have a map for each of N queries, key-wise branches for each of N keys; the static projection
     has a single map. A compose multiplies the scores of a pair by the sum of its maps and the identity.
@@ -75,7 +75,7 @@ def branch_maps(weights: ComposeWeights, groups: int) -> dict[str, Float[Array, 
 def pair_terms(
     weights: ComposeWeights, query: int, key: int, *, groups: int = 1, example: int = 0
 ) -> dict[str, Float[Array, "H H"]]:
-    """Return the map of a query-key pair, split into the terms of Eqn 7, for those that exist.
+    """Return the map between heads of a query-key pair, split into the terms of Eqn 7 that exist, by name in `TERMS`.
 
     Args:
       weights: the factors of one composition.
@@ -97,7 +97,7 @@ def pair_terms(
 def pair_map(
     weights: ComposeWeights | None, query: int, key: int, *, heads: int, groups: int = 1, example: int = 0
 ) -> Float[Array, "H H"]:
-    """Return the map of a query-key pair; the identity if the layer does not have the composition."""
+    """Return the map between heads of a query-key pair; the identity if `weights` is None (no composition)."""
     if weights is None:
         return jnp.eye(heads)
     return jnp.sum(jnp.stack([*pair_terms(weights, query, key, groups=groups, example=example).values()]), axis=0)

@@ -72,7 +72,7 @@ class AverageContributions(NamedTuple):
 def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Contribution]:
     """Return the largest contribution of each branch and pair of heads of a layer, for the first example.
 
-    Gates and the skip connection do not combine heads, so that they are not included.
+    Gates and the skip connection do not combine different heads and are not included.
 
     Args:
       arrays: returned by `dcvit.interpret.activations.run_with_cache`.
@@ -159,7 +159,7 @@ def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
 def attention_mask(
     model: ViT | LM, inputs: Float[Array, "B height width channels"] | Int[Array, "B N"], layer: int, tokens: int
 ) -> Bool[Array, "B T T"]:
-    """Return the mask of a layer, True where a query attends to a key, by causality, window and documents."""
+    """Return a layer's mask, True where a query may attend to a key by causality, window and documents."""
     mask = None
     if isinstance(model, LM):
         windows = lm.layer_windows(model)
@@ -172,7 +172,7 @@ def attention_mask(
 def _map_sums(
     a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
 ) -> dict[str, Float[Array, "H H"]]:
-    """Return sums over query-key pairs of |a·map|, map and map² by name, (from, to); `a`: scores or weights."""
+    """Return sums over visible pairs: "added" of |a·map|, "map", and "square" of map², each (from head, to head)."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
     maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H
