@@ -35,7 +35,7 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Collective(TypedDict):
-    """The collectives of one kind in a training step: their number, and the GiB that a chip receives by them."""
+    """All collectives of one type in a training step: their number, and the GiB that a chip receives by them."""
 
     count: int
     GiB: float
@@ -59,7 +59,7 @@ class CompiledStep(TypedDict, total=False):
       total: size of everything.
       memory: size of the chip's memory.
       verdict: "fits", or by how much the step does not fit.
-      collectives: the collectives of a step, by kind.
+      collectives: the collectives (exchanges of data between chips) of a step, by type, such as "all-gather".
       compile_seconds: the time of the compilation.
     """
 
@@ -121,7 +121,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
 
 
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
-    """Trace the training step of a run for the devices of its mesh; also return the shapes of its arguments."""
+    """Return the training step traced for the devices of a run's mesh, and the shapes of its state and batch."""
     data, mesh = setup.data, setup.model.mesh
     first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
     batch = {
@@ -134,7 +134,7 @@ def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
 
 
 def lower(setup: Setup) -> tuple[jax.stages.Lowered, TrainState, Shapes]:
-    """Lower the training step of a run for the devices of its mesh, with the kernels of these devices; see `trace`."""
+    """Return the training step lowered for the devices of a run's mesh with their kernels, and shapes as `trace`."""
     with selecting(Selection("trust")):  # the devices are not here to verify them
         traced, state, batch = trace(setup)
         with jax.set_mesh(setup.model.mesh):
@@ -192,7 +192,7 @@ def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
 
 
 def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chip) -> CompiledStep:
-    """Return the memory and the collectives of a compiled step."""
+    """Return the fields of `CompiledStep` about memory and collectives, for a step that fits; sizes in GiB."""
     memory: Any = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     total += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -209,7 +209,7 @@ def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chi
 
 
 def _overflow(message: str, chip: topologies.Chip) -> CompiledStep:
-    """Read the compiler's error message "… required … (45.13G) exceeds available HBM (15.75G)"; units are K to T."""
+    """Return total, memory and verdict from the error "… required … (45.13G) exceeds available HBM (15.75G)"."""
     found = re.findall(r"([\d.]+)([KMGT])\b", message)
     sizes = [float(size) * 1024.0 ** ("KMGT".index(unit) - 2) for size, unit in found]
     if len(sizes) < 2 or "hbm" not in message.lower():  # of another memory

@@ -24,7 +24,7 @@ ATTEMPTS = 10  # sizes of a rectangle that are drawn until one fits into the ima
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of a batch; each field is a key of a config, with the name of timm's option.
+    """Augmentation of a batch; each field is a key of a run's config, with the name of timm's option.
 
     Fields:
       mixup: α of the distribution Beta(α, α) from which mixup draws λ; 0: no mixup.
@@ -53,7 +53,7 @@ class Augmentation:
     def __call__(
         self, key: jax.Array, images: Float[Array, "B h w c"], labels: Float[Array, "B C"]
     ) -> tuple[Float[Array, "B h w c"], Float[Array, "B C"]]:
-        """Erase rectangles, then mix the examples by mixup or cutmix."""
+        """Return images and labels after random erasing and then mixup or cutmix, as far as they are on."""
         if self.reprob:
             images = erase(jax.random.fold_in(key, 1), images, self.reprob, self.remode)
         if not self.cutmix:
@@ -70,7 +70,7 @@ class Augmentation:
 def mixup(
     key: jax.Array, images: Float[Array, "B *image"], labels: Float[Array, "B C"], alpha: float
 ) -> tuple[Float[Array, "B *image"], Float[Array, "B C"]]:
-    """Mix each example with its neighbor in the batch (Zhang et al., 2018).
+    """Return images and labels, each mixed with its neighbor in the batch (Zhang et al., 2018).
 
     One λ is drawn from Beta(alpha, alpha) for the whole batch. Each example gets the weight max(λ, 1-λ), which is at
     least 1/2, and its neighbor the rest.
@@ -84,7 +84,7 @@ def mixup(
 def cutmix(
     key: jax.Array, images: Float[Array, "B h w c"], labels: Float[Array, "B C"], alpha: float
 ) -> tuple[Float[Array, "B h w c"], Float[Array, "B C"]]:
-    """Replace a box of each image by that of its neighbor in the batch (Yun et al., 2019).
+    """Return images with a box of each replaced by its neighbor's in the batch, and labels (Yun et al., 2019).
 
     One λ is drawn from Beta(alpha, alpha) for the whole batch, and one box of the size ⌊h·√(1-λ)⌋ × ⌊w·√(1-λ)⌋ whose
     center is any pixel. The labels of the neighbor get the fraction of the image that the box, cut at the image's
@@ -103,7 +103,7 @@ def cutmix(
 
 
 def erase(key: jax.Array, images: Float[Array, "B h w c"], prob: float, mode: str) -> Float[Array, "B h w c"]:
-    """Erase a random rectangle in each image with probability `prob` (Zhong et al., 2020).
+    """Return the images with a random rectangle erased in each with probability `prob` (Zhong et al., 2020).
 
     Its area is uniform in 2 % to 1/3 of the image, and its aspect ratio log-uniform in 0.3 to 1/0.3. Ten sizes are
     drawn, and the first that is smaller than the image is used; without one, nothing is erased.
@@ -122,7 +122,7 @@ def erase(key: jax.Array, images: Float[Array, "B h w c"], prob: float, mode: st
 
 
 def _erased(key: jax.Array, height: int, width: int, prob: float) -> Bool[Array, "h w"]:
-    """Return the mask of one image, True for erased pixels."""
+    """Return a random mask of one image, True for the pixels to erase; all False with probability 1 - `prob`."""
     of_choice, of_area, of_aspect, of_row, of_column = jax.random.split(key, 5)
     area = height * width * jax.random.uniform(of_area, (ATTEMPTS,), minval=ERASED_AREA[0], maxval=ERASED_AREA[1])
     low, high = map(math.log, ERASED_ASPECT)
@@ -140,7 +140,7 @@ def _erased(key: jax.Array, height: int, width: int, prob: float) -> Bool[Array,
 
 
 def rectangle(height: int, width: int, starts: list[Int[Array, ""]], sides: list[Int[Array, ""]]) -> Bool[Array, "h w"]:
-    """Return True for the pixels of an image inside a rectangle, which is cut at the image's edges."""
+    """Return a mask, True inside a rectangle, cut at the image's edges: first row and column `starts`, size `sides`."""
     rows, columns = (
         (at >= start) & (at < start + side)
         for at, start, side in zip((jnp.arange(height), jnp.arange(width)), starts, sides, strict=True)

@@ -23,7 +23,7 @@ from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays
 
 
 class Hook:
-    """Work between the steps; a subclass overrides some of the methods."""
+    """Work that the trainer does between the steps; a subclass overrides the methods that it needs."""
 
     def start(self, state: TrainState) -> None:
         """Run once before the first step, with the state that training starts from."""
@@ -39,7 +39,7 @@ class Hook:
 
 
 class MetricsHook(Hook):
-    """Records and shows metrics and evaluations when they are due."""
+    """Writes and shows metrics, and runs evaluators, at the steps that their intervals in the config determine."""
 
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
@@ -47,7 +47,7 @@ class MetricsHook(Hook):
         self.peak = peak_examples_per_second(run.setup.model.module, run.setup.task.example, jax.devices())
 
     def start(self, state: TrainState) -> None:
-        """Record the parameters and all evaluations before the first step, or a row that a resumed run lacks."""
+        """Write the row of step 0, with the parameter count and all evaluations, or a row that a resumed run lacks."""
         if self.run.start.step:
             self._catch_up(state)
             return
@@ -58,7 +58,7 @@ class MetricsHook(Hook):
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
 
     def after_step(self, result: StepResult) -> None:
-        """Write the row of a step that logs or evaluates."""
+        """Write the row of metrics of a step after which metrics or evaluations are due."""
         evaluators, logs = self._due(result.step)
         if not evaluators and not logs:
             return
@@ -68,7 +68,7 @@ class MetricsHook(Hook):
             self._record(result.step, result.state, result.numbers, evaluators, timing)
 
     def _catch_up(self, state: TrainState) -> None:
-        """Record the row of the checkpoint's step if the run stopped before writing it; recall the earlier rows."""
+        """Write the row of the checkpoint's step if it is missing, and read the earlier rows for best step and stop."""
         run, start = self.run, self.run.start
         recalled = run.writer and (self.progress.best.metric or self.progress.early.best.metric)
         history = run.writer.metrics.resumed if run.writer and recalled else []
@@ -81,7 +81,7 @@ class MetricsHook(Hook):
             self._record(start.step, state, start.about["row"], evaluators, {})
 
     def _due(self, step: int) -> tuple[list[str], bool]:
-        """Return the evaluators that are due after a step, and True if it logs. The last step evaluates everything."""
+        """Return the evaluators to run after a step, all after the last one, and True if `intervals.log` is due."""
         last = step == self.total_steps
         evaluators = [name for name, interval in self.intervals.evals.items() if last or is_due(interval, step)]
         return evaluators, bool(self.intervals.log) and (last or is_due(self.intervals.log, step))
@@ -115,7 +115,7 @@ class MetricsHook(Hook):
         progress.row, progress.row_step = row, step
 
     def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
-        """Run the given evaluators, and return their metrics by the names that they have in a row."""
+        """Run the named evaluators, and return their metrics by the keys "EVALUATOR/METRIC" of a row."""
         found: dict[str, float] = {}
         params = evaluated_params(self.run.setup, state) if evaluators else {}
         for name in evaluators:
@@ -136,7 +136,7 @@ class WandbHook(Hook):
         self._send()
 
     def after_step(self, result: StepResult) -> None:
-        """Send the row of a step, if the step logs or evaluates."""
+        """Send the row of metrics of a step, if it has one."""
         self._send()
 
     def close(self, *, failed: bool) -> None:
@@ -153,7 +153,7 @@ class WandbHook(Hook):
 
 
 class CheckpointHook(Hook):
-    """Saves checkpoints when they are due, at the last step, and the best one."""
+    """Saves checkpoints at intervals, at the last step, and at the best step by `config.ckpt_best`."""
 
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
@@ -161,7 +161,7 @@ class CheckpointHook(Hook):
         self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
-        """Save a step that is due, or the best one so far."""
+        """Save the state after a step at which a checkpoint is due, or which is the best so far."""
         last = result.step == self.total_steps or self.progress.early.reason
         due = bool(self.interval) and (last or is_due(self.interval, result.step))
         if not due and self.progress.best.step != result.step:
@@ -172,7 +172,7 @@ class CheckpointHook(Hook):
             self.save(result)
 
     def save(self, result: StepResult) -> None:
-        """Start to save a step, unless it is the newest one saved.
+        """Start to save the state after a step, unless it is the newest one saved.
 
         Raises:
           FloatingPointError: the state contains NaN or Inf.
@@ -204,33 +204,33 @@ class ProfilerHook(Hook):
         self.recording = False
 
     def before_step(self, step: int) -> None:
-        """Start the trace at the first step of the window, or in the window if the run resumes there."""
+        """Start the trace at the first of the steps of `config.profile`, or where a run resumes among them."""
         if not self.recording and self.first <= step <= self.last:
             jax.profiler.start_trace(self.folder)
             self.recording = True
 
     def after_step(self, result: StepResult) -> None:
-        """End the trace after the last step of the window."""
+        """End the trace after the last of the steps of `config.profile`."""
         if self.recording and (result.step == self.last or self.progress.early.reason):
             jax.block_until_ready(result.state)
             self.close(failed=False)
 
     def close(self, *, failed: bool) -> None:
-        """End the trace of a run that ends inside the window."""
+        """End the trace of a run that ends before the last of the steps of `config.profile`."""
         if self.recording:
             self.recording = False
             jax.profiler.stop_trace()
 
 
 def is_due(interval: int | None, step: int) -> bool:
-    """Return True if a step ends an interval; an interval of 0 or None never ends."""
+    """Return True if `step` is a multiple of `interval`; False if the interval is 0 or None."""
     return bool(interval) and step % (interval or 1) == 0
 
 
 def peak_examples_per_second(
     model: nn.Module, example: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]
 ) -> float | None:
-    """Return the examples per second of devices that execute the model's matrix products at their peak rate.
+    """Return the training examples per second if the devices ran the model's matrix products at their peak rate.
 
     Model FLOPs utilization (MFU) is measured against it. None for devices that are not in `dcvit.parallel.topologies`.
     """

@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """The training stream: an endless sequence of batches, a function of the seed and the step."""
+    """The training data: an endless sequence of batches; each is a function of the seed and the step."""
 
     source: Source
     pp: str
@@ -38,7 +38,7 @@ class TrainingData:
     def batches(
         self, start_step: int, rows: Sequence[int] | None = None
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield the batches from a step on; `rows` selects the rows of each batch that this process prepares."""
+        """Yield the batches of the steps after `start_step`; `rows` are the rows that this process prepares of each."""
         return input_pipeline.train_batches(
             self.source, self.pp, self.batch_size, self.seed, start_step, rows=rows, corrupt=self.corrupt
         )
@@ -70,7 +70,7 @@ def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
 
 
 def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str, bool]]:
-    """Yield (name, data, preprocessing, optional) of the training data and of each evaluation's data.
+    """Yield (config key, arguments of the source, preprocessing, may be missing) of training and evaluation data.
 
     Raises:
       ConfigError: data without a `kind`.
@@ -105,9 +105,9 @@ def check_batch(source: Source, batch_size: int) -> None:
 
 
 def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
-    """Return the tokenizer.json of a run whose data names `OWN_TOKENIZER`; None for other data.
+    """Return the text of tokenizer.json for a run whose data names `OWN_TOKENIZER`; None for other data.
 
-    The tokenizer is that in the workdir if the run has a checkpoint, or else one of `config.vocab_size` tokens that is
+    It is the file in the workdir if the run has a checkpoint; otherwise a tokenizer of `config.vocab_size` tokens is
     trained on the text.
 
     Raises:
@@ -127,7 +127,7 @@ def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
 
 
 def check_predict(pp: str, source: Source, shape: tuple[int, ...], corrupt: CorruptPolicy) -> None:
-    """Raise ConfigError if `config.pp_predict` does not turn an encoded training image into a model input."""
+    """Raise ConfigError if `config.pp_predict` does not turn encoded training images into float32 of `shape`."""
     preprocess = input_pipeline.Preprocess(pp)
     if not pp or corrupt.action == "skip" or not isinstance(image := source[0].get("image"), bytes):
         return  # the images are not encoded, or have another name

@@ -17,10 +17,10 @@ SECONDS = 1500  # limit of the verification of one call of attention, for the pr
 
 
 def select(policy: Policy | None, about: Facts) -> Selection:
-    """Return the selection of a run.
+    """Return the object that selects the kernel of each attention call in a run.
 
     Args:
-      policy: `config.kernels`; None means $DCVIT_KERNELS, or else "verify".
+      policy: `config.kernels`; None means the environment variable DCVIT_KERNELS, or else "verify".
       about: description of the checkpoint to resume from; empty for a new run. Its selection is reused if it was made
         on devices of the same kind by the same software.
 
@@ -37,12 +37,12 @@ def select(policy: Policy | None, about: Facts) -> Selection:
 
 
 def record(selection: Selection) -> Record:
-    """Return the entry of `about` from which a resumed run restores the selection; it includes later choices."""
+    """Return a checkpoint's entry, from which a resumed run restores the selection; later choices are added to it."""
     return {"environment": verdicts.environment(jax.local_devices()[0]), "chosen": selection.chosen}
 
 
 def _share(key: str, choose: Callable[[], str]) -> str:
-    """Return the result of `choose` in process 0, in all processes."""
+    """Return, in every process, the result of `choose` in process 0; the other processes do not call theirs."""
     name = f"kernel {hashlib.sha256(key.encode()).hexdigest()}"
     found: str = multihost.gather(name, choose() if multihost.is_first() else "", SECONDS)[0]
     return found

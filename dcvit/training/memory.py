@@ -18,10 +18,10 @@ MANY_LAYERS = 24  # whose tracing takes seconds
 
 
 def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *, trained: bool) -> None:
-    """Raise ConfigError if the parameters of many layers, and their gradients, need more memory than there is.
+    """Raise ConfigError if the parameters of a model of many layers, and gradients if `trained`, exceed the memory.
 
-    The size is extrapolated from models of one and two layers, which are traced quickly. It is a lower bound:
-    parameters split over all devices, without compositions of only some layers. `trained`: parameters have gradients.
+    The size is extrapolated from models of one and two layers, which are traced quickly. It is a lower bound: the
+    parameters are split over all devices, and compositions do not count if only a part of the layers has them.
     """
     depth = getattr(model, "depth", 0)
     if MANY_LAYERS < depth <= LARGEST_OF["depth"]:  # a larger one is another error
@@ -51,7 +51,7 @@ def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
 
 
 def shard_bytes(tree: object) -> int:
-    """Return the bytes of one device's shards of a tree of shapes."""
+    """Return the number of bytes that a tree of arrays, given as shapes with shardings, needs on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -70,7 +70,7 @@ def _check(mesh: Mesh, needed: int, what: str) -> None:
 
 
 def _free(devices: Sequence[jax.Device]) -> int | None:
-    """Return the bytes that each of some devices has free; None if unknown. CPU devices share the host's."""
+    """Return the free bytes of the fullest of the devices; None if unknown. CPU devices share the host's memory."""
     if not {*devices} & {*jax.local_devices()}:  # of a slice that is not here
         return None
     sizes = [device.memory_stats() for device in devices]

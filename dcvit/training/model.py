@@ -30,9 +30,9 @@ SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size"
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:
-    """Return the function that loads the parameters of `config.model_init`, or None if training starts fresh.
+    """Return the function (shapes) -> parameters that loads `config.model_init`; None if that is not set.
 
-    Its result has None for each parameter that is not loaded.
+    The parameters are None where nothing is loaded.
     """
     if not config.model_init:
         return None
@@ -64,7 +64,7 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
 
 
 def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | None, Params]:
-    """Return the adaptation of `config.lora`, if there is one, and the shapes of the parameters that are trained.
+    """Return the adaptation of `config.lora` or None, and the shapes of the parameters that are trained.
 
     Raises:
       ConfigError: an option is invalid, or there is nothing that could be adapted.
@@ -102,10 +102,10 @@ def upcycles(config: ConfigDict) -> bool:
 
 
 def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn.Module) -> None:
-    """Compare the function of a model, without compositions, with that of the model it starts from.
+    """Log a warning if fields of `model`, other than compositions, change the function of the model it starts from.
 
     Raises:
-      ConfigError: they differ, and the run upcycles. Otherwise a warning is logged.
+      ConfigError: such fields differ, and the run adds compositions to the source model (upcycling).
     """
     different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
@@ -120,7 +120,7 @@ def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn
 
 
 def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
-    """Return the options that would give a model the sizes of its source; "" if it has them, or no option is known."""
+    """Return command-line options that give `model` the sizes of `source`; "" if they are equal or `source` is None."""
     pairs = {name: (getattr(source, name, None), getattr(model, name, None)) for name in SIZES}
     return " ".join(
         f"--config.model.{name}={shlex.quote(repr(old))}"
@@ -130,7 +130,7 @@ def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
 
 
 def _source_model(config: ConfigDict, weights: Weights | None) -> nn.Module | None:
-    """Return the model whose parameters `config.model_init` names; None if it is unknown or of another kind."""
+    """Return the model that `config.model_init` has parameters of; None if its `model_name` is not the config's."""
     if weights:
         fields: dict[str, object] = {
             "model_name": weights.description.model_name, "model": weights.description.fields

@@ -82,7 +82,7 @@ def schedule(
 
 
 def first_match(params: PyTree, rules: Rules, default: float | None, what: str) -> PyTree:
-    """Return for each parameter the value of the first rule whose regex matches its whole name, or `default`.
+    """Return for each parameter the value of the first rule (regex, value) that matches its whole name, or `default`.
 
     Raises:
       ValueError: a rule matches no parameter, so it is most likely misspelled.
@@ -185,7 +185,7 @@ def muon(
 
 
 def muon_matrices(params: PyTree) -> PyTree:
-    """Return, for each parameter, its input and output axes if Muon updates it, or else None."""
+    """Return, for each parameter, its input and output axes as a matrix if Muon updates it; None if Adam does."""
 
     def axes(name: str) -> MuonDimensionNumbers | None:
         found = matrix_axes(name)
@@ -235,12 +235,12 @@ class Options:
 
 
 def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.GradientTransformation, Schedule]:
-    """Return the gradient transformation of the module's equation, and its schedule.
+    """Return the optimizer, whose update is the equation at the top of this module, and its schedule.
 
     Args:
       params: the parameters, or their shapes.
       total_steps: length of training.
-      options: everything else.
+      options: optimizer, learning rate, schedule, weight decay and clipping.
 
     Raises:
       ValueError: a regex matches no parameter, or the schedule is invalid.
@@ -272,7 +272,7 @@ def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.Grad
 
 
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
-    """Return an optimizer state of `make` whose schedule is at `step`, which also counts skipped steps."""
+    """Return the optimizer state with the schedule set to `step`, so that skipped steps count in the schedule too."""
 
     def is_schedule(node: object) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)

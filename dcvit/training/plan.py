@@ -29,7 +29,7 @@ RATES = (  # of `config.optax`: numbers that are not negative
 
 @dataclasses.dataclass(frozen=True)
 class Intervals:
-    """Intervals between repeated work, in steps; 0 or None: never."""
+    """Steps between two rows of metrics, checkpoints, kept checkpoints and evaluations; 0 or None: never."""
 
     log: int | None
     ckpt: int | None
@@ -70,7 +70,7 @@ class RunOptions:
 
 
 def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:
-    """Build the plan of a run.
+    """Return the plan of a run: its length, optimizer, averaging and intervals.
 
     Args:
       config: the config.
@@ -99,12 +99,12 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
 def make_optimizer(
     config: ConfigDict, params: Params, durations: Durations
 ) -> tuple[optax.GradientTransformation, optim.Schedule]:
-    """Build the gradient transformation of a config and its learning-rate schedule.
+    """Return the gradient transformation (optimizer) of a config and its learning-rate schedule.
 
     Args:
       config: the config.
       params: the parameters, or their shapes.
-      durations: the sizes of the run, with its length.
+      durations: the run's length and sizes, which convert epochs and examples to steps.
 
     Raises:
       ConfigError: an unknown transformation or schedule, or an argument that does not fit.
@@ -128,7 +128,7 @@ def make_optimizer(
 
 
 def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps: int, model: nn.Module) -> RunOptions:
-    """Read the options of a run.
+    """Return the options of a run that `config` gives, after checking them.
 
     Raises:
       ConfigError: `ckpt_best` or `early_stop` names no metric, `profile` no step of the run, or `wandb` is invalid.
@@ -159,7 +159,7 @@ def _schedule_in_steps(schedule: Mapping[str, object], durations: Durations) -> 
 
 
 def _unknown_transformation(name: str, known: Sequence[str]) -> str:
-    """Return the message about an unknown `config.optax_name`, which may be the name of a complete optimizer."""
+    """Return an error message about an unknown `config.optax_name`, which may name a complete optimizer of optax."""
     if name == "sgd":
         return "config.optax_name='sgd' is an optimizer; use the transformation 'trace' with --config.optax.decay=0.9"
     for short in (name, name.removesuffix("w")):

@@ -1,4 +1,4 @@
-"""Progress of a run, shared by its hooks: results of steps, their clock, the best step, and the reason to stop."""
+"""Progress of a run, shared by its hooks: results of steps, their times, the best step, and the reason to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row: TypeAlias = Mapping[str, Any]  # of the metrics
 
 @dataclasses.dataclass
 class StepResult:
-    """The state after a step, and the step's metrics, which may still be being computed."""
+    """The state after a step, and the step's metrics; the devices may still be computing both."""
 
     step: int
     state: TrainState
@@ -45,10 +45,10 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-      clock: the time of a step.
+      clock: measures the mean time of a step.
       guard: stops the run after too many steps that are not finite.
-      best: the best step by `config.ckpt_best`.
-      early: the decision of `config.early_stop`.
+      best: the best step so far by `config.ckpt_best`.
+      early: the reason to stop by `config.early_stop`, if there is one.
       row: the last row of metrics.
       row_step: the step of that row; -1 before the first.
     """
@@ -73,13 +73,13 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in the body."""
+        """Exclude the time spent in the body of the `with` statement from the mean time of a step."""
         paused_at = time.perf_counter()
         yield
         self.since += time.perf_counter() - paused_at
 
     def elapsed_per_step(self) -> float:
-        """Return the seconds per step since the last call, and start a new measurement."""
+        """Return the mean seconds per step since the last call or `start`, and start to measure anew."""
         seconds = (time.perf_counter() - self.since) / max(1, self.steps)
         self.start()
         return seconds
@@ -94,7 +94,7 @@ class NonFiniteGuard:
         self.messages: dict[int, str] = {}  # by step
 
     def check(self, result: StepResult) -> None:
-        """Report a step that was not finite, once. Raise FloatingPointError if there were too many up to this one."""
+        """Log a step with a non-finite loss or gradient, once. Raise FloatingPointError if too many were skipped."""
         numbers = result.numbers
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))]
         count = numbers.get("nonfinite", 0)
@@ -111,7 +111,7 @@ class NonFiniteGuard:
             raise FloatingPointError(f"{text}, earlier checkpoints are kept")
 
     def _write_examples(self, step: int, names: Sequence[str]) -> str:
-        """Write the examples of a step to a file, in the first process, and return a description of the result."""
+        """Write the locations of a step's examples to a file, in the first process; return a phrase that names it."""
         path, outcome = self.run.workdir / f"nonfinite-{step}.json", "its examples are in"
         data = self.run.setup.data
         if multihost.is_first():
@@ -126,7 +126,7 @@ class NonFiniteGuard:
 
 
 class BestStep:
-    """The best step so far by the metric of `config.ckpt_best`."""
+    """The step with the best value so far of the metric that `config.ckpt_best` names, and that value."""
 
     def __init__(self, ckpt_best: Sequence[str]):
         self.metric: str | None = ckpt_best[0] if ckpt_best else None
@@ -135,7 +135,7 @@ class BestStep:
         self.step: int | None = None
 
     def update(self, step: int, row: Row) -> None:
-        """Remember the step of a row if its metric is the best so far."""
+        """Set `step` and `value` if the metric in `row`, the metrics after a step, is the best so far."""
         value = row.get(self.metric) if self.metric and step else None
         if value is None or not math.isfinite(value):
             return
@@ -144,7 +144,7 @@ class BestStep:
 
 
 class EarlyStop:
-    """The decision of `config.early_stop`, a function of the rows of metrics up to a step.
+    """The decision of `config.early_stop` whether to stop training, from the rows of metrics up to a step.
 
     Attributes:
       reason: one line that says why the run stops; None as long as it continues.
@@ -156,7 +156,7 @@ class EarlyStop:
         self.reason: str | None = None
 
     def update(self, step: int, row: Row) -> None:
-        """Decide after a row; rows of step 0 and without the metric do not count, and NaN is no improvement."""
+        """Set `reason` after a row of metrics; rows of step 0 or without the metric do not count, NaN is not better."""
         metric = self.best.metric
         if metric is None or not step or metric not in row:
             return

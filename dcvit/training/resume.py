@@ -37,11 +37,11 @@ LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The point that a run starts from.
+    """The step and the parameters that a run starts from.
 
     Fields:
       step: the step to resume from, 0 for a new run, also from a converted model.
-      about: the `about` of its checkpoint; empty for a run without checkpoint.
+      about: the description stored in the checkpoint to resume from; empty without a checkpoint.
       shapes: shapes and shardings of the state.
       loaded: the parameters that a new run (or any run with adapters) has loaded; None for each parameter that is to be
         initialized. `start_state` donates their memory to the state.
@@ -73,7 +73,7 @@ class Run:
         self.started -= self.start.about.get("seconds", 0)
 
     def flush(self) -> None:
-        """Return when all metrics are on the disk or in the store.
+        """Write all metrics to the disk or the object store, and return when they are there.
 
         Raises:
           ConfigError, MetricsError: the workdir or its files were removed or replaced during the run.
@@ -85,13 +85,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, earlier parts included."""
+        """Wall time of the run in seconds, including that before it was resumed."""
         return time.perf_counter() - self.started
 
 
 @contextlib.contextmanager
 def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterator[Run]:
-    """Open a workdir for a new run, or to resume the run that it holds; on exit it is unlocked.
+    """Yield the `Run` of a workdir, new or to resume; the workdir is locked until the context ends.
 
     Everything that can be invalid is checked before the first file is written.
 
@@ -163,7 +163,7 @@ def _restored(run: Run) -> TrainState:
 def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     """Return the start of a new run, after checking that all processes have the same run; nothing is written.
 
-    Its parameters are loaded only if the workdir has no checkpoint to resume from.
+    A base model is loaded in any case, other parameters only if the workdir has no checkpoint to resume from.
     """
     saved = steps.saved_steps(folder)
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
@@ -179,7 +179,7 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
 
 
 def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
-    """Return the entries of `about` for a run's base model: its path and checksums; {} without adapters."""
+    """Return entries for a checkpoint's description: path and checksums of the base model; {} without adapters."""
     if setup.model.lora is None:
         return {}
     source = setup.record["model_init"]
@@ -192,7 +192,7 @@ def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
 def _open_workdir(
     setup: Setup, folder: Folder, fresh: Start, about: Mapping[str, Any], accept: Sequence[str]
 ) -> Iterator[tuple[WorkdirLock | None, Checkpointer, Start]]:
-    """Lock a workdir that holds no other run, claim it for this one, and find the checkpoint to resume from."""
+    """Yield the lock, checkpointer and start of a workdir, which is locked and claimed for this run by its files."""
     data, saved = about["data"], steps.saved_steps(folder)
     existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
     accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
@@ -229,7 +229,7 @@ def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
 
 
 def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence[str]) -> None:
-    """Write the files that identify the run to its workdir, in the first process, and wait for them in the others."""
+    """Write config.json and other files that identify the run, in the first process; the other processes wait."""
     if multihost.is_first():
         workdir.record(folder, setup.record, data, accept)
         if setup.tokenizer is not None:

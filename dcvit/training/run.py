@@ -21,10 +21,10 @@ from dcvit.training.setup import make_setup
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A run in its workdir.
+    """A training run, returned by `dcvit.train`: its metrics, checkpoints and model.
 
     Fields:
-      workdir: the folder, which the commands also read.
+      workdir: the folder of the run, for the commands of dcvit too.
     """
 
     workdir: Folder

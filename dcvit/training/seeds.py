@@ -19,7 +19,7 @@ Row = dict[str, str | int | float | None]
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse a list of seeds such as "0,1,2", or their number, such as "3" for the same seeds."""
+    """Return the seeds of a text: a list such as "0,1,2", or their number, such as "3" for the same seeds."""
     words = text.split(",")
     numbers = [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else [0]
     if numbers == [0]:
@@ -33,7 +33,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def workdir_of(folder: Folder, seed: int) -> Folder:
-    """Return the workdir of the run with a seed."""
+    """Return the workdir of the run with a seed, FOLDER/seedN."""
     return folder / f"seed{seed}"
 
 
@@ -57,7 +57,7 @@ def final_metrics(workdir: Folder) -> dict[str, float]:
 def summarize(results: Mapping[int, Mapping[str, float]]) -> list[Row]:
     """Return one row per metric: mean, half width of the 95 % confidence interval, n, and the value of each seed.
 
-    The interval is that of Student's t distribution with n - 1 degrees of freedom, None for one value.
+    `results` has the metrics by seed. The interval is Student's t with n - 1 degrees of freedom, None for one value.
     """
     from scipy import stats  # takes long to import
 

@@ -1,4 +1,4 @@
-"""Setup of a run: from a checked config to the objects it names, built once.
+"""Setup of a training run: the objects that a checked config describes, built once.
 
 `make_setup` returns a frozen `Setup`; training reads nothing else. It builds one value after the other: what the config
 determines alone, the data and its task, the model for that data (`build_model`), and the length and the optimizer
@@ -38,7 +38,7 @@ from dcvit.training.tasks import Task, task_class
 
 @dataclasses.dataclass(frozen=True)
 class ModelSetup:
-    """The model of a run: its module, the devices that hold its parameters, and where these come from."""
+    """The model of a run: its module, the mesh of devices, and the shapes and the source of its parameters."""
 
     module: nn.Module
     mesh: Mesh
@@ -73,7 +73,7 @@ def make_setup(
     source: input_pipeline.Source | None = None,
     evaluate: bool = True,
 ) -> Setup:
-    """Build the objects of a training run.
+    """Build the objects of a training run from its config.
 
     Args:
       config: a config of `dcvit.config.load.load`.
@@ -106,7 +106,7 @@ def make_setup(
 
 
 def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.ShapeDtypeStruct) -> ModelSetup:
-    """Build the model for the training data, of which `example` is an input.
+    """Return the model with its parameter shapes; `example` has the shape and dtype of a training input.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the data, its attention is not fused although
@@ -148,7 +148,7 @@ def load_setup(
 def _evaluators_of_training(
     config: ConfigDict, task: Task, source: input_pipeline.Source, model: ModelSetup
 ) -> dict[str, Any]:
-    """Build the evaluators, and check that they fit the training data and the model."""
+    """Return the evaluators by name, after checking that they fit the training data and the model."""
     evaluators = make_evaluators(config, predictor(model.module), model.mesh)
     for name, evaluator in evaluators.items():
         task.check_evaluator(evaluator, source, f"config.evals.{name}")

@@ -47,7 +47,7 @@ class TrainState(flax.struct.PyTreeNode):
     base: PyTree = None  # all parameters, which adapters in `params` adapt; neither trained nor saved; else None
 
     def items(self) -> dict[str, Any]:
-        """Return the items of a checkpoint: `params`, `ema` if present, and `rest`."""
+        """Return the trees that a checkpoint stores, by name: `params`, `ema` if present, and `rest`, all others."""
         averaged = {} if self.ema is None else {"ema": self.ema}
         counts = {"step": self.step, "skipped": self.skipped, "nonfinite": self.nonfinite}
         rest = {**counts, "opt_state": self.opt_state}
@@ -60,7 +60,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def initial_state(setup: Setup, params: Params) -> TrainState:
-    """Return the state before the first step, given all parameters of the model."""
+    """Return the state before the first step; `params` are all parameters of the model."""
     base, lora = None, setup.model.lora
     if lora is not None:
         base, params = params, lora.trained(params, jax.random.fold_in(jax.random.key(setup.seed), LORA))
@@ -70,7 +70,7 @@ def initial_state(setup: Setup, params: Params) -> TrainState:
 
 
 def evaluated_params(setup: Setup, state: TrainState) -> Params:
-    """Return the parameters of the whole model to evaluate: the averaged ones if present."""
+    """Return the parameters of the whole model to evaluate: averaged if they exist, with adapters merged."""
     return state.best if state.base is None else _merged(setup.model.lora, state.base, state.best)
 
 
@@ -80,7 +80,7 @@ def _merged(lora: Adaptation, base: Params, trained: Params) -> Params:
 
 
 def init_params(setup: Setup, key: jax.Array) -> Params:
-    """Return the initial parameters of the model."""
+    """Return random initial parameters of the model; compositions are the identity if the run upcycles a plain one."""
     example = setup.task.example
     with selecting(Selection("off")):  # initialization computes no attention
         params: Params = setup.model.module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
@@ -88,7 +88,7 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
 
 
 def state_shapes(setup: Setup) -> TrainState:
-    """Return the shapes of the state, each with its sharding on the mesh."""
+    """Return the training state of a run with a shape, dtype and sharding in place of each array."""
     shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes)
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
@@ -98,7 +98,7 @@ def state_shapes(setup: Setup) -> TrainState:
 
 
 def jit_update(setup: Setup, shapes: TrainState) -> Any:
-    """Return `make_update`, jitted for a state placed like `shapes`, whose memory it donates."""
+    """Return the training step of `make_update`, jitted for a state placed like `shapes`; it donates that state."""
     places = jax.tree.map(lambda s: s.sharding, shapes)
     update = make_update(setup, places.params)
     return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.model.mesh)))
@@ -113,7 +113,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
 
     Args:
       setup: the run.
-      places: the shardings of the gradients, if given.
+      places: the shardings of the gradients; None leaves them to the compiler.
     """
     plan, lora = setup.plan, setup.model.lora
     loss_of = setup.task.loss(setup.model.module)
@@ -161,7 +161,7 @@ def accumulate(
 ) -> tuple[jax.Array, Params]:
     """Return loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
-    They equal those of the complete batch, except for the load-balance loss, which is not a mean over examples. Each
+    Both equal those of the complete batch, except for the load-balance loss, which is not a mean over examples. Each
     part has examples of every device, so that all devices work on each part.
     """
     if parts == 1:
@@ -182,7 +182,7 @@ def accumulate(
 
 
 def non_finite_arrays(tree: PyTree) -> list[str]:
-    """Return the names of the arrays of a tree that contain NaN or Inf in this process's shards.
+    """Return the names of the arrays in a tree that have a NaN or Inf in the shards that this process holds.
 
     The check involves no communication between devices, so any thread may call it at any time.
     """

@@ -2,7 +2,7 @@
 
 Each task class has
 
-  create    checks a config against its data; returns the task and the completed config
+  create    checks a config against its data; returns the task and the config with the values that the data determine
   stand_in  a source in place of data that is not on this host
 
 and each task
@@ -10,7 +10,7 @@ and each task
   example       shape and dtype of a model input for one example
   model_fields  fields of the model that follow from the data
   pp            preprocessing on the host
-  rate          unit of speed, and its number per example
+  rate          unit of speed, such as "tok/s", and how many of it an example is
   prepare       from a batch of the input pipeline to the arguments of the loss
   loss          the objective, a mean over examples: a batch may be split into equal parts
 """
@@ -61,7 +61,7 @@ class ImageTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
-        """Return the task and the completed config; ConfigError if preprocessing, classes, loss or data do not fit."""
+        """Return the task and config with the number of classes; ConfigError if a key or the data do not fit."""
         classes = config.num_classes
         if classes is None and not source.class_names:
             raise ConfigError("config.num_classes=None, but the training data does not name its classes: set a number")
@@ -82,7 +82,7 @@ class ImageTask:
 
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
-        """Return black JPEG images, for compiling without the data."""
+        """Return a source of black JPEG images, for compiling without the data."""
         from PIL import Image
 
         encoded = io.BytesIO()
@@ -103,7 +103,7 @@ class ImageTask:
             raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Return `image`, float32, and `labels`."""
+        """Return the batch for the loss: `image` as float32, augmented, and `labels`, smoothed and mixed."""
         images, labels = self.to_float(batch["image"]), batch["labels"]
         if self.label_smoothing:
             labels = losses.smooth(labels, self.label_smoothing)
@@ -111,7 +111,7 @@ class ImageTask:
         return {"image": images, "labels": labels}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the mean of `config.loss` over the batch, plus the load-balance loss of the model's heads."""
+        """Return the function (params, batch, key) -> mean of `config.loss`, plus the load-balance loss of heads."""
         loss_fn = getattr(losses, self.loss_name)
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ class TokenTask:
 
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
-        """Return rows of token 0, for compiling without the data."""
+        """Return a source of rows of token 0, for compiling without the data."""
         context = config.model.get("context") or config.input.data.get("context")
         row = np.zeros(context + 1, np.int32)
         return TextStandIn({"tokens": row, "is_target": np.ones_like(row, bool)}, context, config.vocab_size)
@@ -166,12 +166,12 @@ class TokenTask:
             raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Return `tokens`, and the `weights` of the targets, whose mean over the batch is 1."""
+        """Return the batch for the loss: `tokens` B T+1, and `weights` of the targets B T, of mean 1."""
         counts = batch["is_target"][:, 1:].astype(jnp.float32)
         return {"tokens": batch["tokens"], "weights": counts / jnp.maximum(jnp.mean(counts), 1e-9)}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the mean over all targets of the cross-entropy, in nats, plus the z-loss and the load-balance loss."""
+        """Return the function (params, batch, key) -> loss: mean nats per target, plus z-loss and load-balance loss."""
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
             tokens = batch["tokens"]
@@ -190,7 +190,7 @@ TASKS: dict[str, type[Task]] = {"vit": ImageTask, "lm": TokenTask}
 
 
 def task_class(config: ConfigDict) -> type[Task]:
-    """Return the task of `config.model_name`. Raise ConfigError if there is no such model."""
+    """Return the task class for `config.model_name`, "vit" or "lm". Raise ConfigError if there is no such model."""
     kind_of(config)
     return TASKS[config.model_name]
 
@@ -217,7 +217,7 @@ class StandIn:
 
 @dataclasses.dataclass(frozen=True)
 class TextStandIn(StandIn):
-    """The same for rows of tokens."""
+    """A source of rows of tokens that are all the same, in place of text that is not on this host."""
 
     context: int
     vocab_size: int | None

@@ -82,31 +82,31 @@ class StopGate:
         self.result: StepResult | None = None  # of the newest completed step
 
     def begin(self, result: StepResult) -> None:
-        """Set the state that the steps start from."""
+        """Set the step and the state that the main thread starts from."""
         with self.turn:
             self.started, self.result = result.step, result
             self.turn.notify_all()
 
     def enter(self, step: int) -> None:
-        """Start a step, in the main thread; block forever if the run was stopped before it."""
+        """Mark a step as started, in the main thread; block forever if the run was stopped before it."""
         with self.turn:
             self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
             self.started = step
 
     def complete(self, result: StepResult) -> None:
-        """Set the result of the step that was started, in the main thread."""
+        """Record, in the main thread, the result of the step that it started."""
         with self.turn:
             self.result = result
             self.turn.notify_all()
 
     def end(self) -> None:
-        """Declare, in the main thread, that it will complete no further step."""
+        """Record, in the main thread, that it will complete no further step."""
         with self.turn:
             self.ended = True
             self.turn.notify_all()
 
     def close(self) -> int:
-        """Keep the main thread from starting another step; return the last one that it has started."""
+        """Keep the main thread from starting another step; return the number of the last one that it has started."""
         with self.turn:
             self.limit = self.started
             return self.limit
@@ -198,13 +198,13 @@ class Trainer:
         return "the last checkpoint is complete"
 
     def close(self, *, failed: bool) -> None:
-        """Close the hooks in their order, also those after one that fails."""
+        """Close all hooks in their order, even if one of them raises an error; `failed`: the run ended by an error."""
         with contextlib.ExitStack() as closing:
             for hook in reversed(self.hooks):
                 closing.callback(hook.close, failed=failed)
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
-        """Compile the training step for a state and a batch."""
+        """Return the training step, compiled for a state and a batch."""
         self.run.watchdog("compiling the training step")
         with stage("compiling the training step", self.run.display.line):
             update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
@@ -215,7 +215,7 @@ class Trainer:
         return compiled
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
-        """Execute one step; block forever if the run was stopped before it."""
+        """Start one step on the devices, and return its result; block forever if the run was stopped before it."""
         self.gate.enter(step)
         state, metrics = update(state, batch)  # may wait for other processes
         result = StepResult(step, state, metrics)
@@ -226,7 +226,7 @@ class Trainer:
         """Check the previous step (the devices are still executing this one), and call the hooks.
 
         Returns:
-          Why the run stops early; None if it continues.
+          The reason why `config.early_stop` stops the run; None if it continues.
         """
         if previous:
             self.progress.guard.check(previous)
