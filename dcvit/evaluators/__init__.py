@@ -1,7 +1,6 @@
 """Evaluators. The `type` of an evaluator in a config is the name of a module here.
 
 Such a module has a class `Evaluator`, and a dataclass `Options` with the other keys that a config gives it.
-
 This module holds the interface of these classes and the code that they share.
 """
 

@@ -113,7 +113,7 @@ class Evaluator:
         self.score = TimedFunction(score, mesh, options.batch_size)
 
     def run(self, params: Params) -> dict[str, float]:
-        """Return the metrics.
+        """Return the metrics by name, as numbers over all counted examples.
 
         They are `top1` and `top5` (fractions of `n`; `top5` with more than five classes), `mean_recall` (the mean of
         the classes' top-1 accuracies, over the examples with one label), `loss` (mean, in nats) and `n`, the number of

@@ -78,7 +78,7 @@ class Evaluator:
         self.score = TimedFunction(score, mesh, options.batch_size, keep=("is_target", "task", "shots"))
 
     def run(self, params: Params) -> dict[str, float]:
-        """Return totals and means over all answers.
+        """Return the metrics by name: totals and means over all answers.
 
         The metrics are `accuracy`, the fraction of correct answers; `loss`, in nats per token of the answers;
         `perplexity`, its exponential; and the numbers of `answers` and of their `tokens`.

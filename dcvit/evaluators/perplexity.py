@@ -62,7 +62,7 @@ class Evaluator:
         self.score = TimedFunction(score, mesh, options.batch_size, keep=("tokens", "is_target"))
 
     def run(self, params: Params) -> dict[str, float]:
-        """Return totals and means over all targets.
+        """Return the metrics by name: totals and means over all targets.
 
         The metrics are `loss` in nats per token, `perplexity`, its exponential, and `tokens`, the number of targets. If
         the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if several

@@ -215,7 +215,7 @@ def _step(
     keys: Key[Array, " B"],
     number: Int[Array, ""],
 ) -> tuple[Int[Array, " B"], Caches]:
-    """Return the token after `token` for each example, and the cache that includes `token`."""
+    """Return, for each example, its new token `number`, which follows `token`, and the cache that includes `token`."""
     logits, out = program.model.apply({"params": params}, token[:, None], cache=cache)
     return _select(logits[:, 0], keys, number, program), out["cache"]
 

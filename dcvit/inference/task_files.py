@@ -56,7 +56,7 @@ def check_task_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def sandboxed_templates() -> Iterator[None]:
-    """Make the library render the templates of tasks in Jinja's sandbox inside the context.
+    """Make lm-evaluation-harness render the templates of tasks in Jinja's sandbox inside a `with` statement.
 
     The sandbox keeps a template from Python's internals, through which it could run code. It does not limit time.
     """

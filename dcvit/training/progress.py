@@ -62,7 +62,7 @@ class Progress:
 
 
 class StepClock:
-    """Mean wall time of a step, without the pauses for evaluation and saving."""
+    """Measures the mean wall time of a step in seconds, without the pauses for evaluation and saving."""
 
     def __init__(self) -> None:
         self.start()

@@ -55,7 +55,7 @@ class Start:
 
 @dataclasses.dataclass
 class Run:
-    """A run in its workdir: where it starts, and what its hooks write to."""
+    """An opened training run: its setup, its workdir, its start, and the objects that the hooks write to."""
 
     setup: Setup
     workdir: Folder

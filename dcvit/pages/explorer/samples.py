@@ -43,7 +43,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """How to name and compute the predictions of a classifier or language model for one input.
+    """Options for naming and computing the predictions of a classifier or language model for one input.
 
     Fields:
       label: function from the index of an output to its name.
@@ -117,7 +117,7 @@ def make_sample(
       params: its parameters.
       inputs: one preprocessed image, or one row of tokens.
       layers: numbers of the layers to show.
-      predictions: how to name and compute its predictions; None if the model has no head.
+      predictions: options for its predictions; None if the model has no head.
 
     Raises:
       FloatingPointError: an array or an output is not finite.
