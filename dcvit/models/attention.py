@@ -42,7 +42,7 @@ class LayerInputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Inputs and options of attention in one call of a layer, the new cache, and inputs and values of new tokens."""
+    """Attention's inputs and options in one call, the new cache, and layer inputs x and values v of new tokens."""
 
     inputs: Inputs
     causal: bool

@@ -136,7 +136,7 @@ class TokenTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
-        """Return the task and config with the text's sizes; ConfigError if data do not fit or a key is for images."""
+        """Return the task and config with vocabulary size and context; ConfigError if a key or the data do not fit."""
         for key in ("label_smoothing", "mixup", "cutmix", "reprob"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")

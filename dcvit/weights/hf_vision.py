@@ -64,7 +64,7 @@ def described(
 
 
 def write(keys: Sequence[Key], description: Description) -> Json:
-    """Return the entries of config.json that a table gives for a model's fields, image size and channels."""
+    """Return the entries of config.json for `keys`, from the description's fields, image size and channels."""
     about = {
         "image_size": preprocessing.size_of(description.pp), "channels": preprocessing.channels_of(description.pp)
     }  # fmt: skip
