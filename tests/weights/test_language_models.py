@@ -319,7 +319,7 @@ UNSUITABLE = [
     ("qwen3", keep, WINDOWS | dict(layer_types=None, max_window_layers=1), "max_window_layers=1 is not supported"),
     ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
     ("gpt2 tied", keep, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    ("gpt2 tied", reshaped(QKV), {}, f"1 of another shape: {QKV} (file (3, 5), model (48, 144))"),
+    ("gpt2 tied", reshaped(QKV), {}, f"1 of another shape: {QKV} (checkpoint (3, 5), model (48, 144))"),
     ("neox parallel .5", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size"),
     ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
     ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
