@@ -16,7 +16,7 @@ from jaxtyping import Num, UInt8
 from PIL import Image, ImageOps, TiffImagePlugin
 
 from input_pipeline.errors import InputError, first_line
-from input_pipeline.images.bilinear import resize_bilinear
+from input_pipeline.images import kernels
 from input_pipeline.images.limits import MAX_PIXELS, TimedStream, check_pixels, check_tiles, jpeg_size
 from input_pipeline.optional import tensorflow
 
@@ -96,7 +96,7 @@ def resize(
             f"resizing {image.shape[1]}x{image.shape[0]} to {size[1]}x{size[0]} exceeds {MAX_PIXELS} pixels"
         )
     if method == "bilinear" and not antialias and image.dtype == np.uint8 and image.shape[2] == 3:
-        return resize_bilinear(image, size)
+        return kernels.resize_bilinear(image, size)
     pixels = np.asarray(tensorflow().image.resize(image, size, method=method, antialias=antialias))
     if image.dtype == np.uint8 and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
         pixels = np.clip(pixels, 0, 255)

@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageOps
 
 from input_pipeline.errors import InputError
+from input_pipeline.images import kernels
+from input_pipeline.images.kernels import color
+from input_pipeline.images.kernels import sharpen as sharpness
 
 GREY = 128
 LEVELS = np.arange(256, dtype=np.uint8)
@@ -52,12 +54,24 @@ def autocontrast(image: Pixels) -> Pixels:
             continue
         scale = np.float32(255) / (np.float32(high) - np.float32(low))
         tables.append(np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8))
-    return np.stack([_lookup(image[..., c], table) for c, table in enumerate(tables)], axis=-1)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def equalize(image: Pixels) -> Pixels:
-    """Make the cumulative histogram of each channel approximately linear."""
-    return np.asarray(ImageOps.equalize(Image.fromarray(image)))
+    """Make the cumulative histogram of each channel approximately linear, as Pillow does.
+
+    With n_v pixels of value v, the result is
+
+        v -> min(255, (step // 2 + Σ_{u<v} n_u) // step),   step = (Σ_u n_u - n_{greatest value}) // 255
+
+    A channel with step 0 does not change.
+    """
+    tables = []
+    for counts in kernels.histogram(image):
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        below = np.cumsum(counts) - counts
+        tables.append(np.minimum((below + step // 2) // step, 255).astype(np.uint8) if step else LEVELS)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def invert(image: Pixels) -> Pixels:
@@ -102,36 +116,6 @@ def contrast(image: Pixels, factor: float) -> Pixels:
 def brightness(image: Pixels, factor: float) -> Pixels:
     """Interpolate between black (factor 0) and the image (factor 1), or extrapolate."""
     return _lookup(image, _blend(np.zeros_like(LEVELS), LEVELS, factor))
-
-
-def color(image: Pixels, factor: float) -> Pixels:
-    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate.
-
-    Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
-    """
-    red, green, blue = (image[..., c].astype(np.float32) * np.float32(1 / 255) for c in range(3))
-    gray = red * np.float32(0.2989) + green * np.float32(0.587) + blue * np.float32(0.114)
-    return _blend((gray * np.float32(255.5)).astype(np.uint8)[..., None], image, factor)
-
-
-def sharpness(image: Pixels, factor: float) -> Pixels:
-    """Interpolate between a smoothed image (factor 0) and the image (factor 1), or extrapolate.
-
-    The smoothed image is the mean over 3 × 3 pixels in which the center counts five times; the outermost pixels are
-    not smoothed. The terms are added in float32 row by row, as in TensorFlow's own convolution. TensorFlow with oneDNN
-    rounds differently: about 4 in 1,000 smoothed values differ by 1.
-    """
-    height, width = image.shape[:2]
-    thirteenth = image * (np.float32(1) / np.float32(13))
-    out, inner = image.copy(), image[1:-1, 1:-1]
-    mean = np.zeros(inner.shape, np.float32)
-    for top, left in np.ndindex(3, 3):
-        if (top, left) == (1, 1):
-            mean += inner * (np.float32(5) / np.float32(13))
-        else:
-            mean += thirteenth[top : height - 2 + top, left : width - 2 + left]
-    out[1:-1, 1:-1] = _blend(mean.astype(np.uint8), inner, factor)
-    return out
 
 
 def rotate(image: Pixels, degrees: float) -> Pixels:
@@ -212,7 +196,7 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
 
 def _lookup(image: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Replace each value v by table[v]."""
-    return np.take(table, image, mode="clip")
+    return kernels.lookup(image, np.stack([table] * 3))
 
 
 def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
@@ -232,8 +216,7 @@ def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
     """
     height, width = image.shape[:2]
     sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
-    pixels = np.concatenate([image.reshape(-1, 3), np.full((1, 3), GREY, np.uint8)])
-    return np.take(pixels, sources(height, width, coefficients), axis=0, mode="clip")
+    return kernels.move(image, sources(height, width, coefficients), GREY)
 
 
 def _sources(height: int, width: int, coefficients: tuple[float, ...]) -> np.ndarray:

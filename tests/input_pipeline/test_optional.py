@@ -11,7 +11,7 @@ from sources import ListSource
 
 import input_pipeline as ip
 from input_pipeline import optional
-from input_pipeline.images import bilinear
+from input_pipeline.images import kernels
 from input_pipeline.optional import START_UP_MESSAGE, remove_lines
 
 
@@ -36,7 +36,7 @@ USES = {
 @pytest.mark.parametrize("module", USES)
 def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
     extra, use = USES[module]
-    for cached in (optional.tensorflow, bilinear._compiled):
+    for cached in (optional.tensorflow, kernels._loops):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):

@@ -78,7 +78,8 @@ def control(folder):
 
 
 # Modules that start a command, or need a library of an extra when they are imported.
-EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.weights.modeling_dcvit")
+EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.weights.modeling_dcvit",
+            "input_pipeline.images.loops")  # fmt: skip
 
 
 def import_packages(folder):
@@ -92,9 +93,9 @@ def import_packages(folder):
 
 
 def import_libraries(folder):
-    """Import the libraries that commands import on demand, here for TensorBoard and to resize images."""
+    """Import the libraries that commands import on demand, here for TensorBoard and loops over pixels."""
     if importlib.util.find_spec("numba"):
-        importlib.import_module("input_pipeline.images.bilinear")._compiled()
+        importlib.import_module("input_pipeline.images.loops")
     if importlib.util.find_spec("clu") and importlib.util.find_spec("tensorflow"):
         from input_pipeline.optional import tensorflow
 

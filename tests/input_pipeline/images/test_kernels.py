@@ -1,0 +1,190 @@
+"""Loops over pixels: resizing against TensorFlow's kernel, and the others against numpy."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline.images import kernels
+from input_pipeline.preprocess import randaug
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
+SIDES = [(1, 1), (1, 300), (2, 3), (17, 200), (224, 224), (375, 500), (1000, 31)]
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_resized_pixels_are_bitwise_those_of_tensorflow(sides):
+    tf = pytest.importorskip("tensorflow")
+    for size in ((1, 1), (2, 500), (224, 224), (301, 97)):
+        for image in (noise(*sides), np.full((*sides, 3), 255, np.uint8)):
+            expected = tf.raw_ops.ResizeBilinear(images=image[None], size=size, half_pixel_centers=True).numpy()[0]
+            np.testing.assert_array_equal(kernels.resize_bilinear(image, size), expected.astype(np.uint8))
+
+
+@pytest.mark.slow
+def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    ramp = np.arange(2000, dtype=np.float32)
+    for length in range(1, 2001):
+        before, after, weight = kernels._interpolation(length, 224)
+        found = ramp[before] + (ramp[after] - ramp[before]) * weight
+        image = ramp[None, None, :length, None]
+        expected = tf.raw_ops.ResizeBilinear(images=image, size=(1, 224), half_pixel_centers=True).numpy().ravel()
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_lookup_histogram_and_move_equal_numpys_indexing(sides):
+    image, rng = noise(*sides), np.random.default_rng(1)
+    tables = rng.integers(0, 256, (3, 256), np.uint8)
+    np.testing.assert_array_equal(
+        kernels.lookup(image, tables), np.stack([tables[c][image[..., c]] for c in range(3)], axis=-1)
+    )
+    counts = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+    np.testing.assert_array_equal(kernels.histogram(image), counts)
+    pixels = image.shape[0] * image.shape[1]
+    sources = rng.integers(0, pixels + 1, sides).astype(np.uint32)
+    padded = np.concatenate([image.reshape(-1, 3), np.full((1, 3), 9, np.uint8)])
+    np.testing.assert_array_equal(kernels.move(image, sources, 9), padded[sources])
+
+
+def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged():
+    image = noise(64, 80)
+    view = np.asfortranarray(image)
+    view.setflags(write=False)
+    expected = kernels.resize_bilinear(image, (50, 30))
+    np.testing.assert_array_equal(image, noise(64, 80))
+    with ThreadPoolExecutor(8) as threads:
+        for found in threads.map(lambda _: kernels.resize_bilinear(view, (50, 30)), range(64)):
+            np.testing.assert_array_equal(found, expected)
+
+
+def resized(image):
+    return kernels.resize_bilinear(image, (4, 4))
+
+
+LOOPS = {
+    "resize": resized,
+    "lookup": lambda image: kernels.lookup(image, np.zeros((3, 256), np.uint8)),
+    "histogram": kernels.histogram,
+    "move": lambda image: kernels.move(image, np.zeros(image.shape[:2], np.uint32), 0),
+    "color": lambda image: kernels.color(image, 0.5),
+    "sharpen": lambda image: kernels.sharpen(image, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((0, 5, 3), np.uint8), np.zeros((5, 0, 3), np.uint8), np.zeros((5, 5, 1), np.uint8),
+        np.zeros((5, 5, 4), np.uint8), np.zeros((5, 15), np.uint8), np.zeros((2, 5, 5, 3), np.uint8),
+        np.zeros((5, 5, 3), np.float32), np.zeros((5, 5, 3), np.int8), np.zeros((5, 5, 3), bool),
+        np.broadcast_to(np.uint8(0), (1 << 16, 1 << 15, 3)),
+    ],
+    ids=lambda image: f"{image.shape}-{image.dtype}",
+)  # fmt: skip
+def test_images_that_the_loops_cannot_index_are_errors_of_one_line(name, image, monkeypatch):
+    monkeypatch.setattr(kernels, "_loops", lambda: pytest.fail("a loop has run"))
+    if name == "move" and image.ndim == 3 and image.size > 1 << 32:
+        pytest.skip("the sources would need 8 GB")
+    with pytest.raises(ip.InputError, match=f"^{name}: expected [^\n]*$"):
+        LOOPS[name](image)
+
+
+@pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 3), (1 << 16, 1 << 15)])
+def test_sizes_without_pixels_are_errors(size):
+    with pytest.raises(ip.InputError, match=f"^resize: {size[1]}x{size[0]} is not the size of an image$"):
+        kernels.resize_bilinear(noise(2, 2), size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "new_length"), [(1, 224), (2000, 1), (2000, 2000), (2**24 + 1, 2**24 + 1)])
+def test_no_position_is_outside_of_the_axis(length, new_length):
+    before, after, _ = kernels._interpolation.__wrapped__(length, new_length)
+    assert max(before.max(), after.max()) < length
+
+
+@pytest.mark.parametrize(
+    ("sources", "outside"),
+    [
+        (np.zeros((4, 6), np.uint32), 0), (np.zeros((6, 4), np.uint32), 0), (np.zeros(20, np.uint32), 0),
+        (np.zeros((4, 5), np.int64), 0), (np.zeros((4, 5), np.uint32), 256), (np.zeros((4, 5), np.uint32), -1),
+    ],
+)  # fmt: skip
+def test_sources_that_do_not_fit_the_image_are_errors(sources, outside):
+    with pytest.raises(ip.InputError, match=r"^move: "):
+        kernels.move(noise(4, 5), sources, outside)
+
+
+def test_sources_outside_of_the_image_are_never_read():
+    sources = np.array([[0, 3, 4], [5, 2**31, 2**32 - 1]], np.uint32)[:, ::-1]  # not contiguous
+    image = noise(2, 3)
+    found = kernels.move(image, sources, 7)
+    inside = sources < 6
+    np.testing.assert_array_equal(found[~inside], 7)
+    np.testing.assert_array_equal(found[inside], image.reshape(-1, 3)[sources[inside]])
+
+
+@pytest.mark.parametrize(
+    "tables", [np.zeros((3, 255), np.uint8), np.zeros((2, 256), np.uint8), np.zeros((3, 256), np.int64)]
+)
+def test_tables_that_lack_values_are_errors(tables):
+    with pytest.raises(ip.InputError, match=r"^lookup: expected tables of shape \(3, 256\) of uint8"):
+        kernels.lookup(noise(2, 2), tables)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("loop", [kernels.color, kernels.sharpen])
+def test_factors_that_are_not_finite_are_errors(loop, factor):
+    with pytest.raises(ip.InputError, match=r"is not finite$"):
+        loop(noise(4, 4), factor)
+
+
+@pytest.mark.parametrize("level", [1e-3, 0.3, 1.0, -7.5, 1e4, -1e30, 3e38])
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid:RuntimeWarning")
+def test_transforms_by_any_amount_take_pixels_of_the_image_or_gray(level):
+    for sides in ((1, 1), (1, 7), (2, 2), (3, 1), (5, 4)):
+        image = np.full((*sides, 3), 200, np.uint8)
+        for op in (randaug.shear_x, randaug.shear_y, randaug.translate_x, randaug.translate_y, randaug.rotate):
+            assert {*np.unique(op(image, level))} <= {200, randaug.GREY}, (op, sides)
+        assert {*np.unique(randaug.sharpness(image, min(max(level, -1e6), 1e6)))} <= {*range(256)}, sides
+
+
+@pytest.mark.exhaustive
+def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path):
+    """A limit of files to 0 bytes is as a full disk: the folder is writable, but OSError ends every write."""
+    code = (
+        "import resource, numpy as np\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+        "from input_pipeline.images import kernels\n"
+        "print(kernels.histogram(np.zeros((2, 2, 3), np.uint8))[0, 0])"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.returncode) == ("4\n", 0), done.stderr
+
+
+def test_without_numba_the_error_names_the_extra_and_no_example(monkeypatch):
+    class Images(list):
+        class_names = None
+
+        def describe(self, index):
+            return f"image {index}"
+
+        def nbytes(self):
+            return 0
+
+    kernels._loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ip.MissingLibraryError, match=r'^this needs numba, which .* pip install "dcvit\[data\]"$'):
+        next(ip.train_batches(Images([{"image": noise(4, 4)}] * 4), "resize(3)", 2, seed=0))
