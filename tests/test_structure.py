@@ -22,7 +22,7 @@ LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
 MOST_ANY = 205  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 45_060, ("tests",): 34_900, ("scripts",): 4_000}  # of Python
+MOST_LINES = {("dcvit", "input_pipeline"): 48_500, ("tests",): 37_900, ("scripts",): 4_300}  # of Python
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
     "check_data", "check_kernels", "reproduce",
