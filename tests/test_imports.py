@@ -2,7 +2,9 @@
 
 import ast
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -201,3 +203,64 @@ def test_core_and_models_need_only_jax_flax_and_numpy():
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "[]"
+
+
+STATE = """
+import importlib, logging, os, signal, sys, threading, warnings
+import jax.experimental.pallas.mosaic_gpu, flax.linen, orbax.checkpoint, {others}
+
+def state():
+    loggers = [logging.root, *map(logging.getLogger, ["absl", "jax", "orbax", "asyncio", "py.warnings"])]
+    return {{
+        "loggers": [(each.level, each.propagate, [*each.handlers], [*each.filters]) for each in loggers],
+        "warnings": [*warnings.filters],
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "threads": {{thread.name for thread in threading.enumerate()}},
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "environment": dict(os.environ),
+    }}
+
+before = state()
+for name in {names}:
+    importlib.import_module(name)
+after = state()
+print([key for key in before if before[key] != after[key]])
+"""
+
+
+@pytest.mark.slow
+def test_importing_the_package_changes_no_state_of_the_process():
+    """Handlers, filters, hooks, threads, signals and the environment stay those of the user's program."""
+    of_extras = re.compile(r"harness|modeling_dcvit|libraries")  # they import lm_eval and PyTorch, which change state
+    names = sorted(name for name in MODULES if not of_extras.search(name))
+    others = sorted(
+        root for root in set().union(*map(roots, names))
+        if root in ("matplotlib", "scipy", "sklearn", "rich", "tensorstore", "PIL", "optax", "etils")
+    )  # fmt: skip
+    script = STATE.format(names=names, others=", ".join(others))
+    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_configs_and_docs_beside_an_installed_package_are_not_read(tmp_path):
+    """In site-packages, folders with these names are those of another package."""
+    site = tmp_path / "site-packages"
+    shutil.copytree(ROOT / "dcvit", site / "dcvit", ignore=shutil.ignore_patterns("pretrained", "__pycache__"))
+    shutil.copytree(ROOT / "input_pipeline", site / "input_pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", site / "dcvit" / "configs")
+    (site / "configs").mkdir()
+    for name in ("vit_digits", "foreign"):
+        (site / "configs" / f"{name}.py").write_text("raise SystemExit('executed')\n")
+    script = (
+        "from dcvit.config import load; from dcvit.reproduction import heads, overhead;"
+        "load.load('vit_digits'); print(sorted(p.stem for p in load.shipped()), heads.ESTIMATES.parent)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+    assert process.stdout.strip() == f"{names} {site / 'dcvit' / 'docs'}"

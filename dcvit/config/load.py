@@ -38,7 +38,10 @@ from dcvit.errors import (
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
+# The folder with `configs`: the package in a wheel, or else the clone around it. In a wheel, the folder around the
+# package is site-packages, where `configs` and `docs` may be those of another package.
 PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -195,8 +198,7 @@ def recommended() -> list[tuple[str, str]]:
 
 def shipped() -> list[Path]:
     """Return the config files of the package."""
-    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
-    return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
+    return sorted((ROOT / "configs").glob("*.py"))
 
 
 def _parse_arguments(text: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dcvit.config.load import ROOT
 from dcvit.models import flops, head_settings, lm
 from dcvit.reproduction import arms, costs
 from dcvit.reproduction.arms import Claim, Group
@@ -32,7 +33,7 @@ ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
 TASK_KEY_HEADS = 2  # of four heads
 TASK_LR = 3e-3  # the learning rate of scripts/bench/runs.py
-ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu/step.py; not in a package
+ESTIMATES = ROOT / "docs" / "tpu_heads.json"  # of scripts/tpu/step.py; not in a package
 
 
 def plan(folder: Path, steps: int) -> list[Run]:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dcvit.config.load import ROOT
 from dcvit.models import lm
 from dcvit.models.presets import decode_preset
 from dcvit.reproduction import costs, rounds, scaling, speeds
@@ -22,7 +23,7 @@ SIZES = ((64, 2, 8), (128, 4, 8))  # width, depth, heads of the measured models
 LENGTH, PROMPT, NEW = 256, 192, 64  # tokens: of a row in training, of a prompt, and generated
 ROUNDS = 20
 PLAIN, SAME, COMPOSED = "TFM++", "TFM++ with the same windows", "DCFM++"
-ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_step.json"
+ESTIMATES = ROOT / "docs" / "tpu_step.json"
 
 
 def table() -> Table:
