@@ -213,14 +213,17 @@ def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
 
 
 @functools.cache
-def silence_failed_saves() -> None:
-    """Print no traceback when a save fails: the caller of Orbax gets the first error, and reports it in one line.
+def silence_orbax() -> None:
+    """Print no log records of Orbax, and no traceback when a save fails: the caller of Orbax gets the first error.
 
-    Orbax 0.12 closes its event loop at the first error of a save. Other writes that are still in progress then report
-    their own errors to asyncio's logger, or cannot report their success because the loop is closed.
+    Orbax logs warnings, and errors with their traceback, before it raises them. Orbax 0.12 closes its event loop at the
+    first error of a save. Other writes that are still in progress then report their own errors to asyncio's logger, or
+    cannot report their success because the loop is closed. The first read or save of a checkpoint calls this, so that
+    an import changes no state of the process.
     """
     import asyncio
 
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     logging.getLogger("asyncio").addFilter(lambda record: "was never retrieved" not in record.getMessage())
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook

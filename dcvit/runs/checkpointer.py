@@ -163,7 +163,6 @@ def _writer(path_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
     processes = process_options()
     versions.stop_leak_of_saves()
-    versions.silence_failed_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

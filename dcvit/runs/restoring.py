@@ -18,13 +18,12 @@ from dcvit.parallel import multihost
 from dcvit.parallel.trees import Tensor, check_tree, shapes_of
 from dcvit.runs import checksums, steps
 from dcvit.runs.files import Folder, absolute
+from dcvit.versions import silence_orbax
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 LOG = logging.getLogger(__name__)
-# Orbax logs warnings, and errors with their traceback, before it raises them; the caller reports them in one line.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 def latest(workdir: Folder, on_corrupt: str = "fail") -> int | None:
@@ -156,6 +155,7 @@ def _metadata(item: Folder) -> PyTree:
     """Return the tree of shapes and dtypes of a saved item."""
     import orbax.checkpoint as ocp
 
+    silence_orbax()
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:
@@ -176,4 +176,5 @@ def process_options() -> ocp.options.MultiprocessingOptions:
     """
     import orbax.checkpoint as ocp
 
+    silence_orbax()
     return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
