@@ -29,6 +29,7 @@ from rich.text import Text
 from dcvit import process
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
 from dcvit.runs import files
+from input_pipeline import huggingface
 from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
@@ -141,6 +142,8 @@ def path(text: str) -> Path:
 
 def utf8_path(text: str) -> Path:
     """Convert an option's value to a path as in `path`, in valid UTF-8, which Orbax and TensorStore need."""
+    if huggingface.is_name(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a repository of the Hugging Face Hub")
     local = path(text)
     try:
         str(local.absolute()).encode()
@@ -160,35 +163,58 @@ def folder(text: str) -> files.Folder:
 
 
 def model(text: str) -> files.Folder:
-    """Convert an option's value to a folder: that of the package's model of this name, or else as in `folder`."""
+    """Convert an option's value to a folder: that of the package's model of this name, or else as in `folder`.
+
+    The name of a repository of the Hugging Face Hub is checked and stays; `check_model` downloads it.
+    """
     from dcvit.hub import pretrained
 
-    return folder(pretrained.resolve(text))
+    return _repository(text) if huggingface.is_name(text) else folder(pretrained.resolve(text))
 
 
 def local_model(text: str) -> Path:
-    """Convert an option's value to the path of the package's model of this name, or else as in `utf8_path`."""
+    """Convert an option's value to the path of the package's model of this name, or else as in `utf8_path`.
+
+    The name of a repository of the Hugging Face Hub is checked and stays.
+    """
     from dcvit.hub import pretrained
 
-    return utf8_path(pretrained.resolve(text))
+    return _repository(text) if huggingface.is_name(text) else utf8_path(pretrained.resolve(text))
+
+
+def _repository(text: str) -> Path:
+    try:
+        return Path(str(huggingface.parse(text)))
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def add_model_options(parser: Parser, *, weights: bool = True) -> None:
     """Add the options that select a trained model, and `--format`; `weights`: their help offers weights, too."""
     places = "folder of a training run" + (", weights that `dcvit.load` opens" if weights else "")
-    parser.add_argument("--workdir", "--model", type=model, help=f"{places}, or the name of a model of the package")
+    parser.add_argument("--workdir", "--model", type=model, help=f"{places}, a model of the package, or hf:OWNER/NAME")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
     parser.add_argument(
-        "--checkpoint", type=model, help="checkpoint, workdir or weights, instead of the workdir's latest checkpoint"
+        "--checkpoint", type=model, help="checkpoint, workdir, weights or hf:OWNER/NAME, instead of the workdir"
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the options of `add_model_options` name no model or an invalid config; imports no JAX."""
+    """Raise an error if the options of `add_model_options` name no model or an invalid config; imports no JAX.
+
+    Models of the Hugging Face Hub are downloaded, and `args` then has their folders.
+
+    Raises:
+      ConfigError: there is no such model, or the config is invalid.
+      CheckpointError: see `dcvit.hub.repository.download`.
+    """
     from dcvit.config import load as config
     from dcvit.hub import pretrained
 
+    for name in ("checkpoint", "workdir"):
+        if found := getattr(args, name):
+            setattr(args, name, pretrained.downloaded(found))
     pretrained.check_options(args.workdir, args.config, args.checkpoint)
     config.check(args.config, overrides)
 

@@ -4,6 +4,9 @@ SRC is a workdir, one of its checkpoints, or weights of another library; DST is 
 comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
 anything else fails, nothing is left at DST. A temporary folder beside DST that a killed process left is removed when
 the command runs again.
+
+`--push OWNER/NAME` uploads DST to a repository of the Hugging Face Hub, in one commit. If the upload fails, DST stays,
+and the same command uploads it again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dcvit import cli
+from dcvit.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,33 +27,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Convert a model to the format of another library, or from one.",
         examples=[
             "dcvit convert runs/digits digits_hf --to hf",
-            "dcvit convert gpt2/ runs/gpt2 --to dcvit",
+            "dcvit convert hf:openai-community/gpt2 runs/gpt2 --to dcvit",
+            "dcvit convert runs/digits digits_hf --to hf --push OWNER/digits --private",
         ],
     )
     parser.add_argument(
         "source", type=cli.local_model,
-        help="a workdir, one of its checkpoints, weights (a file or folder), or the name of a model of the package",
+        help="a workdir, one of its checkpoints, weights (a file or folder), a model of the package, or hf:OWNER/NAME",
     )  # fmt: skip
     parser.add_argument("target", type=cli.utf8_path, help="a new folder")
     parser.add_argument(
         "--to", required=True,
         help="npz, bv (big_vision), safetensors, hf (transformers), peft, timm, onnx, savedmodel, stablehlo or dcvit",
     )  # fmt: skip
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the Hugging Face Hub")
+    parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     args = parser.parse_without_config(argv)
+    if args.private and not args.push:
+        raise ConfigError("--private needs --push")
 
+    from dcvit.hub import repository
     from dcvit.hub.saved import open_saved
     from dcvit.parallel import runtime
     from dcvit.weights.export.conversion import convert
 
+    place = repository.check_upload(args.push, args.to) if args.push else None
     runtime.configure()
     # By default, these signals would leave a temporary folder. SIGHUP is ignored under `nohup`.
     signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
-        print(f"{args.target}: {convert(args.source, args.target, args.to, open_saved)}")
+        print(f"{args.target}: {convert(args.source, args.target, args.to, open_saved, again=bool(place))}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if place:
+        print(f"uploaded as {repository.upload(args.target, place, args.private)}")
     return 0
 
 

@@ -39,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.hub.model import open_trained
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.runs.files import replace
+    from input_pipeline.huggingface import cached
 
     cli.start_jax(args, forward_only=True)
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)
+    multihost.agree({"model": str(cached(trained.source.path))})  # of several commits, if one came meanwhile
     rows, page = evaluate(trained, args.out, args.report)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():

@@ -27,6 +27,7 @@ from dcvit.training.seeds import check_no_seeds, final_metrics, parse_seeds, rou
 __all__ = ["train"]  # noqa: F822 - a property of `_Module`
 
 if TYPE_CHECKING:
+    from dcvit.runs.files import Folder
     from dcvit.runs.preemption import Preemption
 
 
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.config import load as configs
 
-    config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
+    workdirs = [workdir_of(args.workdir, seed) for seed in args.seeds] if args.seeds else [args.workdir]
+    config = configs.load(args.config, overrides, workdirs)  # before JAX is imported, so that an error is shown at once
 
     import jax
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         if args.seeds:
-            return _train_seeds(args, overrides, preemption)
+            return _train_seeds(args, overrides, preemption, workdirs)
         check_no_seeds(args.workdir)
         with stage("preparing data and model", print, announce=False):
             setup = make_setup(config, workdir=args.workdir)
@@ -81,8 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption: Preemption) -> int:
-    """Train one run per seed, show and write their final metrics, and return the exit status.
+def _train_seeds(
+    args: argparse.Namespace, overrides: Sequence[str], preemption: Preemption, workdirs: Sequence[Folder]
+) -> int:
+    """Train one run per seed, each in its workdir, show and write their final metrics, and return the exit status.
 
     Raises:
       ConfigError, InputError: the config or the data is invalid, which concerns every seed.
@@ -98,9 +102,8 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
     if (args.workdir / "config.json").is_file():
         raise ConfigError(f"{args.workdir} holds a run; --seeds needs a folder for the workdirs of its runs")
     results, failed = {}, []
-    loaded = {seed: configs.load(args.config, [*overrides, f"seed={seed}"]) for seed in args.seeds}
-    for seed, config in loaded.items():
-        workdir = workdir_of(args.workdir, seed)
+    loaded = [configs.load(args.config, [*overrides, f"seed={seed}"], workdirs) for seed in args.seeds]
+    for seed, workdir, config in zip(args.seeds, workdirs, loaded, strict=True):
         print(escaped(f"seed {seed}, to {workdir}"))
         setup = None
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line, first_line_with_type
 
-LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
+EXTRAS = {"tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub"}  # all others are in the extra `data`
 
 
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
@@ -35,7 +35,7 @@ def require(module: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
-        extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
+        extra = EXTRAS.get(module.partition(".")[0], "data")
         raise MissingLibraryError(
             f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"'
         ) from None

@@ -17,38 +17,45 @@ import inspect
 import logging
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
+from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
 from dcvit.config.durations import is_duration
 from dcvit.config.keys import DURATIONS, KEYS, UNITS
-from dcvit.config.values import Json, check_types, defaults, known_keys
+from dcvit.config.values import Json, check_types, defaults, known_keys, read_json
 from dcvit.errors import (
     ConfigError,
+    InputError,
     first_line,
     nearest,
     unknown_key,
 )
+from input_pipeline import huggingface
 from input_pipeline.files import expand
 
+Place: TypeAlias = Path | epath.Path  # a local folder, or one of an object store
+Commits: TypeAlias = Callable[[], Mapping[str, str]]  # returns what `huggingface.by_repository` does
 LOG = logging.getLogger(__name__)
+HUB_KEYS = ("model_init", "tokenizer")  # keys whose value may be the name of a repository of the Hugging Face Hub
 # The folder with `configs`: the package in a wheel, or else the clone around it. In a wheel, the folder around the
 # package is site-packages, where `configs` and `docs` may be those of another package.
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent
 
 
-def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
+def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = ()) -> ConfigDict:
     """Load "NAME[:key=value,…]" with "a.b=value" overrides, and return the checked and locked config.
 
     NAME is the path of a Python file, or the bare name of a config of the package. Overrides set keys of dcvit, also in
-    a file of big_vision; each change of its keys is logged.
+    a file of big_vision; each change of its keys is logged. A name `hf:OWNER/NAME` in an argument or in a key of
+    `HUB_KEYS` gets the commit that it has now, or had when a run in one of `workdirs` was started.
 
     Raises:
       ConfigError: the file is missing or fails, a key is unknown (the message suggests the nearest one), or a value has
@@ -56,7 +63,8 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     """
     name, _, arguments = spec.partition(":")
     path = _find(name)
-    config = _run(path, arguments)
+    commits = functools.cache(lambda: _commits(workdirs))  # a run without such names is not read
+    config = _run(path, arguments, commits)
     required = _clear_required(config)
     given = _translated(path, config.to_dict())
     for key in given:
@@ -74,7 +82,39 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
         if functools.reduce(operator.getitem, key.split("."), config) is None:
             raise ConfigError(f"{path}: config.{key} is required and has no value; give --config.{key}=VALUE")
     check_types(config)
+    _pin(config, commits)
     return config.lock()
+
+
+def _commits(workdirs: Sequence[Place]) -> dict[str, str]:
+    """Return the names of repositories with their commits in the configs of runs, by the names without them."""
+    found: list[str] = []
+    for file in (workdir / "config.json" for workdir in workdirs):
+        if file.is_file():
+            found += [holder[key] for holder, key in _repositories(read_json(file).to_dict())]
+    return huggingface.by_repository(found)
+
+
+def _repositories(config: Any) -> Iterator[tuple[Any, str]]:
+    """Yield (dict, key) for each value of a config that is the name of a repository of the Hugging Face Hub."""
+    for key, value in config.items():
+        if isinstance(value, dict | ConfigDict):
+            yield from _repositories(value)
+        elif key in HUB_KEYS and huggingface.is_name(value):
+            yield config, key
+
+
+def _pin(config: ConfigDict, commits: Commits) -> None:
+    """Add commits to the names of repositories in a config. Raises ConfigError if the Hub does not tell a commit."""
+    for holder, key in list(_repositories(config)):
+        holder[key] = _pinned(holder[key], f"config {key}", commits)
+
+
+def _pinned(name: str, what: str, commits: Commits) -> str:
+    try:
+        return huggingface.pinned(name, commits())
+    except InputError as e:
+        raise ConfigError(f"{what}={name}: {e}") from None
 
 
 def check(spec: str | None, overrides: Sequence[str]) -> None:
@@ -137,12 +177,12 @@ def _translated(path: Path, config: Json) -> Json:
     return config
 
 
-def _run(path: Path, text: str) -> ConfigDict:
+def _run(path: Path, text: str, commits: Commits) -> ConfigDict:
     """Execute a config file and return the config that its get_config gives for the arguments in `text`."""
     try:
         with big_vision.importable():
             get_config = _module(path).get_config
-            config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text))
+            config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:
@@ -152,7 +192,7 @@ def _run(path: Path, text: str) -> ConfigDict:
     return config
 
 
-def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> Json:
+def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str, commits: Commits) -> Json:
     """Return the arguments of a get_config from `text`, converted to the types of its defaults.
 
     A get_config of big_vision has one parameter, `arg`, and parses the text itself.
@@ -160,7 +200,9 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
     if list(parameters) == ["arg"]:
         return {"arg": text} if text else {}
     arguments = _parse_arguments(text)
-    for key in arguments:
+    for key, value in arguments.items():
+        if huggingface.is_name(value):
+            arguments[key] = _pinned(value, key, commits)
         if key not in parameters:
             hint = nearest(key, parameters)
             if not hint.startswith("did you mean"):

@@ -1,7 +1,7 @@
-"""Pretrained models in the package: the folders of `dcvit/pretrained`, each opened by its name.
+"""Models by name: those in the package, the folders of `dcvit/pretrained`, and those of the Hugging Face Hub.
 
-A folder holds the weights as `dcvit convert --to safetensors` writes them, the config of their run in run.json, and a
-card, README.md with its figures in card.json. `scripts/pretrain.py` makes all of them.
+A folder of the package holds the weights as `dcvit convert --to safetensors` writes them, the config of their run in
+run.json, and a card, README.md with its figures in card.json. `scripts/pretrain.py` makes all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TypeGuard
 
 from dcvit.errors import ConfigError
 from dcvit.runs.files import Folder
+from input_pipeline import huggingface
 
 LOG = logging.getLogger(__name__)
 FOLDER = Path(__file__).parents[1] / "pretrained"
@@ -27,15 +28,27 @@ def names() -> list[str]:
 def resolve(source: str) -> str:
     """Return the folder of the model of this name; any other source unchanged.
 
-    A path with a separator, such as `./digits`, is never a name. A local file or folder of the same name is opened
-    instead of the model, with a warning.
+    A path with a separator, such as `./digits`, is never the name of a model of the package. A local file or folder of
+    the same name is opened instead of that model, with a warning. `hf:OWNER/NAME` is downloaded.
+
+    Raises:
+      CheckpointError: see `dcvit.hub.repository.download`.
     """
+    if huggingface.is_name(source):
+        from dcvit.hub import repository  # late: a command imports this module before it needs weights
+
+        return str(repository.download(source))
     if os.sep in source or source not in names():
         return source
     if Path(source).exists():
         LOG.warning("%s: the local path is opened, not the model of the package with this name", source)
         return source
     return str(FOLDER / source)
+
+
+def downloaded(path: Folder) -> Folder:
+    """Return a path unchanged, or the folder of the model that it names; see `resolve`."""
+    return Path(resolve(str(path))) if huggingface.is_name(path) else path
 
 
 def is_pretrained(path: object) -> TypeGuard[Path]:

@@ -32,9 +32,13 @@ from dcvit.weights.tensors import Tensor
 def open_saved(path: Path) -> Weights:
     """Open a workdir, one of its checkpoints, a model of the package, or weights of another library.
 
+    Args:
+      path: its path, or the name of a repository of the Hugging Face Hub, which is downloaded.
+
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
+    path = Path(pretrained.downloaded(path))
     source = ModelSource(path)
     if pretrained.is_pretrained(path):
         return verified(source.open_weights())._replace(record=source.config().to_dict())

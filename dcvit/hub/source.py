@@ -25,6 +25,7 @@ from dcvit.weights import adapters, big_vision_files, preprocessing
 from dcvit.weights.families import Weights, family_of, opened, recognized
 from dcvit.weights.placement import check_finite, in_layout, place_params
 from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz
+from input_pipeline import huggingface
 from input_pipeline.files import expand
 
 BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
@@ -42,7 +43,7 @@ class ModelSource:
     path: Folder
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(huggingface.cached(self.path) or self.path)
 
     @functools.cached_property
     def is_checkpoint(self) -> bool:
@@ -116,7 +117,7 @@ class ModelSource:
 
 
 def find(name: str) -> ModelSource:
-    """Return the `ModelSource` of a name: of a path, or of the folder of a model of the package."""
+    """Return the `ModelSource` of a name: of a path, of a model of the package, or of a repository, downloaded."""
     return ModelSource(expand(pretrained.resolve(name)))
 
 
@@ -249,6 +250,8 @@ def init_config(name: str) -> dict[str, Any]:
     try:
         if not found and source.path.exists() and not (source.path / steps.ABOUT).is_dir():
             found = source.open_weights().config()
+            if huggingface.is_name(name) and (data := found.get("input", {}).get("data", {})).get("tokenizer"):
+                data["tokenizer"] = name  # the path of the cache is another one on another machine
         if found.get("pp_predict") and "pp" not in found.get("input", {}):
             found["input"] = {**found.get("input", {}), **preprocessing.training(found["pp_predict"])}
     except CheckpointError as e:

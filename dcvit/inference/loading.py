@@ -28,6 +28,7 @@ from dcvit.weights import tensors as files
 from dcvit.weights.family import build, errors_name_file, example
 from dcvit.weights.placement import place_params
 from dcvit.weights.tensors import Json
+from input_pipeline import huggingface
 
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
@@ -43,8 +44,9 @@ def load(
     """Load a trained model.
 
     Args:
-      source: a workdir, one of its checkpoints, weights of another library (see `dcvit.weights.families.FAMILIES`), or
-        the name of a model of the package: "digits", "tasks" or "text".
+      source: a workdir, one of its checkpoints, weights of another library (see `dcvit.weights.families.FAMILIES`),
+        the name of a model of the package: "digits", "tasks" or "text", or "hf:OWNER/NAME" with an optional /FOLDER and
+        @REVISION, a repository of the Hugging Face Hub (see `dcvit.hub.repository`).
       config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
       sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
         whole model on each device). By default the model is on the first device.
@@ -58,8 +60,9 @@ def load(
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
     size = None if image_size is None else _height_and_width(image_size)
+    name = pretrained.resolve(str(source))
     try:
-        found = ModelSource(folder(pretrained.resolve(str(source))))
+        found = ModelSource(folder(name))
     except ValueError as e:
         raise ConfigError(str(e)) from None
     return _load(found, config, sharding, size)
@@ -152,7 +155,7 @@ def _load_weights(
     mesh = _mesh(sharding, module)
     params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
-    common: Json = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
+    common: Json = {"params": params, "config": config, "source": huggingface.title(path), "mesh": mesh}
     if isinstance(module, LM):
         file = files.tokenizer_of(weights.path)
         open_tokenizer = functools.partial(

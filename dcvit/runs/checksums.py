@@ -20,6 +20,7 @@ from dcvit.runs.files import Folder, sync_names
 
 NAME = "SHA256SUMS"  # of a checkpoint, which it identifies
 WEIGHTS = "checksums.sha256"  # of a folder of weights
+CODE = ".py"  # suffix of files that are never read
 THREADS = 4
 MAX_NAMED = 4  # damaged files in a message
 
@@ -64,7 +65,8 @@ def problems(
       only: verify only the files of these subfolders and those at the top; None verifies all.
       share: (i, n) reads only every n-th file, starting with the i-th, so that n processes share the work.
       ignored: top-level files that may exist without a checksum.
-      name: the file of the checksums. `WEIGHTS` may lack some files.
+      name: the file of the checksums. `WEIGHTS` may lack some files, and files of code, which are not read, may be
+        absent, as in a download.
     """
 
     def is_selected(name: str) -> bool:
@@ -81,7 +83,8 @@ def problems(
         names = _files(folder)
     except (OSError, ValueError) as e:
         return [f"{name} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
-    missing = [f"{name} is missing" for name in sums if name not in names and is_selected(name)]
+    needed = [each for each in sums if is_selected(each) and not (name == WEIGHTS and each.endswith(CODE))]
+    missing = [f"{each} is missing" for each in needed if each not in names]
     known = names if name == WEIGHTS else (*sums, *ignored)
     foreign = [f"{name} has no checksum" for name in names if name not in known and is_selected(name)]
     present = [name for name in names if name in sums and is_selected(name)][share[0] :: share[1]]

@@ -70,8 +70,7 @@ def train(
         raise ConfigError(str(e)) from None
     check_values(overrides, "config")
     check_no_seeds(path)
-    setup = make_setup(
-        configs.load(config, [f"{key}={value}" for key, value in flattened(overrides).items()]), workdir=path
-    )
+    words = [f"{key}={value}" for key, value in flattened(overrides).items()]
+    setup = make_setup(configs.load(config, words, [path]), workdir=path)
     trainer.train(setup, path, accept)
     return TrainingRun(path)

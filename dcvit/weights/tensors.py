@@ -148,20 +148,29 @@ def read_json(path: Path) -> Json:
     return found
 
 
-def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
-    """Return the tensors that an index lists, from all shards, and the path of the first shard."""
-    shards = content.get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+def shards(index: Path, content: Json) -> dict[str, str]:
+    """Return the name of the file of each tensor that an index lists; the files are beside the index.
+
+    Raises:
+      CheckpointError: the index has another form, or names something that is not a file beside it.
+    """
+    found = content.get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise CheckpointError(f"{index}: expected weight_map, the file of each tensor")
-    opened: dict[str, Tensors] = {}
-    for name in sorted(set(shards.values())):
+    for name in sorted(set(found.values())):
         if not name or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
-        opened[name] = _open_one(index.with_name(name))
-    missing = [tensor for tensor, name in shards.items() if tensor not in opened[name]]
+    return found
+
+
+def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
+    """Return the tensors that an index lists, from all shards, and the path of the first shard."""
+    files = shards(index, content)
+    opened = {name: _open_one(index.with_name(name)) for name in sorted(set(files.values()))}
+    missing = [tensor for tensor, name in files.items() if tensor not in opened[name]]
     if missing:
-        raise CheckpointError(f"{index}: {shards[missing[0]]} has no {missing[0]}, which the index lists")
-    return {tensor: opened[name][tensor] for tensor, name in shards.items()}, index.with_name(next(iter(opened)))
+        raise CheckpointError(f"{index}: {files[missing[0]]} has no {missing[0]}, which the index lists")
+    return {tensor: opened[name][tensor] for tensor, name in files.items()}, index.with_name(next(iter(opened)))
 
 
 def _open_one(path: Path) -> Tensors:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from input_pipeline import huggingface
 from input_pipeline.errors import InputError
 from input_pipeline.files import OpenedFiles, check_unchanged, named_errors
 from input_pipeline.source import Example
@@ -58,7 +59,7 @@ class Source:
         index, description = read_index(prefix), read_description(prefix)
         _check_description(prefix, description, index.sequences, vocab_size)
         made_by = description.get("tokenizer")
-        if tokenizer is None and isinstance(made_by, str) and Path(made_by).exists():
+        if tokenizer is None and isinstance(made_by, str) and (huggingface.is_name(made_by) or Path(made_by).exists()):
             tokenizer = made_by
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(
             tokenizer,

@@ -45,7 +45,7 @@ def tokenize_files(
     opened = open_tokenizer(tokenizer, end_of_text)
     files = find_files(data)
     end = end_token(opened)
-    source = str(Path(opened.path).resolve()) if isinstance(opened, FileTokenizer) else None
+    source = opened.origin if isinstance(opened, FileTokenizer) else None
     description: Description = {
         "vocab_size": opened.vocab_size, "end_of_text": end, "tokenizer": source, "bytes": 0,
     }  # fmt: skip

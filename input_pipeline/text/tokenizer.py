@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from input_pipeline import huggingface
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, read_regular
 from input_pipeline.optional import require
@@ -22,6 +23,7 @@ from input_pipeline.optional import require
 if TYPE_CHECKING:
     import tokenizers
 
+FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT = 256  # the token after those of the 256 byte values
 MAX_VOCAB_SIZE = 1 << 24  # 16 times the largest in use; a larger token number would need much memory for `token_bytes`
@@ -88,12 +90,17 @@ class WordTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding."""
+    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding.
+
+    Fields:
+      path: path of the file.
+      origin: its absolute path, or the name and the commit of its repository, by which it can be opened again.
+    """
 
     def __init__(self, path: str, end_of_text: str | None = END_OF_TEXT):
         """
         Args:
-          path: path of the tokenizer.json or of its folder.
+          path: path of the tokenizer.json or of its folder, or a name of `input_pipeline.huggingface`.
           end_of_text: the special token that ends a document, or None if it is not needed.
 
         Raises:
@@ -101,8 +108,13 @@ class FileTokenizer:
           InputError: the file is invalid, exceeds a limit, or has no such special token.
         """
         library = require("tokenizers")
-        file = expand(path)
-        file = file / "tokenizer.json" if file.is_dir() else file
+        if huggingface.is_name(path):
+            self.origin = huggingface.pinned(path)
+            file = huggingface.file(self.origin, FILE)
+        else:
+            file = expand(path)
+            file = file / FILE if file.is_dir() else file
+            self.origin = str(file.resolve())
         self.path = str(file)
         content = _read(file)
         with _one_line_errors(f"{file} is not a valid tokenizer.json"):
@@ -181,10 +193,10 @@ Tokenizer = ByteTokenizer | FileTokenizer | WordTokenizer
 
 
 def open_tokenizer(path: str | None, end_of_text: str | None = END_OF_TEXT) -> Tokenizer:
-    """Open the tokenizer of a `tokenizer.json`, or of the folder that contains one.
+    """Open the tokenizer of a `tokenizer.json`, or of the folder or the repository that contains one.
 
     Args:
-      path: the file or folder; None gives the tokenizer of bytes.
+      path: the file or folder, or a name of `input_pipeline.huggingface`; None gives the tokenizer of bytes.
       end_of_text: the file's special token that ends a document, or None if it is not needed. The tokenizer of bytes
         has its own.
 

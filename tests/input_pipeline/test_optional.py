@@ -10,7 +10,7 @@ import pytest
 from sources import ListSource
 
 import input_pipeline as ip
-from input_pipeline import optional
+from input_pipeline import huggingface, optional
 from input_pipeline.images import kernels
 from input_pipeline.optional import START_UP_MESSAGE, remove_lines
 
@@ -30,6 +30,7 @@ USES = {
     "numba": ("data", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
     "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),
     "zstandard": ("lm", open_text),
+    "huggingface_hub": ("hub", lambda _: huggingface.pinned("hf:owner/name")),
 }
 
 

@@ -12,7 +12,9 @@ TESTS = Path(__file__).parent.parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
 OUTSIDE = {"jax2onnx", "onnx", "onnxruntime", "peft", "timm", "torch", "torchvision", "wandb"}
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
-OPTIONAL = "datasets|flatbuffers|gcsfs|lm_eval|numba|tensorflow|tensorflow_datasets|tokenizers|yaml|zstandard"
+OPTIONAL = (
+    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|tensorflow|tensorflow_datasets|tokenizers|yaml|zstandard"
+)
 MISSING = re.compile(rf"(\w+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
 
 

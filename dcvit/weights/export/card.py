@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from dcvit.errors import MetricsError
 from dcvit.runs import metrics
@@ -14,11 +15,16 @@ from dcvit.weights import dcvit_hf
 from dcvit.weights.export import formats, tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.family import example
+from dcvit.weights.tensors import Json
+from input_pipeline import huggingface
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric
+TAGS = {"hf": ("transformers",), "timm": ("timm",)}  # the library that also loads a format
+TYPES = {"top1": "accuracy"}  # names of metrics at the Hub, where they differ
 TEMPLATE = Template("""---
 # license: to be chosen by the author of the weights
+$metadata
 ---
 
 # $title
@@ -114,17 +120,47 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     """Write the model card: config, data, metrics, parameters, how to load the model, and the comparison."""
     kind, inputs = _image_facts(weights) if weights.description.model_name == "vit" else _text_facts(weights)
     fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
+    title, values = huggingface.title(weights.path) or "model", _metrics(weights)
     card = TEMPLATE.substitute(
-        title=weights.path.name or "model", kind=kind, size=f"{weights.size:,}", to=to, version=__version__,
+        title=title, metadata=_metadata(weights, title, to, values), kind=kind, size=f"{weights.size:,}", to=to,
         origin="a run" if weights.workdir else f"weights of the family `{weights.family}`", report=report,
-        load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"),
+        load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"), version=__version__,
     )  # fmt: skip
-    for title, column, values in (
-        ("Data", "key", tokenizer_files.training_data(weights.record)), ("Metrics", "metric", _metrics(weights)),
+    for section, column, rows in (
+        ("Data", "key", tokenizer_files.training_data(weights.record)), ("Metrics", "metric", values),
     ):  # fmt: skip
-        if values:
-            card += SECTION.substitute(title=title, table=_table(values, column))
+        if rows:
+            card += SECTION.substitute(title=section, table=_table(rows, column))
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _metadata(weights: Weights, title: str, to: str, values: Mapping[str, object]) -> str:
+    """Return the lines of YAML in the header of the card, from which the Hugging Face Hub makes filters and tables."""
+    outputs = weights.description.num_outputs
+    image_task = "image-classification" if outputs else "image-feature-extraction"
+    task = image_task if weights.description.model_name == "vit" else "text-generation"
+    found: Json = {"library_name": "dcvit", "pipeline_tag": task, "tags": ["dcvit", *TAGS.get(to, ())]}
+    if huggingface.is_name(init := weights.record.get("model_init")):
+        found["base_model"] = huggingface.parse(str(init)).id
+    if results := _results(weights.record, task, values):
+        found["model-index"] = [{"name": title, "results": results}]
+    return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in found.items())
+
+
+def _results(record: Mapping[str, Any], task: str, values: Mapping[str, object]) -> list[Json]:
+    """Return the metrics of each evaluator of a run in the form of the Hub's `model-index`."""
+    found = []
+    for name, evaluator in record.get("evals", {}).items():
+        data = evaluator["data"]
+        dataset = {"name": str(data.get("name", data["kind"])), "type": str(data.get("name", data["kind"]))}
+        metrics = [
+            {"name": key, "type": TYPES.get(key.partition("/")[2], key.partition("/")[2]), "value": float(str(value))}
+            for key, value in values.items() if key.startswith(f"{name}/")
+        ]  # fmt: skip
+        if metrics:
+            split = {"split": data["split"]} if data.get("split") else {}
+            found.append({"task": {"type": task}, "dataset": {**dataset, **split}, "metrics": metrics})
+    return found
 
 
 def _image_facts(weights: Weights) -> tuple[str, str]:

@@ -62,7 +62,7 @@ class Report(NamedTuple):
         )
 
 
-def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
+def convert(source: Path, target: Path, to: str, open_saved: Opener, *, again: bool = False) -> Report:
     """Convert a model, compare its logits with those of the result, move the result to `target`; return a report.
 
     Args:
@@ -70,16 +70,17 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
       target: a new folder.
       to: the format, of `WRITERS`.
       open_saved: function that opens the source and, for the comparison, results in this project's own formats.
+      again: the target may be the result of the same conversion; it then stays, with its card.
 
     Raises:
-      ConfigError: the target exists or the format is unknown.
+      ConfigError: the target exists, or is not the result of the same conversion, or the format is unknown.
       CheckpointError: the source is unusable, the format cannot express the model, or the logits differ; nothing is
         left at the target.
       OSError: a file cannot be written; nothing is left at the target.
     """
     if to not in WRITERS:
         raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS)}")
-    if target.exists() or target.is_symlink():
+    if (target.exists() and not again) or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} is inside of {source}; give a path outside")
@@ -93,11 +94,22 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
             card.write(weights, folder, to, str(report))
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
                 checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
+            if target.exists():
+                _check_same(target, folder)
+                return report
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             rename(folder, target)
     except OSError as e:
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
     return report
+
+
+def _check_same(target: Path, folder: Path) -> None:
+    """Raise ConfigError if a folder, by its checksums, is not the result of the conversion in another folder."""
+    sums = target / checksums.WEIGHTS
+    if not sums.is_file() or sums.read_bytes() != (folder / checksums.WEIGHTS).read_bytes():
+        raise ConfigError(f"{target} exists and is not the result of this conversion; give a new path")
+    checksums.check_weights(target)
 
 
 def _write(weights: Weights, folder: Path, to: str) -> None:

@@ -1,0 +1,314 @@
+"""Fake of the Hugging Face Hub: the part of its HTTP API that huggingface_hub uses for models, without Xet.
+
+    with fake_hub.serve() as hub:
+        hub.commit("owner/name", {"config.json": b"{}"})
+        subprocess.run([...], env=os.environ | fake_hub.environment(hub, cache))
+
+huggingface_hub reads its environment once, when it is imported; `use` has the same effect in a process that has
+imported it. Commits are named by a hash of their parent and content. Files of weights are LFS objects, as at the Hub: a
+request for one is redirected.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_secret_of_the_tests"
+OWNER = "owner"  # of the token
+LARGE = (".safetensors", ".bin")
+REPOSITORY = r"(?P<id>[\w.-]+/[\w.-]+)"
+ROUTES = {
+    ("GET", "/api/whoami-v2"): "whoami",
+    ("POST", "/api/repos/create"): "create",
+    ("POST", "/api/validate-yaml"): "validate",
+    ("GET", rf"/api/models/{REPOSITORY}(?:/revision/(?P<revision>[^/]+))?"): "info",
+    ("GET", rf"/api/models/{REPOSITORY}/tree/(?P<revision>[^/]+)"): "tree",
+    ("POST", rf"/api/models/{REPOSITORY}/preupload/(?P<revision>[^/]+)"): "preupload",
+    ("POST", rf"/api/models/{REPOSITORY}/commit/(?P<revision>[^/]+)"): "commit",
+    ("POST", rf"/{REPOSITORY}\.git/info/lfs/objects/batch"): "batch",
+    ("GET", rf"/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"): "resolve",
+    ("GET", r"/objects/(?P<oid>\w{64})"): "object_content",
+    ("PUT", r"/objects/(?P<oid>\w{64})"): "put_object",
+}
+
+
+def blob(data: bytes) -> str:
+    """Return Git's name of the content of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class RefusedError(Exception):
+    """An answer with an error status and the Hub's name of the error."""
+
+    def __init__(self, status: int, code: str = ""):
+        super().__init__(status, code)
+        self.status, self.code = status, code
+
+
+class Hub:
+    """The repositories. Tests may change them, and the ways in which requests fail.
+
+    Fields:
+      commits: the files of each commit by repository, commit and path.
+      branches: the latest commit by repository and branch.
+      private, gated: repositories that need the token, or that nobody may read.
+      broken: how often the connection is closed in the middle of a file, by its path; "upload" for an upload.
+      requests: all, in order: method and path.
+    """
+
+    def __init__(self) -> None:
+        self.commits: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.branches: dict[str, dict[str, str]] = {}
+        self.private: set[str] = set()
+        self.gated: set[str] = set()
+        self.broken: dict[str, int] = {}
+        self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
+        self.paths: dict[str, str] = {}  # of the files that they are
+        self.requests: list[tuple[str, str]] = []
+        self.url = self.store = ""  # the store of LFS objects is another host, to which no token is sent
+
+    def commit(self, name: str, files: Mapping[str, bytes | None], branch: str = "main") -> str:
+        """Add a commit, in which None removes a file; return its name. A new repository is made."""
+        branches, commits = self.branches.setdefault(name, {}), self.commits.setdefault(name, {})
+        parent = branches.get(branch, "")
+        content = {**commits.get(parent, {}), **files}
+        content = {path: data for path, data in content.items() if data is not None}
+        digest = hashlib.sha1(f"{name} {parent}".encode())
+        for path in sorted(content):
+            digest.update(path.encode() + content[path])
+        commits[digest.hexdigest()] = content
+        branches[branch] = digest.hexdigest()
+        return branches[branch]
+
+    def upload(self, name: str, folder: Path, branch: str = "main") -> str:
+        """Commit the files of a folder."""
+        return self.commit(name, {path.name: path.read_bytes() for path in folder.iterdir()}, branch)
+
+    def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        """Return the commit of a revision, and its files by path."""
+        commit = self.branches[name].get(revision, revision)
+        if commit not in self.commits[name]:
+            raise RefusedError(404, "RevisionNotFound")
+        return commit, self.commits[name][commit]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request by the method that `ROUTES` names."""
+
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        """Answer GET."""
+        self._answer("GET")
+
+    def do_HEAD(self) -> None:
+        """Answer as GET, without content."""
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        """Answer POST."""
+        self._answer("POST")
+
+    def do_PUT(self) -> None:
+        """Answer PUT."""
+        self._answer("PUT")
+
+    def _answer(self, method: str) -> None:
+        path = urlsplit(self.path).path
+        self.hub.requests.append((self.command, path))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                self.body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        try:
+            for (verb, pattern), name in ROUTES.items():
+                if verb == method and (found := re.fullmatch(pattern, path)):
+                    groups = {key: unquote(value) for key, value in found.groupdict().items() if value}
+                    if "id" in groups:
+                        self._check_access(groups["id"])
+                    return getattr(self, name)(**groups)
+            raise RefusedError(404)
+        except RefusedError as e:
+            self._send(b"{}", e.status, {"X-Error-Code": e.code} if e.code else {})
+
+    def _check_access(self, name: str) -> None:
+        authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if name in self.hub.gated:
+            raise RefusedError(403 if authorized else 401, "GatedRepo")
+        if name not in self.hub.branches or (name in self.hub.private and not authorized):
+            raise RefusedError(404 if authorized else 401, "RepoNotFound")
+
+    def _check_writer(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise RefusedError(401)
+
+    def _json(self, content: object, status: int = 200) -> None:
+        self._send(json.dumps(content).encode(), status, {"Content-Type": "application/json"})
+
+    def _send(self, content: bytes, status: int = 200, headers: Mapping[str, str] = {}, path: str = "") -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            is_broken = self.hub.broken.get(path, 0) > 0
+            if is_broken:
+                self.hub.broken[path] -= 1
+            self.wfile.write(content[: len(content) // 2] if is_broken else content)
+            self.close_connection = is_broken
+
+    def whoami(self) -> None:
+        """Name the owner of the token."""
+        self._check_writer()
+        self._json({"type": "user", "name": OWNER})
+
+    def validate(self) -> None:
+        """Accept any metadata of a card."""
+        self._json({"errors": [], "warnings": []})
+
+    def create(self) -> None:
+        """Create a repository of the token's owner."""
+        self._check_writer()
+        asked = json.loads(self.body)
+        if asked["organization"] != OWNER:
+            raise RefusedError(403)
+        name = f"{OWNER}/{asked['name']}"
+        if name in self.hub.branches:
+            return self._json({"error": "exists", "url": f"{self.hub.url}/{name}"}, 409)
+        self.hub.commit(name, {".gitattributes": b""})
+        if asked.get("visibility") == "private":
+            self.hub.private.add(name)
+        return self._json({"url": f"{self.hub.url}/{name}"})
+
+    def info(self, id: str, revision: str = "main") -> None:
+        """Describe a repository and the commit of a revision."""
+        commit, files = self.hub.files(id, revision)
+        siblings = [{"rfilename": path} for path in files]
+        self._json({"id": id, "sha": commit, "private": id in self.hub.private, "siblings": siblings})
+
+    def tree(self, id: str, revision: str) -> None:
+        """List all files of a commit."""
+        entries = []
+        for path, data in self.hub.files(id, revision)[1].items():
+            entry = {"type": "file", "path": path, "size": len(data), "oid": blob(data)}
+            oid = hashlib.sha256(data).hexdigest()
+            lfs = {"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if path.endswith(LARGE) else {}
+            entries.append({**entry, **lfs})
+        self._json(entries)
+
+    def resolve(self, id: str, revision: str, path: str) -> None:
+        """Send a file, or the place of an LFS object."""
+        commit, files = self.hub.files(id, revision)
+        headers = {"X-Repo-Commit": commit}
+        if path not in files:
+            raise RefusedError(404, "EntryNotFound")
+        data = files[path]
+        if path.endswith(LARGE):
+            oid = hashlib.sha256(data).hexdigest()
+            self.hub.objects[oid], self.hub.paths[oid] = data, path
+            linked = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{oid}"'}
+            return self._send(b"", 302, {**headers, **linked, "Location": f"{self.hub.store}/objects/{oid}"})
+        etag = {"ETag": f'"{blob(data)}"'}
+        return self._send(data, 200, {**headers, **etag}, path)
+
+    def object_content(self, oid: str) -> None:
+        """Send an LFS object, or the rest of it that the header Range asks for."""
+        assert "Authorization" not in self.headers
+        data = self.hub.objects[oid]
+        start = int(re.sub(r"bytes=(\d+)-", r"\1", self.headers.get("Range", "bytes=0-")))
+        ranges = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
+        self._send(data[start:], 206 if start else 200, ranges, self.hub.paths.get(oid, ""))
+
+    def preupload(self, id: str, revision: str) -> None:
+        """Say which files are to be uploaded as LFS objects."""
+        self._check_writer()
+        held, answers = self.hub.files(id, revision)[1], []
+        for path in (file["path"] for file in json.loads(self.body)["files"]):
+            is_large, data = path.endswith(LARGE), held.get(path)
+            oid = None if data is None else hashlib.sha256(data).hexdigest() if is_large else blob(data)
+            mode = "lfs" if is_large else "regular"
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._json({"files": answers})
+
+    def batch(self, id: str) -> None:
+        """Say where LFS objects are to be uploaded."""
+        self._check_writer()
+        objects = json.loads(self.body)["objects"]
+        places = {each["oid"]: {"upload": {"href": f"{self.hub.store}/objects/{each['oid']}"}} for each in objects}
+        new = {oid: {"actions": action} for oid, action in places.items() if oid not in self.hub.objects}
+        self._json({"transfer": "basic", "objects": [{**each, **new.get(each["oid"], {})} for each in objects]})
+
+    def put_object(self, oid: str) -> None:
+        """Store an LFS object."""
+        if self.hub.broken.get("upload"):
+            self.hub.broken["upload"] -= 1
+            raise RefusedError(507)
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.hub.objects[oid] = self.body
+        self._send(b"")
+
+    def commit(self, id: str, revision: str) -> None:
+        """Add a commit of regular files, LFS objects and deletions."""
+        self._check_writer()
+        files: dict[str, bytes | None] = {}
+        for line in self.body.splitlines():
+            item = json.loads(line)
+            key, value = item["key"], item["value"]
+            if key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            elif key == "deletedFile":
+                files[value["path"]] = None
+        commit = self.hub.commit(id, files, revision)
+        self._json({"commitUrl": f"{self.hub.url}/{id}/commit/{commit}", "commitOid": commit})
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Hub]:
+    """Context manager: a hub that answers requests until the context ends."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url, hub.store = (f"http://{host}:{server.server_port}" for host in ("127.0.0.1", "localhost"))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def environment(hub: Hub, cache: Path, token: str | None = TOKEN) -> dict[str, str]:
+    """Return the environment in which huggingface_hub uses a hub and a cache, each of a test's own."""
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return {**own, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": token or "", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def use(monkeypatch, hub: Hub, cache: Path, token: str | None = TOKEN) -> None:
+    """Let huggingface_hub use a hub and a cache in this process."""
+    from huggingface_hub import constants
+
+    for key, value in environment(hub, cache, token).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
