@@ -38,7 +38,7 @@ KEYS = {
     "document_mask": Key(bool, False, "Language models: mask attention between the documents of a row."),
     "model_name": Key(str, "vit", 'File in dcvit/models: "vit" or "lm".'),
     "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
-    "model_init": Key(str | None, None, "Checkpoint to start from: a workdir, a checkpoint folder, a .npz or a .bv."),
+    "model_init": Key(str | None, None, "Model to start from: what `dcvit.load` opens, a .npz or a .bv."),
     "model_load": Key(dict, {}, "Further arguments of the model's `load`: `dont_load` and `upcycle`."),
     "lora": Key(
         dict, {},

@@ -95,7 +95,7 @@ def _commits(workdirs: Sequence[Place]) -> dict[str, str]:
     return huggingface.by_repository(found)
 
 
-def _repositories(config: Any) -> Iterator[tuple[Any, str]]:
+def _repositories(config: Json | ConfigDict) -> Iterator[tuple[Json | ConfigDict, str]]:
     """Yield (dict, key) for each value of a config that is the name of a repository of the Hugging Face Hub."""
     for key, value in config.items():
         if isinstance(value, dict | ConfigDict):
@@ -107,14 +107,14 @@ def _repositories(config: Any) -> Iterator[tuple[Any, str]]:
 def _pin(config: ConfigDict, commits: Commits) -> None:
     """Add commits to the names of repositories in a config. Raises ConfigError if the Hub does not tell a commit."""
     for holder, key in list(_repositories(config)):
-        holder[key] = _pinned(holder[key], f"config {key}", commits)
+        holder[key] = _pinned(holder[key], f"the config's {key}", commits)
 
 
 def _pinned(name: str, what: str, commits: Commits) -> str:
     try:
         return huggingface.pinned(name, commits())
     except InputError as e:
-        raise ConfigError(f"{what}={name}: {e}") from None
+        raise ConfigError(f"{what}: {e}") from None
 
 
 def check(spec: str | None, overrides: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
     arguments = _parse_arguments(text)
     for key, value in arguments.items():
         if huggingface.is_name(value):
-            arguments[key] = _pinned(value, key, commits)
+            arguments[key] = _pinned(value, f"argument {key}", commits)
         if key not in parameters:
             hint = nearest(key, parameters)
             if not hint.startswith("did you mean"):
