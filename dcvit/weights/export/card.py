@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from dcvit.errors import MetricsError
 from dcvit.runs import metrics
@@ -120,7 +120,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     """Write the model card: config, data, metrics, parameters, how to load the model, and the comparison."""
     kind, inputs = _image_facts(weights) if weights.description.model_name == "vit" else _text_facts(weights)
     fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
-    title, values = huggingface.title(weights.path) or "model", _metrics(weights)
+    title, values = huggingface.title(weights.path) if weights.path.name else "model", _metrics(weights)
     card = TEMPLATE.substitute(
         title=title, metadata=_metadata(weights, title, to, values), kind=kind, size=f"{weights.size:,}", to=to,
         origin="a run" if weights.workdir else f"weights of the family `{weights.family}`", report=report,
@@ -142,23 +142,24 @@ def _metadata(weights: Weights, title: str, to: str, values: Mapping[str, object
     found: Json = {"library_name": "dcvit", "pipeline_tag": task, "tags": ["dcvit", *TAGS.get(to, ())]}
     if huggingface.is_name(init := weights.record.get("model_init")):
         found["base_model"] = huggingface.parse(str(init)).id
-    if results := _results(weights.record, task, values):
+    if results := _results(weights, task, values):
         found["model-index"] = [{"name": title, "results": results}]
     return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in found.items())
 
 
-def _results(record: Mapping[str, Any], task: str, values: Mapping[str, object]) -> list[Json]:
+def _results(weights: Weights, task: str, values: Mapping[str, object]) -> list[Json]:
     """Return the metrics of each evaluator of a run in the form of the Hub's `model-index`."""
-    found = []
-    for name, evaluator in record.get("evals", {}).items():
-        data = evaluator["data"]
-        dataset = {"name": str(data.get("name", data["kind"])), "type": str(data.get("name", data["kind"]))}
+    found: list[Json] = []
+    for name, evaluator in weights.record.get("evals", {}).items():
+        data = tokenizer_files.training_data({"input": evaluator})
+        dataset: Json = dict.fromkeys(("name", "type"), str(data.get("name") or data.get("kind") or name))
+        numbers = {key: float(str(value)) for key, value in values.items() if key.startswith(f"{name}/")}
         metrics = [
-            {"name": key, "type": TYPES.get(key.partition("/")[2], key.partition("/")[2]), "value": float(str(value))}
-            for key, value in values.items() if key.startswith(f"{name}/")
+            {"name": key, "type": TYPES.get(kind := key.partition("/")[2], kind), "value": number}
+            for key, number in numbers.items() if math.isfinite(number)
         ]  # fmt: skip
         if metrics:
-            split = {"split": data["split"]} if data.get("split") else {}
+            split: Json = {"split": data["split"]} if data.get("split") else {}
             found.append({"task": {"type": task}, "dataset": {**dataset, **split}, "metrics": metrics})
     return found
 

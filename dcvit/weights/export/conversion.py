@@ -95,7 +95,7 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener, *, again: b
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
                 checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
             if target.exists():
-                _check_same(target, folder)
+                _check_same(target, folder, open_saved)
                 return report
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             rename(folder, target)
@@ -104,12 +104,23 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener, *, again: b
     return report
 
 
-def _check_same(target: Path, folder: Path) -> None:
-    """Raise ConfigError if a folder, by its checksums, is not the result of the conversion in another folder."""
-    sums = target / checksums.WEIGHTS
-    if not sums.is_file() or sums.read_bytes() != (folder / checksums.WEIGHTS).read_bytes():
-        raise ConfigError(f"{target} exists and is not the result of this conversion; give a new path")
-    checksums.check_weights(target)
+def _check_same(target: Path, folder: Path, open_saved: Opener) -> None:
+    """Raise ConfigError if a folder is not the result of the conversion in another folder.
+
+    The weights are compared by value: the library that writes safetensors varies the order in a header.
+    """
+
+    def sums(place: Path) -> list[str]:
+        file = place / checksums.WEIGHTS
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return [line.partition("  ")[2] if line.endswith(".safetensors") else line for line in lines]
+
+    if sums(target) == sums(folder):
+        there, here = open_saved(target), open_saved(folder)
+        pairs = ((tensor, there.params[name]) for name, tensor in here.params.items())
+        if here.description == there.description and all(np.array_equal(a.read(), b.read()) for a, b in pairs):
+            return
+    raise ConfigError(f"{target} exists and is not the result of this conversion; give a new path")
 
 
 def _write(weights: Weights, folder: Path, to: str) -> None:

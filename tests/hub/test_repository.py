@@ -1,0 +1,358 @@
+"""Models of the Hugging Face Hub, against a local server with the Hub's protocol: download, commits, cache, upload."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import conversion_models
+import fake_hub
+import jax
+import numpy as np
+import pytest
+from trained_workdirs import DIGITS, TINY
+
+import dcvit
+from dcvit import cli, convert, evaluate, predict
+from dcvit.config import load as configs
+from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.hub import repository
+from dcvit.hub.source import find, init_config, open_parameters
+from dcvit.weights.safetensors_writer import write_shards
+from input_pipeline import huggingface
+from input_pipeline.text.tokenizer import open_tokenizer
+
+hub_library = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub; pip install -e .[hub]")
+pytestmark = [
+    pytest.mark.usefixtures("library_promotion"),
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of huggingface_hub, in an upload
+]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+IMAGE = "tests/data/seven.png"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, capsys):
+    """A hub with an empty cache of this test, whose token is printed nowhere."""
+    with fake_hub.serve() as served:
+        fake_hub.use(monkeypatch, served, tmp_path / "cache")
+        yield served
+    out, err = capsys.readouterr()
+    assert fake_hub.TOKEN not in out + err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small image model in the project's own format."""
+    return conversion_models.write(conversion_models.image_model(depth=1)[2], tmp_path / "model")
+
+
+def offline(monkeypatch):
+    monkeypatch.setattr(hub_library.constants, "HF_HUB_OFFLINE", True)
+
+
+def parameters(name):
+    """The parameters of a model that `find` opens, by path."""
+    return {path: tensor.read() for path, tensor in open_parameters(find(str(name))).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def changed(data, by=1):
+    """Return the bytes of a file of weights with other values: only the last bytes of the last tensor differ."""
+    return data[:-1] + bytes([data[-1] ^ by])
+
+
+def line(error, action, *arguments, **options):
+    """Call `action`, which must raise `error`, and return its message, which is one line."""
+    with pytest.raises(error) as raised:
+        action(*arguments, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["owner/name", "o1/n.a_m-e", "owner/name/a/b", "owner/name@main", f"o/n/sub@{COMMIT}", "o/n@refs/pr/1"]
+)
+def test_a_name_is_parsed_and_written_back(name):
+    assert str(huggingface.parse(f"hf:{name}")) == f"hf:{name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "foo", "/name", "owner/", "owner/name/", "owner//name", "owner/../name", "owner/name/../..", "a/b@",
+        "a/b@../x", "a/b@/x", "a/b@-x", "owner/na me", "ownér/name", "a/b\n", "a/.hidden", "a--b/c", "a/b.git",
+        "a/b@x@y",
+    ],
+)  # fmt: skip
+def test_an_invalid_name_is_refused_before_any_request(name):
+    assert "expected hf:OWNER/NAME" in line(InputError, huggingface.parse, f"hf:{name}")
+
+
+def test_only_folders_of_the_cache_are_repositories():
+    path = f"/c/hub/models--owner--name/snapshots/{COMMIT}"
+    assert str(huggingface.cached(path)) == f"hf:owner/name@{COMMIT}"
+    assert str(huggingface.cached(f"{path}/sub")) == f"hf:owner/name/sub@{COMMIT}"
+    assert huggingface.cached("/c/models--owner--name/snapshots/main") is None
+
+
+def test_a_model_is_downloaded_once_and_without_code_pickles_or_other_files(hub, folder):
+    for extra in ("modeling.py", "pytorch_model.bin", "onnx/model.safetensors", "training_args.pt", "big.safetensors"):
+        hub.commit("owner/name", {extra: b"no"})
+    commit = hub.upload("owner/name", folder)
+    assert same(parameters("hf:owner/name"), parameters(folder))
+    requested = {path.rpartition("/")[2] for method, path in hub.requests if "/resolve/" in path}
+    assert requested == {"config.json", "model.safetensors"}
+    hub.requests.clear()
+    assert same(parameters(f"hf:owner/name@{commit}"), parameters(folder))
+    assert hub.requests == []
+
+
+def test_shards_and_folders_of_a_repository_are_opened(hub, folder):
+    tensors = ((name, np.array(value)) for name, value in parameters(folder).items())
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    write_shards(folder, tensors, max_shard_bytes=10_000)
+    hub.commit("owner/name", {f"a/b/{path.name}": path.read_bytes() for path in folder.iterdir()})
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert same(parameters("hf:owner/name/a/b"), parameters(folder))
+
+
+def test_a_commit_stays_when_the_repository_changes(hub, folder):
+    old = hub.upload("owner/name", folder)
+    before = parameters("hf:owner/name")
+    new = hub.commit("owner/name", {"model.safetensors": changed((folder / "model.safetensors").read_bytes())})
+    hub.commit("owner/name", {"README.md": b"other"}, branch="dev")
+    assert same(parameters(f"hf:owner/name@{old}"), before)
+    assert not same(parameters("hf:owner/name"), before)
+    assert same(parameters(f"hf:owner/name@{new}"), parameters("hf:owner/name@main"))
+    assert "no safetensors" in line(CheckpointError, find, "hf:owner/name@dev")
+
+
+def test_a_config_holds_the_commit_and_a_run_keeps_its_own(hub, folder, tmp_path):
+    def model_init(**options):
+        return configs.load("vit_digits", [f"model_init={options.pop('name', 'hf:owner/name')}"], **options).model_init
+
+    old = hub.upload("owner/name", folder)
+    assert model_init() == f"hf:owner/name@{old}"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"model_init": model_init()}))
+    new = hub.commit("owner/name", {"README.md": b"new"})
+    assert model_init() == f"hf:owner/name@{new}"
+    assert model_init(workdirs=[tmp_path, tmp_path / "run"]) == f"hf:owner/name@{old}"
+    assert model_init(workdirs=[tmp_path / "run"], name="hf:owner/name@main") == f"hf:owner/name@{new}"
+    hub.commit("owner/other", {})
+    assert "no revision 'v1'" in line(ConfigError, model_init, name="hf:owner/other@v1")
+
+
+def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
+    weights = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
+    source = conversion_models.write(weights, tmp_path / "source")
+    vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnop?")}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?")).save(str(source / "tokenizer.json"))
+    name = f"hf:owner/text@{hub.upload('owner/text', source)}"
+    assert init_config(name)["input"]["data"]["tokenizer"] == name  # no path of this machine
+    config = configs.load(f"lm_text:data_dir={tmp_path},init=hf:owner/text")
+    data = [config.input.data, config.evals.validation.data]
+    assert [config.model_init, *(each.tokenizer for each in data)] == [name] * 3
+    tokenizer = open_tokenizer("hf:owner/text", None)
+    assert (tokenizer.encode("abc"), tokenizer.origin) == ([0, 1, 2], name)
+    hub.commit("owner/none", {"config.json": b"{}"})
+    assert "has no tokenizer.json" in line(InputError, open_tokenizer, "hf:owner/none", None)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"pytorch_model.bin": b"x"}, "has no safetensors file; pytorch_model.bin is not read"),
+        ({"README.md": b"x"}, "has no safetensors file$"),
+        ({"a.safetensors": b"x", "b.safetensors": b"y"}, "has 2 safetensors files and no model.safe"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a file beside it"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "modeling.py"}}'},
+            "names 'modeling.py'; exp",
+        ),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "a.safetensors"}}'}, "lacks a.safetensors"),
+        ({"model.safetensors.index.json": b"[" * 10_000}, "cannot read .*model.safetensors.index.json"),
+        ({"model.safetensors": b"\x10" + bytes(7) + b"{not a header}"}, "is not a safetensors file, or is damaged"),
+        ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1"}, "pointer of Git LFS"),
+        ({"model.safetensors": b"x", "checksums.sha256": b"0" * 64 + b"  model.safetensors\n"}, "is damaged"),
+    ],
+)
+def test_a_repository_without_readable_weights_is_refused_in_one_line(hub, files, expected):
+    hub.commit("owner/name", files)
+    assert re.search(expected, line(CheckpointError, dcvit.load, "hf:owner/name"))
+
+
+def test_missing_private_and_restricted_repositories_are_refused_in_one_line(hub, folder, monkeypatch):
+    hub.upload("owner/private", folder)
+    hub.private.add("owner/private")
+    hub.upload("owner/gated", folder)
+    hub.gated.add("owner/gated")
+    assert "no such repository at" in line(CheckpointError, find, "hf:owner/missing")
+    assert "the access is restricted" in line(CheckpointError, find, "hf:owner/gated")
+    assert find("hf:owner/private").path.is_dir()
+    monkeypatch.setenv("HF_TOKEN", "")
+    shutil.rmtree(hub_library.constants.HF_HUB_CACHE)
+    assert "a private one" in line(CheckpointError, find, "hf:owner/private")
+    assert "the access is restricted" in line(CheckpointError, find, "hf:owner/gated")
+    monkeypatch.setattr(fake_hub.Handler, "info", lambda handler, **_: handler._send(b"", 500))
+    hub.upload("owner/name", folder)
+    assert "cannot be reached, and the cache" in line(CheckpointError, find, "hf:owner/name")
+
+
+def test_the_cache_needs_no_connection(hub, folder, monkeypatch):
+    commit = hub.upload("owner/name", folder)
+    assert "HF_HUB_OFFLINE is set" in (offline(monkeypatch) or line(CheckpointError, find, "hf:owner/name"))
+    monkeypatch.setattr(hub_library.constants, "HF_HUB_OFFLINE", False)
+    expected = parameters("hf:owner/name")
+    hub.requests.clear()
+    offline(monkeypatch)
+    for name in ("hf:owner/name", "hf:owner/name@main", f"hf:owner/name@{commit}"):
+        assert name.endswith("main") or same(parameters(name), expected)
+    assert "HF_HUB_OFFLINE is set" in line(CheckpointError, find, f"hf:owner/name@{COMMIT}")
+    assert hub.requests == []
+
+
+def test_an_interrupted_download_is_continued_or_never_opened(hub, folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    hub.upload("owner/name", folder)
+    hub.broken["model.safetensors"] = 100
+    assert "cannot download hf:owner/name@" in line(CheckpointError, find, "hf:owner/name")
+    with monkeypatch.context() as patch:
+        offline(patch)
+        assert "does not hold all files" in line(CheckpointError, find, "hf:owner/name")
+    hub.broken["model.safetensors"] = 1
+    assert same(parameters("hf:owner/name"), parameters(folder))
+
+
+def test_a_full_disk_ends_in_one_line(hub, folder, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    hub.upload("owner/name", folder)
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+    assert "No space left on device" in line(CheckpointError, find, "hf:owner/name")
+
+
+def push(source, target, *options, to="hf"):
+    """Run `dcvit convert SOURCE TARGET --push owner/NAME`; return its exit status."""
+    return cli.run(convert.main, [str(source), str(target), "--to", to, "--push", *options])
+
+
+@pytest.mark.slow
+def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp_path, capsys):
+    assert push(digits_workdir, tmp_path / "out", "owner/digits") == 0
+    name = re.search(r"uploaded as (hf:owner/digits@[0-9a-f]{40})\n", capsys.readouterr().out)[1]
+    model, run = dcvit.load(name), dcvit.load(digits_workdir)
+    images = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8, 1)).astype(np.float32)
+    outputs = [jax.jit(m.module.apply)({"params": m.params}, images)[0] for m in (model, run)]
+    np.testing.assert_array_equal(*outputs)
+    assert list(model.class_names) == list(run.class_names)
+    assert model.source == f"owner/digits@{name[-40:-28]}"
+    card = hub_library.ModelCard((tmp_path / "out" / "README.md").read_text()).data
+    last = json.loads((digits_workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    found = {result.metric_name: result.metric_value for result in card.eval_results}
+    assert found["test/top1"] == pytest.approx(last["test/top1"], rel=1e-4)
+    assert (card.library_name, card.pipeline_tag) == ("dcvit", "image-classification")
+    assert cli.run(predict.main, ["--model", "hf:owner/digits", IMAGE]) == 0
+    fields = [f"--config.model.{key}={DIGITS[f'model.{key}']}" for key in ("width", "depth", "mlp_dim", "patch_size")]
+    argv = ["--config", "vit_digits", "--config.model.compose=None", *fields, "--checkpoint", "hf:owner/digits"]
+    assert cli.run(evaluate.main, [*argv, "--format", "json"]) == 0
+    assert f'"top1": {last["test/top1"]}' in capsys.readouterr().out
+    assert cli.run(evaluate.main, ["--model", "hf:owner/digits"]) == 2
+    assert f"{name} is not the folder of a training run; give --config CONFIG" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workdir, tmp_path):
+    source = tmp_path / "source"
+    conversion_models.convert(digits_workdir, source, "safetensors")
+    old = hub.upload("owner/digits", source)
+    overrides = {**TINY, "model.width": 32, "model.depth": 1, "model.mlp_dim": 64, "model_init": "hf:owner/digits"}
+    words = [f"--config.{key}={value}" for key, value in overrides.items()]
+
+    def train(workdir):
+        assert cli.run(dcvit.train.main, ["--config", "vit_digits", "--workdir", str(workdir), *words]) == 0
+        return parameters(workdir)
+
+    whole = train(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model_init"] == f"hf:owner/digits@{old}"
+    hub.commit("owner/digits", {"model.safetensors": None, "pytorch_model.bin": b"x"})
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert same(train(tmp_path / "run"), whole)
+
+
+def test_an_upload_is_refused_before_the_conversion(hub, folder, tmp_path, monkeypatch, capsys):
+    for options, to, expected in [
+        (["foo"], "hf", "expected hf:OWNER/NAME"),
+        (["owner/name@main"], "hf", "--push owner/name@main: expected OWNER/NAME"),
+        (["owner/name"], "onnx", "hf, safetensors, timm"),
+    ]:
+        assert push(folder, tmp_path / "out", *options, to=to) == 2
+        assert expected in capsys.readouterr().err
+    assert cli.run(convert.main, [str(folder), str(tmp_path / "out"), "--to", "hf", "--private"]) == 2
+    assert cli.run(convert.main, [str(folder), "hf:owner/name", "--to", "hf"]) == 2
+    assert "expected a path, not a repository" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert push(folder, tmp_path / "out", "owner/name") == 2
+    assert "status 401; check HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert push(folder, tmp_path / "out", "owner/name") == 2
+    assert "--push needs a token that may write: set HF_TOKEN" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert hub.branches == {}
+
+
+@pytest.mark.slow
+def test_a_failed_upload_leaves_the_folder_and_the_same_command_uploads_it(hub, folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    hub.broken["upload"] = 1
+    assert push(folder, out, "owner/name", to="safetensors") == 2
+    assert "cannot upload to hf:owner/name: " in capsys.readouterr().err
+    assert hub.commits["owner/name"].keys() == {hub.branches["owner/name"]["main"]}  # no commit but the first
+    (out / "README.md").write_text((out / "README.md").read_text().replace("# license: to be", "license: mit  # to be"))
+    hub.commit("owner/name", {"model-00001-of-00002.safetensors": b"old", "pytorch_model.bin": b"old", "a.txt": b""})
+    before = len(hub.commits["owner/name"])
+    assert push(folder, out, "owner/name", to="safetensors") == 0
+    commit, files = hub.files("owner/name", "main")
+    assert len(hub.commits["owner/name"]) == before + 1
+    assert files.keys() == {".gitattributes", "a.txt", *(path.name for path in out.iterdir())}
+    assert b"license: mit" in files["README.md"]
+    assert f"uploaded as hf:owner/name@{commit}\n" in capsys.readouterr().out
+    assert push(folder, out, "owner/name", "--private", to="safetensors") == 2
+    assert "owner/name exists and is public" in capsys.readouterr().err
+    assert push(folder, out, "somebody/name", to="safetensors") == 2
+    assert "status 403; check HF_TOKEN and its permissions" in capsys.readouterr().err
+    (out / "config.json").write_text("{}")
+    assert push(folder, out, "owner/name", to="safetensors") == 2
+    assert "is damaged" in capsys.readouterr().err
+    other = conversion_models.write(conversion_models.image_model(depth=1, width=16)[2], tmp_path / "other")
+    assert push(other, out, "owner/name", to="safetensors") == 2
+    assert "is not the result of this conversion" in capsys.readouterr().err
+
+
+def test_a_private_repository_can_be_made(hub, folder):
+    made = repository.upload(folder, repository.check_upload("hf:owner/name", "safetensors"), private=True)
+    assert "owner/name" in hub.private
+    assert same(parameters(str(made)), parameters(folder))
+
+
+def test_processes_that_share_a_cache_do_not_disturb_each_other(hub, folder, tmp_path):
+    commit = hub.upload("owner/name", folder)
+    code = "from input_pipeline.huggingface import *; print(fetch(parse('hf:owner/name@{}'), ['model.safetensors']))"
+    env = {**os.environ, **fake_hub.environment(hub, tmp_path / "shared")}
+    argv = [sys.executable, "-c", code.format(commit)]
+    processes = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    folders = {process.communicate()[0].strip() for process in processes}
+    (path,) = folders
+    data = (tmp_path / path / "model.safetensors").read_bytes()
+    assert data == (folder / "model.safetensors").read_bytes()
+    assert not list((tmp_path / "shared").rglob("*.incomplete"))
