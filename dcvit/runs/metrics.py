@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl`, `timing.jsonl`, and TensorBoard if it is installed.
+"""Metrics of a run: `metrics.jsonl`, `timing.jsonl`, and copies in trackers of experiments.
 
 `metrics.jsonl` has one row for each logged step. It contains only functions of the config and the data, so two runs of
 one config write the same file; wall times are in `timing.jsonl`.
@@ -7,7 +7,6 @@ one config write the same file; wall times are in `timing.jsonl`.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import math
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 
 from dcvit.errors import MetricsError, first_line
 from dcvit.runs.files import Folder, file_identity, replace
+from dcvit.runs.tracking import TrackedRun, Trackers
 
 FILES = ("metrics.jsonl", "timing.jsonl")
 LOG = logging.getLogger(__name__)
@@ -139,33 +139,42 @@ def _parse(text: str, previous_step: int) -> Values:
 
 
 class MetricWriter:
-    """Writes metrics and timings to the workdir, and metrics to TensorBoard.
+    """Writes metrics and timings to the workdir, and both to trackers.
 
-    Rows after the step that a run resumes from are removed from the files. TensorBoard, which only appends, shows these
-    steps twice; it is used for local workdirs only.
+    Rows after the step that a run resumes from are removed from the files.
     """
 
-    def __init__(self, workdir: Folder, *, resumed: About, tensorboard: bool = True):
-        """Open the files of a workdir, and report rows that are missing.
+    def __init__(
+        self,
+        workdir: Folder,
+        *,
+        resumed: About,
+        trackers: Mapping[str, object] | None = None,
+        config: About | None = None,
+    ):
+        """Open the files of a workdir, report rows that are missing, and start trackers.
 
         Args:
           workdir: the run's folder.
           resumed: the description of the checkpoint that a run resumes from; empty for a new run.
-          tensorboard: if False, TensorBoard is not used.
+          trackers: see `dcvit.runs.tracking.Trackers`.
+          config: the config, which trackers show.
         """
         self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resumed.get("step")) for name in FILES)
         if missing := self.metrics.missing(resumed):
             LOG.warning(missing)
-        self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
-        self.writers = [self.metrics, self.timing, *([self.tensorboard] if self.tensorboard else [])]
+        timing = {row["step"]: row for row in self.timing.resumed}
+        rows = [{**row, **timing.get(row["step"], {})} for row in self.metrics.resumed]
+        self.trackers = Trackers(trackers or {}, TrackedRun(workdir, config or {}, resumed.get("step", 0)), rows)
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
         """Write the metrics and timings of a step, unless the files already have rows of it or of a later step."""
-        if self.tensorboard and step > self.metrics.last_step:
-            self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
+        new = step > self.metrics.last_step
         self.metrics.write(step, metrics)
         if timing:
             self.timing.write(step, timing)
+        if new:
+            self.trackers.write(step, {**metrics, **(timing or {})})
 
     @property
     def last_step(self) -> int:
@@ -174,25 +183,10 @@ class MetricWriter:
 
     def flush(self) -> None:
         """Return when everything written so far would survive a kill."""
-        for writer in self.writers:
-            writer.flush()
+        self.metrics.flush()
+        self.timing.flush()
 
     def close(self) -> None:
         """Close all files."""
-        for writer in self.writers:
-            writer.close()
-
-
-def _tensorboard(workdir: Folder) -> Any:
-    """Return clu's writer of events; None if clu, tensorflow or tensorboard is not installed or fails to load."""
-    if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
-        return None
-    from input_pipeline.optional import tensorflow
-
-    try:
-        tensorflow()  # before clu imports it: keeps TensorFlow off the accelerators
-        from clu import metric_writers
-    except Exception as e:  # a broken installation, or too little memory
-        LOG.warning("no events for TensorBoard: %s", first_line(e))
-        return None
-    return metric_writers.SummaryWriter(str(workdir))
+        self.metrics.close()
+        self.timing.close()

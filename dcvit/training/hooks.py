@@ -1,4 +1,4 @@
-"""Hooks of the training loop: metrics and evaluations, checkpoints, the profiler, and Weights & Biases.
+"""Hooks of the training loop: metrics and evaluations, checkpoints, and the profiler.
 
 The trainer calls `start` of each hook once, and `before_step` and `after_step` at every step, in the order of the list.
 Hooks do not know each other; they share one `dcvit.training.progress.Progress`.
@@ -15,7 +15,6 @@ import jax
 
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
-from dcvit.runs.tracking import WandbRun
 from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import Progress, StepResult
 from dcvit.training.resume import Run
@@ -66,6 +65,11 @@ class MetricsHook(Hook):
         timing = self._timing() if logs else {}
         with self.progress.clock.paused():
             self._record(result.step, result.state, result.numbers, evaluators, timing)
+
+    def close(self, *, failed: bool) -> None:
+        """End the runs of trackers."""
+        if self.run.writer:
+            self.run.writer.trackers.close(failed=failed)
 
     def _catch_up(self, state: TrainState) -> None:
         """Write the row of the checkpoint's step if it is missing, and read the earlier rows for best step and stop."""
@@ -122,34 +126,6 @@ class MetricsHook(Hook):
             self.run.watchdog(f"evaluating {name} after step {step}")
             found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(params).items()}
         return found
-
-
-class WandbHook(Hook):
-    """Copies the rows of metrics to Weights & Biases, in the first process."""
-
-    def __init__(self, run: Run, progress: Progress):
-        self.progress, self.sent = progress, -1
-        self.tracked = WandbRun(run.workdir, run.setup.options.wandb, run.setup.record, resumed=bool(run.start.step))
-
-    def before_step(self, step: int) -> None:
-        """Send the row of step 0, or in a resumed run the row of its checkpoint's step."""
-        self._send()
-
-    def after_step(self, result: StepResult) -> None:
-        """Send the row of metrics of a step, if it has one."""
-        self._send()
-
-    def close(self, *, failed: bool) -> None:
-        """Send the last row and complete the W&B run."""
-        try:
-            self._send()
-        finally:
-            self.tracked.close(failed=failed)
-
-    def _send(self) -> None:
-        if self.progress.row_step > self.sent:
-            self.sent = self.progress.row_step
-            self.tracked.write(self.sent, self.progress.row)
 
 
 class CheckpointHook(Hook):

@@ -17,7 +17,7 @@ from dcvit.config.keys import is_rate
 from dcvit.dcmha.selection import Policy
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.models import Params
-from dcvit.runs.tracking import check_wandb
+from dcvit.runs import tracking
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData
 
@@ -63,10 +63,17 @@ class RunOptions:
     watchdog_exit: bool
     tensorboard: bool
     wandb: Mapping[str, object]
+    mlflow: Mapping[str, object]
+    trackio: Mapping[str, object]
     profile: Sequence[int]
     kernels: Policy | None
     require_fused: bool
     check_memory: bool
+
+    @property
+    def trackers(self) -> dict[str, object]:
+        """The options of the trackers that the config enables, by name; see `dcvit.runs.tracking`."""
+        return {name: getattr(self, name) for name in tracking.NAMES if getattr(self, name)}
 
 
 def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:
@@ -131,7 +138,7 @@ def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps:
     """Return the options of a run that `config` gives, after checking them.
 
     Raises:
-      ConfigError: `ckpt_best` or `early_stop` names no metric, `profile` no step of the run, or `wandb` is invalid.
+      ConfigError: `ckpt_best` or `early_stop` names no metric, `profile` no step of the run, or a tracker is invalid.
     """
     keys = config.to_dict()
     options = RunOptions(**{field.name: keys[field.name] for field in dataclasses.fields(RunOptions)})
@@ -143,7 +150,7 @@ def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps:
             raise ConfigError(f"config.{key}: no evaluation yields {value[0]!r}; {nearest(value[0], known)}")
     if options.profile and options.profile[0] > total_steps:
         raise ConfigError(f"config.profile={tuple(options.profile)}: the run has {total_steps} steps")
-    check_wandb(options.wandb)
+    tracking.check(options.trackers)
     return options
 
 

@@ -117,7 +117,8 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             raise CheckpointError(f"config.model_init has another {changed[0]} than when the run started")
         writer = None
         if multihost.is_first():
-            writer = metrics.MetricWriter(folder, resumed=start.about, tensorboard=setup.options.tensorboard)
+            trackers = setup.options.trackers
+            writer = metrics.MetricWriter(folder, resumed=start.about, trackers=trackers, config=setup.record)
             stack.callback(writer.close)
         watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
         stack.callback(watchdog.close)

@@ -22,7 +22,7 @@ from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
 from dcvit.runs.progress import stage
 from dcvit.training import memory
-from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, WandbHook
+from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook
 from dcvit.training.progress import Progress, StepResult
 from dcvit.training.resume import Run, open_run, start_state
 from dcvit.training.setup import Setup
@@ -137,8 +137,6 @@ class Trainer:
         self.hooks: list[Hook] = [MetricsHook(run, self.progress), self.checkpoints]
         if options.profile:
             self.hooks.append(ProfilerHook(run, self.progress))
-        if options.wandb and multihost.is_first():
-            self.hooks.append(WandbHook(run, self.progress))
 
     def run_steps(self, state: TrainState) -> None:
         """Execute the steps after `run.start`, from its `state`, to the last one or until early stopping."""

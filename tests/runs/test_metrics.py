@@ -1,14 +1,11 @@
 """Metrics files of a run: one row per step, also after a kill."""
 
-import importlib
 import json
 
 import pytest
 
 from dcvit import errors
-from dcvit.errors import first_line_with_type
 from dcvit.runs import metrics
-from input_pipeline import optional
 
 
 def test_steps_are_written_once_and_rows_after_the_resumed_step_are_removed(tmp_path):
@@ -108,21 +105,3 @@ def test_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
         rows.write(2, {"loss": 1.0})
     rows.close()
     assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
-
-
-@pytest.mark.parametrize("error", [ImportError("failed to map segment\nfrom object"), RuntimeError("x"), MemoryError()])
-def test_a_library_that_fails_to_load_costs_one_line(tmp_path, monkeypatch, caplog, error):
-    def fail(name):
-        raise error
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(importlib, "import_module", fail)
-    optional.tensorflow.cache_clear()
-    writer = metrics.MetricWriter(tmp_path, resumed={})
-    writer.write(1, {"x": 1})
-    writer.close()
-    message = first_line_with_type(error)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"no events for TensorBoard: tensorflow fails to load: {message}"
-    ]
-    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 1}]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
-OUTSIDE = {"jax2onnx", "onnx", "onnxruntime", "peft", "timm", "torch", "torchvision", "wandb"}
+OUTSIDE = {"jax2onnx", "mlflow", "onnx", "onnxruntime", "peft", "timm", "torch", "torchvision", "trackio", "wandb"}
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
 OPTIONAL = (
     "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|tensorflow|tensorflow_datasets|tokenizers|yaml|zstandard"

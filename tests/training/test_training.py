@@ -186,7 +186,7 @@ def test_last_step_evaluates_with_every_interval(special):
 
 
 def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
-    pytest.importorskip("tensorflow", reason="TensorBoard is written only if tensorflow is installed")
+    pytest.importorskip("tensorboard", reason="TensorBoard is written only if it is installed")
     events = b"".join(p.read_bytes() for p in special.glob("events.out.tfevents*"))
     assert b"test/top1" in events
     assert b"grad_norm" in events
