@@ -22,7 +22,7 @@ COMMANDS = {
     "check-kernels": "verify and time the implementations of attention on this device",
     "aot": "compile the training step of a config for a TPU slice",
     "explore": "write a page that shows how the heads of a model compose",
-    "plot": "draw the training curves of one or more runs",
+    "compare": "compare the results, speed and configs of runs, and draw their curves",
     "reproduce": "compute a table or figure of the paper",
 }
 

@@ -32,7 +32,7 @@ from dcvit.runs import files
 from input_pipeline import huggingface
 from input_pipeline.files import expand
 
-FORMATS = ("table", "csv", "json")
+FORMATS = ("table", "csv", "json", "markdown")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
 LONG_WORD = re.compile(r"(?<=\S{500})\S{500,}(?=\S{300})")  # the middle of a word that is too long to read
@@ -360,13 +360,15 @@ def _multihost() -> types.ModuleType | None:
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
     """Print rows that have the same keys, as `form` says: as CSV or JSON, row by row, or as one table.
 
-    A table is adapted to the width of the terminal. JSON has the exact text; in CSV and tables, characters that cannot
-    be printed are escaped.
+    A table is adapted to the width of the terminal, unless it is in Markdown. JSON has the exact text; in CSV and
+    tables, characters that cannot be printed are escaped.
     """
     if form == "json":
         _show_json(rows)
     elif form == "csv":
         _show_csv(rows)
+    elif form == "markdown":
+        _show_markdown(list(rows))
     else:
         _show_table(list(rows), title)
 
@@ -392,6 +394,14 @@ def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
         sys.stdout.flush()
 
 
+def _show_markdown(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table in Markdown of the columns that have a value."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
+    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
+    for line in lines if names else []:
+        print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
+
+
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
     """Print a table of the columns that have a value.
 
@@ -413,7 +423,9 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
         table = _table(title, names, zip(*columns, strict=True))
     if width(table) > console.width:
         first, *others = zip(names, *zip(*columns, strict=True), strict=True)
-        table = min(table, _table(title, first, others), key=width)
+        transposed = _table(title, first, others)
+        transposed.columns[0].no_wrap = True
+        table = min(table, transposed, key=width)
     with console.capture() as printed:  # `print` raises BrokenPipeError, where the console would end the process
         console.print(table)
     print(printed.get(), end="")

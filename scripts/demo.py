@@ -58,7 +58,7 @@ def report(out: Path, title: str, rows: Sequence[Mapping[str, object]], workdirs
     machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
     cli.show([dict(row) for row in rows], "table", title=f"{title}; {machine}")
     (out / "table.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
-    run("dcvit.plot", *workdirs, "--out", out / "curves.png")
+    run("dcvit.compare", *workdirs, "--out", out / "curves.png")
 
 
 def step_times(workdir: Path) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from dcvit.errors import ConfigError, escaped
-from dcvit.runs import metrics
 from dcvit.runs.files import Folder
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -21,21 +20,24 @@ Row = Mapping[str, Any]
 Axes: TypeAlias = Any  # matplotlib.axes.Axes
 
 
-def plot(workdirs: Sequence[Folder], out: Path) -> None:
-    """Draw the training loss of each run, and a metric of its evaluators, over the training step.
-
-    The metric is the first of `METRICS` that the run has.
-
-    Args:
-      workdirs: the folders of the runs.
-      out: the picture, whose suffix selects the format.
-
-    Raises:
-      ConfigError: an unknown picture format, or a workdir without metrics.
-      MetricsError: a damaged metrics file.
-    """
+def check_picture(out: Path) -> None:
+    """Raise ConfigError if the suffix of a picture's name is not in `FORMATS`."""
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {out}: expected a name ending in .png, .pdf or .svg")
+
+
+def plot(runs: Sequence[tuple[str, Sequence[Row]]], out: Path, metric: str | None = None) -> None:
+    """Draw the training loss of each run, and a metric of its evaluators, over the training step.
+
+    Args:
+      runs: the name and the rows of metrics of each run.
+      out: the picture, whose suffix selects the format.
+      metric: the metric, "EVALUATOR/METRIC"; None is the first of `METRICS` that a run has.
+
+    Raises:
+      ConfigError: an unknown picture format.
+    """
+    check_picture(out)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,20 +45,17 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     units: set[str] = set()
-    for i, (workdir, name) in enumerate(zip(workdirs, labels(workdirs), strict=True)):
-        rows = metrics.read(workdir / "metrics.jsonl")
-        if not rows:
-            raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
+    for i, (name, rows) in enumerate(runs):
         label = escaped(name).lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = _points(rows, "loss")
         left.plot(*zip(*losses, strict=True), color=f"C{i}", label=label, marker="." if len(losses) == 1 else None)
-        units.add(_plot_evaluations(right, rows, label, f"C{i}"))
+        units.add(_plot_evaluations(right, rows, (label, f"C{i}"), metric))
     left.set(xlabel="step", ylabel="training loss (nats)")
     right.set(xlabel="step", ylabel=", ".join(sorted(units)))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes.lines:
-            for text in axes.legend().get_texts():
+            for text in (*axes.legend().get_texts(), axes.yaxis.label):
                 text.set_parse_math(False)  # a name may contain $
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such characters are drawn as boxes
@@ -72,16 +71,21 @@ def labels(workdirs: Sequence[Folder]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-def _plot_evaluations(axes: Axes, rows: Sequence[Row], label: str, color: str) -> str:
-    """Draw one metric of `METRICS` for each evaluator of a run, and return the label of the metric's axis."""
+def _plot_evaluations(axes: Axes, rows: Sequence[Row], style: tuple[str, str], metric: str | None) -> str:
+    """Draw one metric of a run, for each evaluator that has it, and return the label of the metric's axis.
+
+    `style` is the label and the color of the run. `metric` is explained at `plot`.
+    """
+    label, color = style
+    chosen = (metric or "").rpartition("/")[2]
     present = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
-    metric = next((name for name in METRICS if name in present), "loss")
-    unit, factor = METRICS[metric]
-    names = sorted({name for row in rows for name in row if name.endswith(f"/{metric}")})
-    for name, style in zip(names, LINE_STYLES * len(names), strict=False):
+    chosen = chosen or next((name for name in METRICS if name in present), "loss")
+    unit, factor = METRICS.get(chosen, (escaped(chosen), 1))
+    names = [metric] if metric else sorted({name for row in rows for name in row if name.endswith(f"/{chosen}")})
+    for name, line in zip(names, LINE_STYLES * len(names), strict=False):
         points = _points(rows, name, factor)
-        evaluator = name.removesuffix(f"/{metric}")
-        axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=f"{label} {escaped(evaluator)}")
+        shown = escaped(name.removesuffix(f"/{chosen}"))
+        axes.plot(*zip(*points, strict=True), line, color=color, marker=".", label=f"{label} {shown}")
     return unit
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import fcntl
 import logging
 import os
 import socket
@@ -61,6 +63,30 @@ class WorkdirLock:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+
+def is_locked(workdir: Folder) -> bool:
+    """Return True if a run holds the lock of a workdir. In an object store, this is a lock that was renewed lately."""
+    path = workdir / LOCK
+    if isinstance(path, Path):
+        try:
+            number = os.open(path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(number)  # also unlocks it
+        return False
+    import fsspec
+
+    with contextlib.suppress(Exception):  # there is no lock, or another error of a library for stores
+        store = fsspec.filesystem(str(path).partition("://")[0])
+        age = datetime.datetime.now(datetime.UTC) - store.modified(str(workdir / RENEWAL))
+        return age.total_seconds() < 3 * RENEW_SECONDS
+    return False
 
 
 def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:

@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -39,9 +40,17 @@ def workdir_of(folder: Folder, seed: int) -> Folder:
 
 def check_no_seeds(folder: Folder) -> None:
     """Raise ConfigError if the folder holds the workdirs of seeds, so that it cannot be the workdir of a single run."""
-    held = [path.name for path in folder.glob("seed*") if (path / "config.json").is_file()]
-    if held and not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds the runs of seeds ({min(held)}, …); resume them with --seeds")
+    if held := workdir_seeds(folder):
+        raise ConfigError(f"{folder} holds the runs of seeds ({held[0].name}, …); resume them with --seeds")
+
+
+def workdir_seeds(folder: Folder) -> list[Folder]:
+    """Return the workdirs of seeds in a folder, by seed; none if it is a workdir itself."""
+    if (folder / "config.json").is_file():
+        return []
+    found = {path: re.fullmatch(r"seed(\d+)", path.name) for path in folder.glob("seed*")}
+    seeds = {int(match[1]): path for path, match in found.items() if match and (path / "config.json").is_file()}
+    return [seeds[seed] for seed in sorted(seeds)]
 
 
 def final_metrics(workdir: Folder) -> dict[str, float]:
@@ -59,17 +68,23 @@ def summarize(results: Mapping[int, Mapping[str, float]]) -> list[Row]:
 
     `results` has the metrics by seed. The interval is Student's t with n - 1 degrees of freedom, None for one value.
     """
-    from scipy import stats  # takes long to import
-
     rows: list[Row] = []
     for metric in dict.fromkeys(key for found in results.values() for key in found):
         values = [found[metric] for found in results.values() if metric in found]
-        n, width = len(values), None
-        if n > 1:
-            width = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+        n, width = len(values), half_width(values)
         seeds = {f"seed {seed}": found.get(metric) for seed, found in results.items()}
         rows.append({"metric": metric, "mean": statistics.fmean(values), "± 95 %": width, "n": n, **seeds})
     return rows
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Return the half width of the 95 % confidence interval of a mean (Student's t); None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    from scipy import stats  # takes long to import
+
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def write(folder: Folder, rows: Sequence[Row]) -> None:

@@ -264,6 +264,13 @@ def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch
     assert Path("runs/both.png").exists()
 
 
+@pytest.mark.weekly
+def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, library_promotion):
+    (block,) = blocks(ROOT / "docs/tracking.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
+    run_commands(commands(block), tmp_path, monkeypatch)
+    assert Path("runs/curves.png").exists()
+
+
 def test_the_statements_of_the_reproduction_are_those_of_its_files():
     page, folder = (ROOT / "docs" / "reproduction.md").read_text(), ROOT / "docs" / "reproduction"
     results = page.split("## Results at scale `desk`")[1]

@@ -96,18 +96,17 @@ def import_libraries(folder):
     """Import the libraries that commands import on demand, here for TensorBoard and loops over pixels."""
     if importlib.util.find_spec("numba"):
         importlib.import_module("input_pipeline.images.loops")
-    if importlib.util.find_spec("clu") and importlib.util.find_spec("tensorflow"):
-        from input_pipeline.optional import tensorflow
-
-        tensorflow()
-        importlib.import_module("clu.metric_writers")
+    if importlib.util.find_spec("clu") and importlib.util.find_spec("tensorboard"):
+        importlib.import_module("clu.parameter_overview")
+        importlib.import_module("tensorboard.compat.proto.event_pb2")
+        importlib.import_module("tensorboard.summary.writer.record_writer")
 
 
 def images(folder):
     data = Path(__file__).parents[1] / "data"
     call("evaluate", "--workdir", folder / "vit", "--out", folder / "table.csv")
     call("predict", "--workdir", folder / "vit", data / "seven.png", data, "--format", "json")
-    call("plot", folder / "vit", "--out", folder / "curves.png")
+    call("compare", folder / "vit", "--out", folder / "curves.png")
     call("explore", "--workdir", folder / "vit", data / "seven.png", "--data", "test", "--out", folder / "page.html")
 
 

@@ -42,8 +42,8 @@ DAMAGED = {
     "timing damaged before the last line": bad(
         after(overwrite("timing.jsonl", b"{}\n{\n{}\n"), resume()), "timing.jsonl:1", "damaged"
     ),
-    "metrics damaged and plotted": bad(
-        after(cut_second_line("metrics.jsonl"), command("plot", "{vit}", "--out", "{folder}/c.png")),
+    "metrics damaged and compared": bad(
+        after(cut_second_line("metrics.jsonl"), command("compare", "{vit}", "--out", "{folder}/c.png")),
         "metrics.jsonl:2",
         "damaged",
     ),

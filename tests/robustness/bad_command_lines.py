@@ -76,11 +76,14 @@ GENERATE = {
     "prompt file that is not UTF-8": bad(generate("--prompt_file", file("p.txt", NOT_UTF8)), "p.txt", "not UTF-8"),
 }
 
-PLOT = {
-    "plot without workdirs": bad(command("plot"), "workdirs"),
-    "plot a missing workdir": bad(command("plot", "no/such/run"), "no/such/run"),
-    "plot a workdir without metrics": bad(command("plot", "{folder}", "--out", "{folder}/c.png"), "metrics.jsonl"),
-    "plot into a missing folder": bad(command("plot", "{vit}", "--out", "{folder}/no/such/c.png"), "no/such"),
+COMPARE = {
+    "compare without runs": bad(command("compare"), "runs"),
+    "compare a missing workdir": bad(command("compare", "no/such/run"), "no/such/run"),
+    "compare a workdir without metrics": bad(command("compare", "{folder}"), "metrics.jsonl"),
+    "compare by an unknown metric": bad(command("compare", "{vit}", "--metric", "test/top2"), "test/top1"),
+    "compare by an unknown group": bad(command("compare", "{vit}", "--group", "lr"), "--group"),
+    "curves in another format": bad(command("compare", "{vit}", "--out", "{folder}/c.gif"), ".png"),
+    "curves in a missing folder": bad(command("compare", "{vit}", "--out", "{folder}/no/such/c.png"), "no/such"),
 }
 
 TOKENIZE = {
@@ -109,8 +112,8 @@ PATHS = {  # every option that is a path
     "tokenize --data": tokenize("{}"),
     "tokenize --tokenizer": tokenize(TEXT, "--tokenizer", "{}"),
     "tokenize --out": command("tokenize", "--data", TEXT, "--out", "{}"),
-    "plot": command("plot", "{}"),
-    "plot --out": command("plot", "{vit}", "--out", "{}"),
+    "compare": command("compare", "{}"),
+    "compare --out": command("compare", "{vit}", "--out", "{}"),
     "convert source": command("convert", "{}", "out", "--to", "npz"),
     "convert target": command("convert", "w", "{}", "--to", "npz"),
     "aot --config": command("aot", "--config", "{}/a.py", "--topology", "v5e:4x4"),
@@ -140,4 +143,4 @@ MISSPELT = {
     "--accept optax_nam": misspelt(resume(accept=("optax_nam",)), "optax_name"),
 }
 
-BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | PLOT | TOKENIZE | BAD_PATHS | MISSPELT
+BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | COMPARE | TOKENIZE | BAD_PATHS | MISSPELT

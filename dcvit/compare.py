@@ -1,0 +1,59 @@
+"""Comparison of runs: `python -m dcvit.compare RUN … [--metric val/top1] [--group seed] [--out curves.png]`.
+
+Prints a table of the results, speed and state of runs, also while they train, and a table of the config keys that
+differ. A folder of `dcvit train --seeds` stands for its runs. `--out` draws the training curves. A run that cannot be
+read is reported on stderr, and the exit status is then 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dcvit import cli
+from dcvit.errors import escaped
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = cli.Parser(
+        prog="dcvit compare",
+        description="Compare the results, speed and configs of runs, and draw their training curves.",
+        examples=[
+            "dcvit compare runs/*",
+            "dcvit compare runs/a runs/b --out curves.png",
+            "dcvit compare runs/vit runs/dcvit --metric val/top1 --group seed --format markdown",
+        ],
+    )
+    parser.add_argument("runs", nargs="+", type=cli.folder, help="folders of training runs, or of seeds of a run")
+    parser.add_argument("--metric", help="metric of an evaluator, such as val/top1: show only it, and sort by its best")
+    parser.add_argument("--group", choices=("seed",), help="show the mean of runs that differ only in the seed")
+    parser.add_argument("--out", type=cli.path, help="picture of the training curves: .png, .pdf or .svg")
+    parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
+    args = parser.parse_without_config(argv)
+
+    from dcvit.runs import curves
+    from dcvit.training import comparison
+
+    if args.out:
+        curves.check_picture(args.out)
+    runs, errors = comparison.open_runs(args.runs)
+    groups = comparison.grouped(runs, by_seed=args.group == "seed")
+    rows, different = comparison.results(groups, args.metric), comparison.differences(groups)
+    if args.format in ("csv", "json"):
+        cli.show(comparison.joined(rows, different), args.format)
+    else:
+        cli.show(comparison.cells(rows), args.format)
+        if different:
+            print()
+            cli.show(comparison.difference_table(different), args.format, title="config keys that differ")
+    for error in errors:
+        cli.print_error(error)
+    if args.out:
+        curves.plot([(run.name, run.rows) for run in runs], args.out, args.metric)
+        print(escaped(f"curves: {args.out}"), file=sys.stderr)
+    return 2 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

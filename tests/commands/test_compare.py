@@ -1,0 +1,233 @@
+"""The command compare: its numbers are those of the files of the runs, which may be damaged or still be written."""
+
+import csv
+import io
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from scipy import stats
+
+from dcvit import cli, compare
+from dcvit.config import values
+from dcvit.runs import curves
+from dcvit.training import comparison
+
+CONFIG = {**values.defaults(), "total_steps": 4, "input": {"data": {"kind": "digits"}, "pp": "x" * 60, "batch_size": 8}}
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Write the files of a run: evaluations of some steps, and a config with changed keys."""
+
+    def make(name, top1=(), timing=(), **config):
+        rows = [{"step": 0, "num_params": 10}]
+        rows += [{"step": i + 1, "loss": 1 / (i + 1), "val/top1": x, "val/n": 9} for i, x in enumerate(top1)]
+        write_rows(tmp_path / name / "metrics.jsonl", rows)
+        write_rows(tmp_path / name / "timing.jsonl", timing)
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, **config}))
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def compared(capsys):
+    """Run the command; return its rows, its errors and its status."""
+
+    def run(*words, status=0):
+        assert cli.run(compare.main, [*map(str, words), "--format", "json"]) == status
+        out, err = capsys.readouterr()
+        return (json.loads(out) if out else []), err.splitlines()
+
+    return run
+
+
+def test_results_are_those_of_the_files(make_run, compared):
+    timing = [{"step": s, "step_seconds": 0.1 * s, "examples_per_second": 80 / s, "seconds": s} for s in (1, 2, 4)]
+    rows, errors = compared(make_run("a", [0.2, 0.8, None, 0.6], timing), make_run("b", [0.5], lr=1e-5))
+    assert errors == []
+    a, b = rows
+    assert (a["run"], a["step"], a["total"], a["state"], a["parameters"]) == ("a", 4, 4, "done", 10)
+    assert (a["val/top1"], a["best val/top1"], a["loss"]) == (0.6, 0.8, 0.25)
+    assert (a["img/s"], a["ms/step"], a["seconds"]) == (40, 200, 4)
+    assert (b["step"], b["state"], b["val/top1"], b["img/s"]) == (1, "stopped", 0.5, None)
+    assert "val/n" not in a
+    assert {key: (a[key], b[key]) for key in a if key.startswith("config.")} == {"config.lr": (0.001, 1e-5)}
+
+
+def test_a_trained_run_equals_its_files(digits_workdir, compared):
+    (row,), _ = compared(digits_workdir)
+    lines = [json.loads(line) for line in (digits_workdir / "metrics.jsonl").read_text().splitlines()]
+    times = [json.loads(line) for line in (digits_workdir / "timing.jsonl").read_text().splitlines()]
+    assert (row["step"], row["total"], row["state"]) == (60, 60, "done")
+    assert row["parameters"] == lines[0]["num_params"]
+    assert row["best test/top1"] == max(line["test/top1"] for line in lines[1:] if "test/top1" in line)
+    assert row["best test/loss"] == min(line["test/loss"] for line in lines[1:] if "test/loss" in line)
+    assert row["test/top1"] == lines[-1]["test/top1"]
+    assert row["img/s"] == statistics.median(time["examples_per_second"] for time in times)
+
+
+def test_language_models_and_images_are_compared_at_once(make_run, compared):
+    timing = [{"step": 1, "examples_per_second": 2.0, "mfu": 0.25}]
+    image = make_run("image", [0.5], timing, model={"depth": 2})
+    text = make_run("text", [], timing, model_name="lm", model={"context": 32})
+    (a, b), _ = compared(image, text)
+    assert (a["img/s"], a["tok/s"], b["img/s"], b["tok/s"], b["MFU"]) == (2, None, None, 64, 0.25)
+    assert a["val/top1"] == 0.5
+    assert b["val/top1"] is None
+    assert {key for key in a if key.startswith("config.")} == {"config.model_name"}  # others are not in both
+
+
+@pytest.mark.parametrize(
+    ("state", "name"), [("running", ".lock"), ("failed", "nonfinite-3.json"), ("stopped", "nonfinite-1.json")]
+)
+def test_state_of_an_incomplete_run(make_run, compared, state, name):
+    workdir = make_run("a", [0.5, 0.6])
+    (workdir / name).touch()
+    with FileLock(workdir / (".lock" if state == "running" else "other"), blocking=False):
+        (row,), _ = compared(workdir)
+    assert (row["state"], row["step"], row["total"]) == (state, 2, 4)
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_early_is_recognized(make_run, compared):
+    (row,), _ = compared(make_run("a", [0.9, 0.8, 0.7], early_stop=["val/top1", "max", 2]))
+    assert row["state"] == "stopped early"
+
+
+def test_epochs_are_converted_to_steps(make_run, compared):
+    workdir = make_run("a", [0.5, 0.6], total_steps=None, total_epochs=2)
+    (workdir / "data.json").write_text('{"examples": 12}')
+    (row,), _ = compared(workdir)
+    assert (row["total"], row["state"]) == (3, "stopped")
+
+
+def test_metric_selects_and_sorts(make_run, compared):
+    runs = [make_run("a", [0.5]), make_run("b", []), make_run("c", [0.9, 0.1])]
+    rows, _ = compared(*runs, "--metric", "val/top1")
+    assert [row["run"] for row in rows] == ["c", "a", "b"]
+
+
+def test_seeds_are_grouped_with_mean_and_interval(make_run, compared, tmp_path):
+    finals = {0: 0.5, 1: 0.6, 2: 0.9}
+    for seed, top1 in finals.items():
+        make_run(f"vit/seed{seed}", [0.1, top1], seed=seed)
+    other = make_run("other", [0.3], lr=0.5)
+    rows, _ = compared(tmp_path / "vit", other, "--group", "seed")
+    vit, other = rows
+    values_ = list(finals.values())
+    assert (vit["run"], vit["n"], vit["step"], other["n"]) == ("vit", 3, 2, 1)
+    assert vit["val/top1"] == pytest.approx(statistics.fmean(values_))
+    low, high = stats.t.interval(0.95, 2, loc=statistics.fmean(values_), scale=stats.sem(values_))
+    assert vit["val/top1 ± 95 %"] == pytest.approx((high - low) / 2)
+    assert other["val/top1 ± 95 %"] is None
+    assert [key for key in vit if key.startswith("config.")] == ["config.lr"]
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "csv"])
+def test_output_has_each_run_and_difference(make_run, capsys, monkeypatch, form):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = {"input": {**CONFIG["input"], "pp": "x" * 60 + "|y"}}
+    runs = [make_run("a|a", [0.25, 0.5]), make_run("b", [0.75], **long)]
+    assert cli.run(compare.main, [*map(str, runs), "--format", form]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    if form == "csv":
+        a, b = csv.DictReader(io.StringIO(out))
+        assert (a["run"], a["val/top1"], b["config.input.pp"]) == ("a|a", "0.5", "x" * 60 + "|y")
+        return
+    assert all(text in out for text in ("0.5000", "0.7500", "2/4", "stopped", "input.pp", "…xxxxxxxx"))
+    assert max(len(line) for line in out.splitlines()) <= 80 or form == "markdown"
+    if form == "markdown":
+        tables = [line.count("|") - line.count("\\|") for line in out.splitlines() if line]
+        assert "a\\|a" in out
+        assert "…xxxxxxxx\\|y" in out
+        assert len({*tables[:4]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", '{"step": 0}\n{\n', "metrics.jsonl:2 is damaged"),
+        ("metrics.jsonl", "", "no metrics.jsonl with rows in"),
+        ("config.json", "{", "cannot read"),
+        ("data.json", "[]", "cannot read examples"),
+    ],
+)
+def test_a_damaged_run_is_named_and_the_others_are_shown(make_run, compared, name, text, message):
+    intact, damaged = make_run("a", [0.5]), make_run("b", [0.6])
+    (damaged / name).write_text(text)
+    rows, (error,) = compared(intact, damaged, status=2)
+    assert [row["run"] for row in rows] == ["a"]
+    assert message in error
+    assert str(damaged) in error
+    assert len(compared(damaged, status=2)[1]) == 1
+
+
+def test_a_run_without_a_config_is_shown(make_run, compared):
+    workdir = make_run("a", [0.5])
+    (workdir / "config.json").unlink()
+    (row, _), _ = compared(workdir, make_run("b", [0.6]))
+    assert (row["total"], row["state"], row["val/top1"]) == (None, "stopped", 0.5)
+
+
+def test_long_values_are_shortened_before_their_difference():
+    rows = comparison.difference_table({"pp": {"a": "x" * 99 + "1" * 99, "b": "x" * 99 + "2", "c": "x" * 99 + "2"}})
+    assert [(row["key"], row["value"], row["runs"]) for row in rows] == [
+        ("pp", f"…xxxxxxxx{'1' * 30}…", "a"),
+        ("", "…xxxxxxxx2", "b, c"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workdirs", "labels"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["runs/vit/seed0", "runs/dcvit/seed0", "runs/vit/seed1"], ["vit/seed0", "dcvit/seed0", "vit/seed1"]),
+        (["seed0", "old/seed0"], ["seed0", "old/seed0"]),
+        (["runs/a", "runs/a"], ["a", "a"]),
+    ],
+)
+def test_labels_tell_runs_apart(workdirs, labels):
+    assert curves.labels([Path(workdir) for workdir in workdirs]) == labels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_names_of_runs_are_drawn_literally(tmp_path, suffix, capsys):
+    """A pair of $ would be a formula, and a font may lack characters."""
+    names = ["a$b_{$", "line\nfeed", "\x1b[31m", "\u202egnp", "猫", ":cat:"]
+    for name in names:
+        write_rows(tmp_path / name / "metrics.jsonl", [{"step": 0, "loss": 1.0, "$v_{$/top1": 0.5}])
+    out = tmp_path / f"curves\n.{suffix}"
+    assert cli.run(compare.main, [*(str(tmp_path / name) for name in names), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith((b"\x89PNG", b"<?xml"))
+    assert capsys.readouterr().err == f"curves: {tmp_path}/curves\\n.{suffix}\n"
+
+
+def test_curves_are_drawn_for_runs_with_few_metrics(tmp_path, capsys):
+    few = {"step": 0, "num_params": 3}, {"step": 0, "loss": 1.0}, {"step": 0, "loss": None, "val/loss": None}
+    runs = [*([row] for row in few), [{"step": s, "loss": 2.0 - s, "val/top1": 0.1 * s} for s in range(3)]]
+    for i, rows in enumerate(runs):
+        write_rows(tmp_path / f"_{i}" / "metrics.jsonl", rows)
+    for names in (*(f"_{i}" for i in range(len(few))), "_0 _3", "_0 _3 --metric val/top1"):
+        out = tmp_path / "curves.svg"
+        words = [str(tmp_path / name) if name.startswith("_") else name for name in names.split()]
+        assert cli.run(compare.main, [*words, "--out", str(out)]) == 0
+        assert out.read_text().count("</svg>") == 1
+
+
+@pytest.mark.parametrize(("rows", "best"), [([0.2, math.nan, 0.1], 0.2), ([None, None], None)])
+def test_values_that_are_not_finite_are_no_result(make_run, compared, rows, best):
+    rows = [None if x is None or math.isnan(x) else x for x in rows]
+    (row,), _ = compared(make_run("a", rows))
+    assert row["best val/top1"] == best
