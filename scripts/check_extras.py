@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("none", "data", "lm", "eval", "gcs", "wandb", "interop", "docs")
+EXTRAS = ("none", "data", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs")
 TASK = """
 task: colors
 dataset_path: json
@@ -44,6 +44,10 @@ PARTS = {
     "gs://": ("gcs", "evaluate --workdir gs://dcvit-does-not-exist/run"),
     "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
             "--config.wandb.mode=offline --config.wandb.project=p"),
+    "MLflow": ("mlflow", "train --config vit_digits:epochs=1 --workdir ml --config.total_steps=2 "
+               "--config.mlflow.tracking_uri=sqlite:///ml.db"),
+    "Trackio": ("trackio", "train --config vit_digits:epochs=1 --workdir tr --config.total_steps=2 "
+                "--config.trackio.project=p"),
     "PyTorch, timm": ("interop", "convert run timm --to timm"),
     "ONNX": ("interop", "convert run onnx --to onnx"),
 }  # fmt: skip
