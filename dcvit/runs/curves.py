@@ -81,7 +81,8 @@ def _plot_evaluations(axes: Axes, rows: Sequence[Row], style: tuple[str, str], m
     present = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
     chosen = chosen or next((name for name in METRICS if name in present), "loss")
     unit, factor = METRICS.get(chosen, (escaped(chosen), 1))
-    names = [metric] if metric else sorted({name for row in rows for name in row if name.endswith(f"/{chosen}")})
+    found = {name for row in rows for name in row if name.endswith(f"/{chosen}")}
+    names = sorted(found & {metric} if metric else found)
     for name, line in zip(names, LINE_STYLES * len(names), strict=False):
         points = _points(rows, name, factor)
         shown = escaped(name.removesuffix(f"/{chosen}"))

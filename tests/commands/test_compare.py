@@ -224,6 +224,8 @@ def test_curves_are_drawn_for_runs_with_few_metrics(tmp_path, capsys):
         words = [str(tmp_path / name) if name.startswith("_") else name for name in names.split()]
         assert cli.run(compare.main, [*words, "--out", str(out)]) == 0
         assert out.read_text().count("</svg>") == 1
+    assert out.read_text().count("<!-- _0 ") == 0  # no curve where a run lacks the metric
+    assert "<!-- 3 val -->" in out.read_text()
 
 
 @pytest.mark.parametrize(("rows", "best"), [([0.2, math.nan, 0.1], 0.2), ([None, None], None)])
