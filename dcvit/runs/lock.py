@@ -24,6 +24,7 @@ from dcvit.runs.files import Folder, file_identity
 LOCK = ".lock"
 RENEWAL = ".lock-renewal"  # in a store: an object that the owner of the lock rewrites regularly
 RENEW_SECONDS = 10
+LOCK_SECONDS = 0.2  # how long a run tries: `is_locked` in another process holds the lock for an instant
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,9 @@ def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
     except OSError as e:
         raise ConfigError(f"cannot write to workdir {workdir}: {e.strerror or e}") from None
     # A soft lock, filelock's replacement where flock is not implemented, outlives a killed process.
-    lock = filelock.FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    lock = filelock.FileLock(path, timeout=LOCK_SECONDS, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=LOCK_SECONDS / 10)
     except filelock.Timeout:
         raise ConfigError(_in_use(str(workdir), path.read_text())) from None
     except OSError as e:
