@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Generator, Iterator, Sequence
 
@@ -34,6 +35,11 @@ class TrainingData:
     batch_size: int
     seed: int
     corrupt: CorruptPolicy
+
+    def first(self) -> dict[str, np.ndarray]:
+        """Return the first example, prepared as one row of a batch."""
+        (batch,) = itertools.islice(input_pipeline.train_batches(self.source, self.pp, 1, 0, threads=0), 1)
+        return {key: values[0] for key, values in batch.items()}
 
     def batches(
         self, start_step: int, rows: Sequence[int] | None = None

@@ -134,15 +134,16 @@ def load_setup(
       spec: "NAME[:key=value,…]".
       overrides: "a.b=value" for single keys.
       devices: the devices of the mesh; by default all.
-      stand_in: use stand-in examples if the training data is missing.
+      stand_in: use stand-in examples if the training data, or a library that reads it, is missing.
     """
     config = load(spec, overrides)
     try:
         return make_setup(config, devices=devices, evaluate=False)
-    except input_pipeline.MissingDataError:
+    except (input_pipeline.MissingDataError, input_pipeline.MissingLibraryError):
         if not stand_in:
             raise
-        return make_setup(config, devices=devices, source=task_class(config).stand_in(config), evaluate=False)
+    source, config = task_class(config).stand_in(config)
+    return make_setup(config, devices=devices, source=source, evaluate=False)
 
 
 def _evaluators_of_training(

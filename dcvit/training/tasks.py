@@ -3,7 +3,7 @@
 Each task class has
 
   create    checks a config against its data; returns the task and the config with the values that the data determine
-  stand_in  a source in place of data that is not on this host
+  stand_in  a source in place of data that is not on this host, and the config for it
 
 and each task
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -29,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit.config.values import with_classes
+import input_pipeline
+from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
-from dcvit.hub.data import as_text, image_example, text_example
+from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
 from dcvit.hub.kinds import check_loss, kind_of, with_text
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
@@ -81,13 +81,18 @@ class ImageTask:
         return cls(example, fields, host_pp, to_float, config.loss, config.label_smoothing, augmentation), config
 
     @staticmethod
-    def stand_in(config: ConfigDict) -> Source:
-        """Return a source of black JPEG images, for compiling without the data."""
-        from PIL import Image
+    def stand_in(config: ConfigDict) -> tuple[Source, ConfigDict]:
+        """Return a source of black images, and the config with the preprocessing that these need.
 
-        encoded = io.BytesIO()
-        Image.new("RGB", (500, 375)).save(encoded, "JPEG")
-        return StandIn({"image": encoded.getvalue(), "label": 0, "labels": np.zeros(1, np.int64)})
+        Raises:
+          ConfigError: the config leaves the number of classes or the size of images to the data.
+        """
+        config = with_classes(config, require(config.num_classes, "num_classes"))
+        pp, size = input_pipeline.after_resizing(config.input.get("pp", ""))
+        if size is None:
+            raise ConfigError(f"config.input.pp={config.input.get('pp')!r} does not resize images to one size")
+        row = {"image": np.zeros(size, np.uint8), "label": 0, "labels": np.zeros(1, np.int64)}
+        return StandIn(row), replaced(config, input={**config.input.to_dict(), "pp": pp})
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raise ConfigError if an evaluator's images or classes differ from those of the training `source`.
@@ -153,11 +158,18 @@ class TokenTask:
         return cls(example, fields, pp, rate, config.loss_chunk, config.z_loss), config
 
     @staticmethod
-    def stand_in(config: ConfigDict) -> Source:
-        """Return a source of rows of token 0, for compiling without the data."""
-        context = config.model.get("context") or config.input.data.get("context")
-        row = np.zeros(context + 1, np.int32)
-        return TextStandIn({"tokens": row, "is_target": np.ones_like(row, bool)}, context, config.vocab_size)
+    def stand_in(config: ConfigDict) -> tuple[Source, ConfigDict]:
+        """Return a source of rows of token 0, and the config.
+
+        Raises:
+          ConfigError: the config leaves the vocabulary or the context to the data.
+        """
+        vocab_size = config.vocab_size
+        if vocab_size is None and config.input.data.get("kind") == "text":
+            vocab_size = tokenizer_of(config).vocab_size
+        context = require(config.model.get("context") or config.input.data.get("context"), "model.context")
+        row = {"tokens": np.zeros(context + 1, np.int32), "is_target": np.ones(context + 1, bool)}
+        return TextStandIn(row, context, require(vocab_size, "vocab_size")), config
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raise ConfigError if the documents of an evaluator end with another token than those of training."""

@@ -103,6 +103,32 @@ def checking(spec: str) -> str:
     return "|".join([decoding(spec), *kept])
 
 
+def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
+    """Return the part of a preprocessing string that an image of the final size still needs, and that size.
+
+    The part has no op on pixels but the ranges of values: decoding, crops, resizing and random changes need libraries.
+
+    Returns:
+      The part, and height, width and channels; None instead of them if images do not all get the same size.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    rest, size, channels = [], None, 3
+    for step in parsed(spec):
+        if not isinstance(step.function, ops.Change) or step.arguments["outkey"] != "image" or "value_range" in step.op:
+            rest.append(step.text)
+            continue
+        found, channels = step.arguments, step.arguments.get("channels", channels)
+        if step.op == "pad" and size:
+            size = (size[0] + 2 * found["border"], size[1] + 2 * found["border"])
+        elif sides := found.get("size") or found.get("crop_size"):
+            size = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
+        elif step.op in ("decode", "resize_small", "resize_long", "central_crop"):
+            size = None
+    return "|".join(rest), size and (*size, channels)
+
+
 class Preprocess:
     """A parsed preprocessing string: a function of an example and the example's random number generator."""
 

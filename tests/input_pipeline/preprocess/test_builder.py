@@ -1,10 +1,12 @@
 """Parsing of preprocessing strings, and the errors of invalid ones."""
 
 import inspect
+import io
 import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import input_pipeline as ip
 from input_pipeline.preprocess import builder, keys, ops
@@ -136,3 +138,30 @@ def test_every_argument_of_an_op_is_documented(name):
     op = getattr(ops, name)
     for argument in inspect.signature(op).parameters:
         assert re.search(rf"^  \*?{argument}: ", inspect.getdoc(op), re.MULTILINE), argument
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "decode_jpeg_and_inception_crop(16)|flip_lr|randaug(2, 10)|value_range(-1, 1)|onehot(4)|keep('image', 'label')",
+        "decode|pad(4)|random_crop((24, 32))|vgg_value_range",
+        "decode(1, precise=True)|resize_pillow(8)|value_range(0, 1, clip_values=True)|copy('label', 'class')",
+        "decode|resize(20)|pad(2)|central_crop((10, 12))|pad(1)|drop('label')",
+    ],
+)
+def test_an_image_of_the_final_size_needs_only_the_other_ops(spec):
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, "PNG")
+    rest, size = ip.after_resizing(spec)
+    whole = apply(spec, file.getvalue(), label=np.int32(1))
+    part = apply(rest, np.zeros(size, np.uint8), label=np.int32(1))
+    assert not re.search("decode|crop|resize|pad|flip|randaug", rest)
+    for values in (whole, part):
+        values["image"] = (values["image"].shape, values["image"].dtype)
+    np.testing.assert_equal(part, whole)
+
+
+@pytest.mark.parametrize("spec", ["", "value_range", "decode|resize_small(8)", "decode|resize(8)|resize_long(4)"])
+def test_without_an_op_that_sets_the_size_of_all_images_it_is_not_known(spec):
+    assert ip.after_resizing(spec)[1] is None
