@@ -16,7 +16,7 @@ import jax
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
 from dcvit.runs.workdir import write_overview
-from dcvit.training.progress import Progress, StepResult
+from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run
 from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays
 
@@ -126,6 +126,26 @@ class MetricsHook(Hook):
             self.run.watchdog(f"evaluating {name} after step {step}")
             found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(params).items()}
         return found
+
+
+class RowHook(Hook):
+    """Passes the rows of metrics to a function (step, row), each once; in a resumed run, from the checkpoint's step."""
+
+    def __init__(self, progress: Progress, send: OnRow):
+        self.progress, self.send, self.sent = progress, send, -1
+
+    def before_step(self, step: int) -> None:
+        """Send the row of step 0, or in a resumed run the row of its checkpoint's step."""
+        self._send()
+
+    def after_step(self, result: StepResult) -> None:
+        """Send the row of metrics of a step, if it has one."""
+        self._send()
+
+    def _send(self) -> None:
+        if self.progress.row_step > self.sent:
+            self.sent = self.progress.row_step
+            self.send(self.sent, self.progress.row)
 
 
 class CheckpointHook(Hook):

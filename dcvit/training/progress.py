@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,6 +25,7 @@ from dcvit.training.step import Metrics, TrainState
 LOG = logging.getLogger(__name__)
 
 Row: TypeAlias = Mapping[str, Any]  # of the metrics
+OnRow: TypeAlias = Callable[[int, Row], object]  # a function of a step and its row
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, check_values, checked
@@ -46,7 +46,12 @@ class TrainingRun:
 
 @checked
 def train(
-    config: str, workdir: str | os.PathLike[str], *, accept: Sequence[str] = (), **overrides: object
+    config: str,
+    workdir: str | os.PathLike[str],
+    *,
+    accept: Sequence[str] = (),
+    on_row: Callable[[int, Mapping[str, float | None]], object] | None = None,
+    **overrides: object,
 ) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
 
@@ -56,6 +61,9 @@ def train(
       config: "NAME[:argument=value,…]", a config file or the name of a shipped config.
       workdir: the folder of the run.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
+      on_row: called with the step and the metrics of each new row of metrics.jsonl, such as {"loss": 0.3, "test/top1":
+        0.9}. An exception that it raises ends training and reaches the caller, for example to stop a run early; the
+        same call resumes the run from its latest checkpoint, and passes the rows that follow.
       **overrides: keys of the config, such as `lr=0.01, model={"depth": 2}`. A mapping sets the keys in it; a string is
         parsed as on the command line, such as `evals="{}"` to replace all evaluators.
 
@@ -72,5 +80,5 @@ def train(
     check_no_seeds(path)
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)
-    trainer.train(setup, path, accept)
+    trainer.train(setup, path, accept, on_row=on_row)
     return TrainingRun(path)

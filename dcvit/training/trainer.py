@@ -22,15 +22,19 @@ from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
 from dcvit.runs.progress import stage
 from dcvit.training import memory
-from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook
-from dcvit.training.progress import Progress, StepResult
+from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, RowHook
+from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run, open_run, start_state
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, Update, jit_update
 
 
 def train(
-    setup: Setup, workdir: Folder, accept: Sequence[str] = (), preemption: Preemption | None = None
+    setup: Setup,
+    workdir: Folder,
+    accept: Sequence[str] = (),
+    preemption: Preemption | None = None,
+    on_row: OnRow | None = None,
 ) -> dict[str, Any]:
     """Train to the last step, or until `config.early_stop` ends the run, from the latest checkpoint of the workdir.
 
@@ -41,6 +45,7 @@ def train(
       workdir: the run's folder.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
       preemption: the listener for stop signals; by default signals are not handled.
+      on_row: called with the step and the metrics of each row, in every process; its exceptions end the run.
 
     Returns:
       The last row of metrics; empty if no step was left.
@@ -52,7 +57,7 @@ def train(
     """
     preemption = preemption or Preemption()
     with open_run(setup, workdir, accept) as run:
-        trainer = Trainer(run)
+        trainer = Trainer(run, on_row)
         with jax.set_mesh(setup.model.mesh), selecting(run.selection), preemption.saving(trainer.finish):
             failed = True
             try:
@@ -130,13 +135,15 @@ class Trainer:
     main thread does not return from a step, a compilation or an evaluation.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, on_row: OnRow | None = None):
         self.run, self.setup, options = run, run.setup, run.setup.options
         self.gate, self.progress = StopGate(), Progress(run)
         self.checkpoints = CheckpointHook(run, self.progress)
         self.hooks: list[Hook] = [MetricsHook(run, self.progress), self.checkpoints]
         if options.profile:
             self.hooks.append(ProfilerHook(run, self.progress))
+        if on_row:
+            self.hooks.append(RowHook(self.progress, on_row))
 
     def run_steps(self, state: TrainState) -> None:
         """Execute the steps after `run.start`, from its `state`, to the last one or until early stopping."""

@@ -41,3 +41,26 @@ def test_invalid_input_is_a_config_error_and_makes_no_workdir(config, overrides,
     with pytest.raises(ConfigError, match=message):
         dcvit.train(config, tmp_path / "run", **overrides)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_function_receives_each_row_and_may_end_the_run_which_resumes(tmp_path):
+    class StopError(Exception):
+        pass
+
+    def until(last):
+        def on_row(step, row):
+            rows[step] = row
+            if step == last:
+                raise StopError
+
+        return on_row
+
+    rows: dict = {}
+    with pytest.raises(StopError):
+        dcvit.train("vit_digits", tmp_path / "run", on_row=until(1), **SHORT)
+    assert [*rows] == [0, 1]
+    run = dcvit.train("vit_digits", tmp_path / "run", on_row=until(None), **SHORT)
+    assert [{"step": step, **row} for step, row in rows.items()] == run.metrics
+    whole = dcvit.train("vit_digits", tmp_path / "whole", **SHORT)
+    assert whole.metrics == run.metrics
