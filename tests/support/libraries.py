@@ -13,7 +13,8 @@ TESTS = Path(__file__).parent.parent
 OUTSIDE = {"jax2onnx", "mlflow", "onnx", "onnxruntime", "peft", "timm", "torch", "torchvision", "trackio", "wandb"}
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
 OPTIONAL = (
-    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|tensorflow|tensorflow_datasets|tokenizers|yaml|zstandard"
+    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|optuna|tensorflow|tensorflow_datasets|tokenizers|yaml|"
+    "zstandard"
 )
 MISSING = re.compile(rf"(\w+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
 
