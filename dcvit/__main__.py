@@ -20,6 +20,7 @@ COMMANDS = {
     "tokenize": "convert text files to token files",
     "check-data": "read all data of a config, and list damaged examples",
     "check-kernels": "verify and time the implementations of attention on this device",
+    "benchmark": "measure speed, memory and FLOP/s of configs on this device",
     "aot": "compile the training step of a config for a TPU slice",
     "explore": "write a page that shows how the heads of a model compose",
     "compare": "compare the results, speed and configs of runs, and draw their curves",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Layers from the top: a module imports from its own layer or from lower ones. Each name is a folder or a module.
 COMMANDS = [
     "train", "evaluate", "predict", "generate", "lm_eval", "explore", "compare", "tokenize", "convert", "aot",
-    "check_data", "check_kernels", "reproduce", "__main__",
+    "check_data", "check_kernels", "reproduce", "benchmark", "__main__",
 ]  # fmt: skip
 LAYERS = [
     [*(f"dcvit.{command}" for command in COMMANDS), "dcvit.cli"],

@@ -25,7 +25,7 @@ MOST_ANY = 208  # occurrences of `Any` outside import lines
 MOST_LINES = {("dcvit", "input_pipeline"): 48_500, ("tests",): 37_900, ("scripts",): 4_300}  # of Python
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "compare", "convert", "aot",
-    "check_data", "check_kernels", "reproduce",
+    "check_data", "check_kernels", "reproduce", "benchmark",
 }  # fmt: skip
 ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "process", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -108,6 +108,7 @@ BACKENDS = {
 }
 
 _FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
+_RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
 
 
 class NotFusedError(ValueError):
@@ -122,6 +123,17 @@ def fused_only() -> Iterator[None]:
         yield
     finally:
         _FUSED_ONLY.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[str]]:
+    """Context manager: a list that receives the name of the backend of each call of attention that is traced in it."""
+    names: list[str] = []
+    token = _RECORD.set(names)
+    try:
+        yield names
+    finally:
+        _RECORD.reset(token)
 
 
 def attention(call: Call, implementation: str | None = None, dropout: object = None) -> Array:
@@ -178,6 +190,8 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
     if _FUSED_ONLY.get() and here != "cpu" and call.inputs.q.shape[1] > 1 and not BACKENDS[name].is_fused:
         raise NotFusedError(f"attention is not fused: {name} on {here} for {about}{note}")
     LOG.info("attention: %s on %s for %s%s", name, here, about, note)
+    if (record := _RECORD.get()) is not None:
+        record.append(name)
     return name
 
 

@@ -7,10 +7,12 @@ import hashlib
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from dcvit.dcmha.selection import default_policy, set_default
 from dcvit.errors import ConfigError, first_line
@@ -54,6 +56,19 @@ def keep_compiled() -> None:
             folder.encode()
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Context manager: JAX does not use its persistent cache, so that compilations take their whole time."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX remembers the setting
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def check_devices() -> None:

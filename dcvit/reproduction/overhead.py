@@ -10,12 +10,14 @@ from pathlib import Path
 from dcvit.config.load import ROOT
 from dcvit.models import lm
 from dcvit.models.presets import decode_preset
-from dcvit.reproduction import costs, rounds, scaling, speeds
+from dcvit.reproduction import costs, rounds, scaling
 from dcvit.reproduction.arms import language_model, language_model_run
 from dcvit.reproduction.costs import CONTEXT, VOCABULARY
 from dcvit.reproduction.seeded import machine
 from dcvit.reproduction.tables import Chart, Row, Table
+from dcvit.training.benchmark import Program
 from dcvit.training.setup import load_setup
+from dcvit.training.timing import interleaved
 
 # Throughput of DCFormer++ in percent of Transformer++: training, and generation with and without windows there.
 PAPER = {"2.8B": (74.5, 87.9, 81.1), "6.9B": (83.1, 94.5, 88.7), "13B": (84.4, 95.1, 89.9), "33B": (89.2, 94.8, 89.7)}
@@ -128,11 +130,11 @@ def nets_of(size: tuple[int, int, int]) -> dict[str, lm.LM]:
 
 def measured(size: tuple[int, int, int]) -> list[Row]:
     """Measure small models of a size in training and generation, and return table rows with their speed."""
-    steps = {arm: speeds.stepper(load_setup(*run)) for arm, run in runs_of(size).items()}
+    steps = {arm: Program(load_setup(*run), "train").start() for arm, run in runs_of(size).items()}
     rates = {
         "training": {
             arm: [scaling.BATCH * LENGTH / time for time in seconds]
-            for arm, seconds in rounds.interleaved(steps, ROUNDS).items()
+            for arm, seconds in interleaved(steps, ROUNDS).items()
         }
     }
     for batch, name in ((1, "generation"), (8, "generation of 8 rows")):

@@ -1,10 +1,8 @@
-"""Timing in interleaved rounds, of functions and of generation, and the name of the machine."""
+"""Timing of generation in interleaved rounds."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,24 +11,6 @@ import numpy as np
 
 from dcvit.inference.generation import Options, Params, cast_params, generate
 from dcvit.models import lm
-
-
-def device() -> str:
-    """Return a text with the machine, its accelerator and the version of JAX."""
-    kind = jax.devices()[0].device_kind
-    return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
-
-
-def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return, by key of `steps`, the seconds of one call in each round. A round calls each twice, times the second."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            step()  # not timed: it brings the arm's arrays back to the caches, and allocates its memory again
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 def decoding_rates(

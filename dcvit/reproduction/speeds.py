@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
-from dcvit.parallel.sharding import local_rows, prefetch
-from dcvit.reproduction.rounds import interleaved
 from dcvit.reproduction.seeded import Run, machine, stored
-from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
+from dcvit.training.benchmark import Program
+from dcvit.training.setup import load_setup
+from dcvit.training.timing import interleaved
 
 NAME = "step_times.json"
 ROUNDS = 30
@@ -42,28 +38,8 @@ def step_times(runs: Mapping[str, Run], folder: Path) -> StepTimes:
     wanted = {arm: [run.spec, *run.words(0)] for arm, run in runs.items()}
 
     def measure() -> dict[str, dict[str, float] | str]:
-        steps = {arm: stepper(load_setup(spec, words)) for arm, (spec, *words) in wanted.items()}
+        steps = {arm: Program(load_setup(spec, words), "train").start() for arm, (spec, *words) in wanted.items()}
         seconds = interleaved(steps, ROUNDS)
         return {"ms": {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, "machine": machine()}
 
     return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]
-
-
-def stepper(setup: Setup) -> Callable[[], None]:
-    """Compile the training step of a run, and return a function that executes it on the first batch of the data."""
-    with jax.set_mesh(setup.model.mesh):
-        shapes = state_shapes(setup)
-        places = jax.tree.map(lambda s: s.sharding, shapes)
-        key = jax.random.key(setup.seed)
-        state = jax.jit(lambda: initial_state(setup, init_params(setup, key)), out_shardings=places)()
-        batches = setup.data.batches(0, local_rows(setup.model.mesh, setup.data.batch_size))
-        (batch,) = prefetch(itertools.islice(batches, 1), setup.model.mesh, setup.data.batch_size)
-        batches.close()
-        update = jit_update(setup, shapes).lower(state, batch).compile()
-
-    def step() -> None:
-        nonlocal state
-        state, metrics = update(state, batch)
-        jax.block_until_ready((state, metrics))
-
-    return step

@@ -17,7 +17,6 @@ from typing import Any, TypedDict
 
 import jax
 
-import input_pipeline
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import training_flops
@@ -25,7 +24,7 @@ from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
 from dcvit.runs.progress import stage
-from dcvit.training.memory import shard_bytes
+from dcvit.training.memory import program_bytes, shard_bytes
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
 
@@ -122,11 +121,10 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
 
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
     """Return the training step traced for the devices of a run's mesh, and the shapes of its state and batch."""
-    data, mesh = setup.data, setup.model.mesh
-    first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
+    mesh = setup.model.mesh
     batch = {
-        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(mesh))
-        for key, value in first.items()
+        key: jax.ShapeDtypeStruct((setup.data.batch_size, *row.shape), row.dtype, sharding=batch_sharding(mesh))
+        for key, row in setup.data.first().items()
     }
     with jax.set_mesh(mesh):
         state = state_shapes(setup)
@@ -194,14 +192,12 @@ def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
 def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chip) -> CompiledStep:
     """Return the fields of `CompiledStep` about memory and collectives, for a step that fits; sizes in GiB."""
     memory: Any = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    total += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     kept = min(activations, memory.temp_size_in_bytes)
     totals = hlo.totals(hlo.collectives(compiled.as_text() or ""))
     return {
         "activations": kept / GIB,
         "temporaries": (memory.temp_size_in_bytes - kept) / GIB,
-        "total": total / GIB,
+        "total": sum(program_bytes(compiled)) / GIB,
         "memory": chip.memory / GIB,
         "verdict": FITS,
         "collectives": {kind: {"count": count, "GiB": size / GIB} for kind, (count, size) in totals.items()},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,10 @@ from dcvit.models.trees import param_shapes
 from input_pipeline import memory
 
 MANY_LAYERS = 24  # whose tracing takes seconds
+
+
+class TooLargeError(ConfigError):
+    """A model, training state or program that needs more memory than the devices have free."""
 
 
 def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *, trained: bool) -> None:
@@ -50,6 +55,30 @@ def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
         _check(mesh, needed, "activations and other temporary arrays of a training step")
 
 
+def program_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
+    """Return the bytes of a device that a program needs for its arguments, and in addition to them while it runs.
+
+    The second number counts results that do not reuse the memory of an argument, temporary arrays and the code.
+    """
+    sizes: Any = compiled.memory_analysis()
+    more = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes, more + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+
+
+def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled]) -> None:
+    """Raise TooLargeError if the arguments of all programs, and what one of them needs more, exceed the free memory."""
+    held, more = zip(*map(program_bytes, programs), strict=True)
+    _check(mesh, sum(held) + max(more), "the arrays of a compiled program" if len(held) == 1 else "all programs")
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return True if an exception says that a device, the compiler or the host has too little memory."""
+    return isinstance(error, MemoryError | TooLargeError) or (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and ("RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower())
+    )
+
+
 def shard_bytes(tree: object) -> int:
     """Return the number of bytes that a tree of arrays, given as shapes with shardings, needs on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -63,7 +92,7 @@ def _check(mesh: Mesh, needed: int, what: str) -> None:
     devices = mesh.local_devices
     free = _free(devices)
     if free is not None and needed > free:
-        raise ConfigError(
+        raise TooLargeError(
             f"{what} need {needed / 1e9:.2f} GB of memory on each of {len(devices)} {devices[0].platform} device(s), "
             f"which has {free / 1e9:.2f} GB free; --config.check_memory=False trains all the same"
         )

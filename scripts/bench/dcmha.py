@@ -39,7 +39,7 @@ from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.dcmha.plan import BACKENDS, COMPOSED
 from dcvit.dcmha.selection import set_default
 from dcvit.parallel import hlo, runtime
-from dcvit.reproduction.rounds import device, interleaved
+from dcvit.training.timing import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
 Kind: TypeAlias = Literal["plain", "DC", "grouped", "folded", "DC weights", "folded weights", "combine"]

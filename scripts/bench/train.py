@@ -38,7 +38,7 @@ from dcvit.dcmha.selection import set_default
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
-from dcvit.reproduction.rounds import device, interleaved
+from dcvit.training.timing import device, interleaved
 
 CONTEXT = 2048
 TORCH = "plain, PyTorch"

@@ -34,9 +34,9 @@ from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
 from dcvit.parallel import runtime
-from dcvit.reproduction.rounds import device, interleaved
 from dcvit.training import optim
 from dcvit.training.seeds import summarize
+from dcvit.training.timing import device, interleaved
 from input_pipeline.text import stdlib
 
 SHARED: dict[str, object] = {"num_key_heads": 2, "groups": 2}

@@ -19,7 +19,7 @@ from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-from dcvit import aot, dcmha
+from dcvit import aot, benchmark, dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
@@ -190,7 +190,14 @@ def steps_on_tpus():
         yield "\n".join(tpu_step.comparison([row for row in results if row["topology"] == topology]))
 
 
+def benchmarks():
+    if (ROOT / "docs" / "benchmark.json").is_file():
+        return benchmark.markdown(result("benchmark"))
+    return ["Not measured."]
+
+
 TABLES = [
+    ("benchmark.md", benchmarks),
     ("tutorials/imagenet.md", lambda: bench_input.lines(result("input"))),
     ("composed_tasks.md", lambda: several_seeds("synthetic")),
     ("composed_tasks.md", lambda: several_seeds("scenes")),

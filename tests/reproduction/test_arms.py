@@ -1,7 +1,5 @@
 """Arms with several seeds: their runs at equal steps and equal time, paired differences, and the tables of them."""
 
-import functools
-import itertools
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from dcvit.config.values import read_json
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
-from dcvit.reproduction import ablations, arms, heads, rounds, seeded, speeds
+from dcvit.reproduction import ablations, arms, heads, seeded, speeds
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import Run, train_all
 
@@ -131,14 +129,6 @@ def test_runs_of_another_config_are_neither_skipped_nor_mixed_in(fields, tmp_pat
 def test_a_run_that_diverged_is_an_error_and_not_left_out(tmp_path):
     with pytest.raises(MetricsError, match=r"good/seed0: validation/bits_per_byte is not a number after the last step"):
         train_group(tmp_path, [0], fake({**VALUES, "good": None}))
-
-
-def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeypatch):
-    order, clock = [], itertools.count()
-    monkeypatch.setattr(rounds.time, "perf_counter", lambda: float(next(clock)))
-    steps = {name: functools.partial(order.append, name) for name in ("a", "b")}
-    assert rounds.interleaved(steps, 3) == {"a": [1.0] * 3, "b": [1.0] * 3}
-    assert order == ["a", "a", "b", "b"] * 3
 
 
 @pytest.mark.weekly

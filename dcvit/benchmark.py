@@ -1,0 +1,118 @@
+"""Speed and memory of configs on this device: `python -m dcvit.benchmark --config CONFIG [--config CONFIG …]`.
+
+Times the compiled training step and the forward pass of each config on random batches; data need not exist. Programs
+are timed in turn, in random order within each round. Prints medians and quartiles, images or tokens per second, FLOP/s
+and model FLOPs utilization, and memory. A program that does not fit into the memory is a row that says so; the exit
+status is 1 if none fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+
+from dcvit import cli
+from dcvit.parallel import multihost
+
+MARKDOWN = ("config", "mode", "batch", "attention", "ms", "per second", "TFLOP/s", "MFU %", "memory MB", "ratio")
+Row = Mapping[str, object]  # a `dcvit.training.benchmark.Row`
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a Markdown table; after the median of the milliseconds, its quartiles are in parentheses."""
+    lines = [f"| {' | '.join(MARKDOWN)} |", "|" + "---|" * len(MARKDOWN)]
+    for row in rows:
+        cells = [_short(row[name]) for name in MARKDOWN[:4]]
+        if row["error"]:
+            cells += [_short(row["error"]), *["–"] * 5]
+        else:
+            cells.append(f"{_short(row['ms'])} ({_short(row['ms_q1'])}–{_short(row['ms_q3'])})")
+            cells.append(f"{_short(row['rate'])} {row['unit']}")
+            cells += [_short(row[name]) for name in ("tflops", "mfu", "memory_mb", "ratio")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _short(value: object) -> str:
+    """Return a cell: a number with three significant digits and all before the point, text, or a dash for None."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _positive(text: str) -> int:
+    """Return the whole number from 1 that the text of an option gives."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+    return int(text)
+
+
+def _teraflops(text: str) -> float:
+    """Return the FLOP/s of the text of an option in units of 10¹²."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    return value * 1e12
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = cli.Parser(
+        prog="dcvit benchmark",
+        description="Measure speed, FLOP/s and memory of configs on this device, without data.",
+        examples=[
+            "dcvit benchmark --config vit_digits",
+            "dcvit benchmark --config vit_i1k:variant=ViT-S/16 --config vit_i1k:variant=DCViT-S/16 --batch-size 64 128",
+            "dcvit benchmark --config lm_pile:preset=DCFormer++-405M --mode forward --batch-size 8 --format csv",
+        ],
+    )
+    parser.add_argument(
+        "--config", required=True, action="append", help="config file or bare name, with :argument=value,…; may be "
+        "repeated, and overrides hold for all",
+    )  # fmt: skip
+    parser.add_argument("--mode", choices=("train", "forward"), help="training step or forward pass; by default both")
+    parser.add_argument(
+        "--batch-size", nargs="+", type=_positive, default=(), metavar="N", help="batch sizes, instead of the config's"
+    )
+    parser.add_argument("--rounds", type=_positive, default=10, help="timed calls of each program (default 10)")
+    parser.add_argument(
+        "--peak-tflops", type=_teraflops, metavar="X",
+        help="10^12 FLOP/s of a device, for the MFU; by default that of known TPUs and GPUs in dense bfloat16",
+    )  # fmt: skip
+    parser.add_argument("--out", type=cli.path, help="JSON file for the results")
+    parser.add_argument("--format", choices=(*cli.FORMATS, "markdown"), default="table", help="format of the output")
+    multihost.add_options(parser)
+    args, overrides = parser.parse(argv)
+
+    from dcvit.config import load as configs
+
+    for spec in args.config:
+        configs.check(spec, overrides)
+
+    from dcvit.training import benchmark
+    from dcvit.training.timing import device
+
+    cli.start_jax(args)
+    options = benchmark.Options((args.mode,) if args.mode else benchmark.MODES, args.batch_size, args.rounds)
+    found = benchmark.benchmark(args.config, overrides, options._replace(peak=args.peak_tflops))
+    rows = [dataclasses.asdict(row) for row in found]
+    if args.out and multihost.is_first():
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.format == "markdown":
+        print("\n".join(markdown(rows)))
+    else:
+        if args.format == "table":
+            rows = [{name: None if value is None else _short(value) for name, value in row.items()} for row in rows]
+        cli.show(rows, args.format, title=device())
+    return int(all(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,88 @@
+"""`dcvit benchmark`: its rows in every format, without data and libraries that read it, and invalid arguments."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcvit import benchmark, cli
+
+ROOT = Path(__file__).resolve().parents[2]
+LM = [
+    "--config", "lm_text:data_dir=/nowhere,context=16", "--mode", "forward", "--rounds", "2", "--config.model.depth=1",
+    "--config.model.width=16", "--config.model.num_heads=2", "--config.model.mlp_dim=24",
+]  # fmt: skip
+ROW = {
+    "config": "vit_i1k", "mode": "train", "batch": 1024, "device": "8 × TPU v5 lite", "dtype": "bfloat16",
+    "attention": "pallas_tpu", "parameters": 22_000_000, "gflops": 27.6, "ms": 1234.5, "ms_q1": 1200.04,
+    "ms_q3": 1301.0, "rate": 829.5, "unit": "img/s", "tflops": 22.9, "mfu": 1.4531, "ratio": 1.0, "memory_mb": 9876.5,
+    "peak_mb": None, "compile_s": 61.0, "error": None,
+}  # fmt: skip
+LACK = {**dict.fromkeys(ROW), "config": "vit_i1k", "mode": "train", "batch": 8192, "error": "out of memory: too much"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library_promotion")
+def test_a_batch_that_does_not_fit_is_a_row_and_the_others_are_measured(capsys, tmp_path):
+    out = tmp_path / "rows.json"
+    assert cli.run(benchmark.main, [*LM, "--batch-size", "8", "900000", "--format", "csv", "--out", str(out)]) == 0
+    measured, lacking = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (measured["batch"], measured["error"], lacking["batch"], lacking["ms"]) == ("8", "", "900000", "")
+    assert float(measured["rate"]) == pytest.approx(8 * 16 / float(measured["ms"]) * 1e3)
+    assert lacking["error"].startswith("out of memory: ")
+    assert [str(row["memory_mb"]) for row in json.loads(out.read_text())] == [measured["memory_mb"], "None"]
+    assert cli.run(benchmark.main, [*LM, "--batch-size", "900000", "--format", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["error"].startswith("out of memory: ")
+
+
+BLOCKED = """
+import sys
+for name in ("tensorflow", "tensorflow_datasets", "clu", "sklearn", "pyarrow", "numba", "matplotlib", "scipy.stats"):
+    sys.modules[name] = None
+from dcvit.benchmark import main
+words = "--config vit_i1k:variant=ViT-mu/16 --mode train --rounds 1 --batch-size 2 --format csv --config.model.depth=1"
+sys.exit(main(words.split()))
+"""
+
+
+@pytest.mark.slow
+def test_images_need_no_library_that_reads_them():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    rows = [*csv.DictReader(done.stdout.splitlines())]
+    assert [(row["mode"], row["unit"], row["error"]) for row in rows] == [("train", "img/s", "")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        (["--config", "vit_digts"], "no config named 'vit_digts'; did you mean 'vit_digits'?"),
+        (["--config", "vit_digits", "--mode", "training"], "invalid choice: 'training'"),
+        (["--config", "vit_digits", "--rounds", "-1"], "argument --rounds: expected a whole number from 1, found '-1'"),
+        (["--config", "vit_digits", "--batch-size", "0"], "expected a whole number from 1, found '0'"),
+        (["--config", "vit_digits", "--batch-size", "12"], "config.input.batch_size=12 is not a multiple of"),
+        (["--config", "vit_digits", "--peak-tflops", "nan"], "expected a number above 0, found 'nan'"),
+        (["--config", "vit_folder:data_dir=/nowhere"], "config.num_classes is not known"),
+        (["--config", "lm_pile:preset=DCFormer++-405M", "--config.vocab_size=None"], "config.vocab_size is not known"),
+    ],
+)  # fmt: skip
+def test_invalid_arguments_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("dcvit.training.benchmark.Program", lambda *_: pytest.fail("compiled"))
+    assert cli.run(benchmark.main, words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_markdown_shows_three_digits_and_the_reason_of_a_row_without_figures():
+    _, _, measured, lacking = benchmark.markdown([ROW, LACK])
+    assert measured == (
+        "| vit_i1k | train | 1,024 | pallas_tpu | 1,234 (1,200–1,301) | 830 img/s | 22.9 | 1.45 | 9,876 | 1.00 |"
+    )
+    assert lacking == "| vit_i1k | train | 8,192 | – | out of memory: too much | – | – | – | – | – |"

@@ -1,0 +1,197 @@
+"""Benchmarks of configs: their figures follow from each other, no data is read, and memory bounds what is timed."""
+
+import collections
+import functools
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dcvit.parallel import runtime, topologies
+from dcvit.training import benchmark, memory, timing
+from dcvit.training.aot import lower
+from dcvit.training.benchmark import Options, Row
+from dcvit.training.setup import load_setup
+from input_pipeline.errors import MissingDataError
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+VIT = ("vit_folder:data_dir=/nowhere,variant=ViT-mu/16,res=32", ["num_classes=7", "model.depth=1"])
+LM = (
+    "lm_text:data_dir=/nowhere,context=16",
+    ["model.width=16", "model.depth=1", "model.num_heads=2", "model.mlp_dim=24"],
+)
+PEAK = 1e9
+LACK = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+
+
+@functools.cache
+def measured(kind):
+    """The rows by mode; all eight devices of the tests share a batch."""
+    spec, words = {"vit": VIT, "lm": LM}[kind]
+    rows = benchmark.benchmark([spec], words, Options(batch_sizes=[16], rounds=3, peak=PEAK))
+    return {row.mode: row for row in rows}
+
+
+def flops_by_hand(kind):
+    """2 × multiply-adds of an image of 4 patches of 16×16×3, or of a row of 16 tokens, by the sizes above."""
+    if kind == "vit":
+        (net, tokens), head = (load_setup(VIT[0], VIT[1], stand_in=True).model.module, 4), 7
+        m, f, pairs = net.width, net.mlp_dim or 4 * net.width, tokens**2
+        return 2 * (tokens * 768 * m + 4 * tokens * m * m + 2 * pairs * m + 2 * tokens * m * f + m * head)
+    tokens, m, f, pairs = 16, 16, 24, 16 * 17 // 2
+    return 2 * (4 * tokens * m * m + 2 * pairs * m + 3 * tokens * m * f + tokens * m * 257)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", benchmark.MODES)
+@pytest.mark.parametrize("kind", ["vit", "lm"])
+def test_the_figures_of_a_row_follow_from_each_other(kind, mode):
+    row, tokens = measured(kind)[mode], {"vit": 1, "lm": 16}[kind]
+    assert (row.error, row.batch, row.device, row.dtype) == (None, 16, f"8 × {jax.devices()[0].device_kind}", "float32")
+    assert row.unit == {"vit": "img/s", "lm": "tok/s"}[kind]
+    assert row.attention == "reference"
+    assert row.gflops == pytest.approx({"train": 3, "forward": 1}[mode] * flops_by_hand(kind) / tokens / 1e9)
+    assert 0 < row.ms_q1 <= row.ms <= row.ms_q3
+    assert row.rate == pytest.approx(16 * tokens / row.ms * 1000)
+    assert row.tflops == pytest.approx(row.gflops * row.rate / 1000)
+    assert row.mfu == pytest.approx(100 * row.tflops * 1e12 / (8 * PEAK))
+    assert row.ratio == 1
+    assert row.compile_s > 0
+
+
+@pytest.mark.slow
+def test_parameters_and_memory_are_those_of_the_training_step():
+    setup = load_setup(VIT[0], [*VIT[1], "input.batch_size=16"], stand_in=True)
+    lowered, state, _ = lower(setup)
+    sizes, row = lowered.compile().memory_analysis(), measured("vit")["train"]
+    assert row.parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    assert row.memory_mb == (total + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes) / 1e6
+    assert measured("vit")["forward"].memory_mb < row.memory_mb
+
+
+@pytest.mark.slow
+def test_batches_are_random_and_no_example_but_the_first_is_read():
+    with pytest.raises(MissingDataError):
+        load_setup(*VIT)
+    setup = load_setup(LM[0], [*LM[1], "input.batch_size=8"], stand_in=True)
+    program = benchmark.Program(setup, "train")
+    state, batch = program._arguments()
+    assert {"tokens", "is_target"} <= batch.keys()
+    assert len({*batch["tokens"].ravel().tolist()}) > 50  # of 8 × 17; the stand-in has zeros
+    assert batch["is_target"].all()
+    assert int(state.step) == 0
+    del state, batch
+    step = program.start()
+    step()
+    step()  # the state, which the program consumes, is that of the step before
+
+
+def test_steps_are_timed_in_random_order_and_the_first_of_each_turn_is_not_timed(monkeypatch):
+    order, clock = [], itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    steps = {name: functools.partial(order.append, name) for name in "abc"}
+    assert timing.interleaved(steps, 20) == {name: [1.0] * 20 for name in "abc"}
+    turns = list(itertools.batched(order, 6)) if hasattr(itertools, "batched") else [
+        tuple(order[i : i + 6]) for i in range(0, len(order), 6)
+    ]  # fmt: skip
+    assert all(collections.Counter(turn) == dict.fromkeys("abc", 2) and turn[::2] == turn[1::2] for turn in turns)
+    assert len({*turns}) > 3
+    before = [*order]
+    order.clear()
+    timing.interleaved(steps, 20)
+    assert order == before
+
+
+class FakeProgram(benchmark.Program):
+    """A program that needs a number of units of a memory of 10."""
+
+    held = 0
+
+    def __init__(self, size):
+        self.size, self.compiled, self.setup = size, self, SimpleNamespace(model=SimpleNamespace(mesh="mesh"))
+
+    def start(self):
+        FakeProgram.held += self.size
+        if FakeProgram.held > 10:
+            FakeProgram.held = 0  # as when the arrays of all are released
+            raise LACK
+        return lambda: None
+
+
+@pytest.mark.parametrize("estimated", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "timed", "alone"), [((3, 4), (0, 1), False), ((6, 7), (0, 1), True), ((11, 7, 2), (1, 2), True)]
+)
+def test_programs_that_do_not_fit_together_are_timed_alone(sizes, timed, alone, estimated, monkeypatch, caplog):
+    def check(mesh, programs):
+        if estimated and sum(program.size for program in programs) > 10:
+            raise memory.TooLargeError("too large")
+
+    FakeProgram.held = 0
+    monkeypatch.setattr(memory, "check_programs", check)
+    monkeypatch.setattr(benchmark.gc, "collect", lambda: setattr(FakeProgram, "held", 0))
+    found = benchmark._timed({i: FakeProgram(size) for i, size in enumerate(sizes)}, 2)
+    assert tuple(i for i, times in found.items() if not isinstance(times, str)) == timed
+    assert all("out of memory" in times for times in found.values() if isinstance(times, str))
+    assert ("timed alone" in caplog.text) == alone
+
+
+def test_another_error_than_too_little_memory_is_not_a_row(monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        benchmark._lack_of_memory(ZeroDivisionError())
+    monkeypatch.setattr(benchmark.multihost, "is_single_process", lambda: False)
+    with pytest.raises(jax.errors.JaxRuntimeError):  # the other processes would wait
+        benchmark._lack_of_memory(LACK)
+
+
+@pytest.mark.parametrize(("grows", "expected"), [(True, 900), (False, None)])
+def test_the_peak_is_that_of_the_program_without_the_arrays_of_others(grows, expected, monkeypatch):
+    """Of 700 bytes before the step, 300 are its arguments; others had used up to 1,000 or 2,000 bytes before."""
+    stats = iter([
+        {"bytes_in_use": 700, "peak_bytes_in_use": 1000 if grows else 2000},
+        {"bytes_in_use": 700, "peak_bytes_in_use": 1300 if grows else 2000},
+    ])  # fmt: skip
+    device = SimpleNamespace(memory_stats=lambda: next(stats))
+    monkeypatch.setattr(memory, "program_bytes", lambda compiled: (300, 50))
+    monkeypatch.setattr(benchmark.Program, "_arguments", lambda self: [0, 0])
+    program = object.__new__(benchmark.Program)
+    program.setup = SimpleNamespace(model=SimpleNamespace(mesh=SimpleNamespace(local_devices=[device])))
+    program.mode, program.peak, program.compiled = "forward", None, lambda *arguments: 0
+    program.start()
+    assert program.peak == expected
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(None, 25.0), (4e12, 50.0)])
+def test_utilization_is_that_of_the_chips_or_of_the_given_peak(peak, expected, monkeypatch):
+    chip = topologies.Chip("chip", 0, 8e12, ("cpu",))
+    monkeypatch.setattr(topologies, "chip", lambda kind: chip)
+    data, task = SimpleNamespace(batch_size=10), SimpleNamespace(rate=("img/s", 1))
+    model = SimpleNamespace(mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    program = object.__new__(benchmark.Program)
+    program.setup, program.peak = SimpleNamespace(data=data, task=task, model=model), None
+    row = Row("config", "train", gflops=40.0)
+    benchmark._fill(row, program, [0.1, 0.1], peak)
+    assert (row.ms, row.rate, row.tflops, row.mfu) == pytest.approx((100, 100, 4, expected))
+    monkeypatch.setattr(topologies, "chip", lambda kind: None)
+    row = Row("config", "train", gflops=40.0)
+    benchmark._fill(row, program, [0.1], None)
+    assert row.mfu is None  # an unknown device
+
+
+@pytest.mark.slow
+def test_a_timed_compilation_neither_reads_nor_writes_the_cache():
+    folder, x = Path(jax.config.jax_compilation_cache_dir), jnp.ones(3)
+
+    def written(name):
+        program = jax.jit(lambda x: x * 3 + 1)
+        program.__wrapped__.__name__ = name
+        program.lower(x).compile()
+        return [*folder.glob(f"*{name}*")] != []
+
+    with runtime.without_cache():
+        assert not written("timed_compilation")
+    assert written("other_compilation")
