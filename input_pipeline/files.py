@@ -166,14 +166,15 @@ class OpenedFiles:
         for start, end in itertools.pairwise(ends):
             digest = hashlib.blake2b(digest_size=16)
             for number in range(start, end):
-                digest.update(f"{self._name(number)}\0{self.state(number).size}\0".encode(errors="surrogateescape"))
+                digest.update(f"{self.name(number)}\0{self.state(number).size}\0".encode(errors="surrogateescape"))
                 if number % -(-count // PIECES) == 0 and "://" not in self.paths[number]:
                     self._add_content(digest, number, whole)
-            names = dict.fromkeys((self._name(start), self._name(end - 1)))
+            names = dict.fromkeys((self.name(start), self.name(end - 1)))
             found[" … ".join(names)] = digest.hexdigest()
         return found
 
-    def _name(self, number: int) -> str:
+    def name(self, number: int) -> str:
+        """Return the path of a file relative to the root, which a copy of the files has, too."""
         return self.paths[number].removeprefix(self.root)
 
     def _add_content(self, digest: hashlib.blake2b, number: int, whole: bool) -> None:

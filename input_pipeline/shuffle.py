@@ -29,9 +29,9 @@ class Blocks:
     sizes: Int64[np.ndarray, "blocks"]
     window: int
 
-    def part(self, examples: range) -> "Blocks":
-        """Return the blocks of a range of the examples; blocks at its ends are cut."""
-        sizes = np.diff(np.clip(np.cumsum(self.sizes), examples.start, examples.stop), prepend=examples.start)
+    def part(self, examples: range | np.ndarray) -> "Blocks":
+        """Return the blocks of some of the examples, given by their increasing indices."""
+        sizes = np.diff(np.searchsorted(np.asarray(examples), np.cumsum(self.sizes)), prepend=0)
         return Blocks(sizes[sizes > 0], self.window)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 from input_pipeline.files import OpenedFiles
+from input_pipeline.folds import rows_of_fold
 from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class Source(Protocol):
     """Random access to the examples of a dataset split.
 
     A source that reads several examples together also has the attribute `blocks`; see `blocks_of`. A source of files
-    has the attribute `opened`; see `files_of`.
+    has the attribute `opened`; see `files_of`. A source that knows its labels without reading images has the attribute
+    `labels`; see `labels_of`. A source whose examples have names that do not depend on their order, such as relative
+    paths, has the method `name(index)`.
     """
 
     @property
@@ -104,14 +107,31 @@ def files_of(source: Source) -> OpenedFiles | None:
     return getattr(source, "opened", None)
 
 
+def labels_of(source: Source) -> np.ndarray | None:
+    """Return the labels of all examples, or None if the source would have to read its images to know them.
+
+    They are the class of each example, int32 of shape N, or int8 of shape N C, 1 for the classes of an example and 0
+    for others. -1 is an unknown label.
+    """
+    labels: np.ndarray | None = getattr(source, "labels", None)
+    return labels
+
+
 def open_source(
-    kind: str, *, part: Sequence[float] | None = None, limit: int | None = None, cache: bool = False, **options: object
+    kind: str,
+    *,
+    part: str | Sequence[float] | None = None,
+    limit: int | None = None,
+    cache: bool = False,
+    **options: object,
 ) -> Source:
     """Open a data source.
 
     Args:
       kind: one of KINDS. "folder" is "parquet" if the folder holds Parquet files and no folders of images.
-      part: use only the examples between two fractions, such as (0, 0.9) for the first nine tenths.
+      part: use only the examples between two fractions, such as (0, 0.9) for the first nine tenths; or only a fold,
+        "fold 2 of 5", or the others, "all but fold 2 of 5". Folds do not depend on the order of image files, and are
+        stratified by class if the labels are known without reading images.
       limit: use only this many examples, the first ones. The examples of a folder are sorted by class.
       cache: keep every example in memory after it was read, as it is stored. The required memory is logged.
       **options: arguments of the `Source` class of the kind.
@@ -132,19 +152,21 @@ def open_source(
         raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")
     if not len(source):
         raise InputError(f"data of kind {kind!r} with {options} holds no examples")
-    rows = range(len(source))
-    if part is not None:
+    rows: range | np.ndarray = range(len(source))
+    if isinstance(part, str):
+        rows = _rows_of_fold(part, source, f"data of kind {kind!r}")
+    elif part is not None:
         rows = _rows_of_part(part, len(source), f"data of kind {kind!r}")
     return _Selection(source, rows[:limit], cache) if cache or len(rows[:limit]) < len(source) else source
 
 
 class _Selection:
-    """A source of consecutive examples of another source, with its attributes of `TokenSource` if it has them.
+    """A source of some examples of another source, with its attributes of `TokenSource` if it has them.
 
-    With `cache`, every example stays in memory after it was read.
+    `rows` are their increasing indices. With `cache`, every example stays in memory after it was read.
     """
 
-    def __init__(self, source: Source, rows: range, cache: bool = False):
+    def __init__(self, source: Source, rows: range | np.ndarray, cache: bool = False):
         self.source, self.rows = source, rows
         self.class_names, self.opened = source.class_names, files_of(source)
         for name in ("context", "vocab_size", "token_bytes", "end_of_text", "task_names"):
@@ -165,11 +187,16 @@ class _Selection:
         blocks = blocks_of(self.source)
         return None if blocks is None else blocks.part(self.rows)
 
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        labels = labels_of(self.source)
+        return None if labels is None else labels[np.asarray(self.rows)]
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Example:
-        row = self.rows[index]
+        row = int(self.rows[index])
         if self.examples is None:
             return self.source[row]
         if row not in self.examples:
@@ -177,10 +204,21 @@ class _Selection:
         return self.examples[row]
 
     def describe(self, index: int) -> str:
-        return self.source.describe(self.rows[index])
+        return self.source.describe(int(self.rows[index]))
 
     def nbytes(self) -> int:
         return self.source.nbytes() * len(self.rows) // len(self.source)
+
+
+def _rows_of_fold(part: str, source: Source, what: str) -> np.ndarray:
+    """Return the indices of a fold of a source; see `rows_of_fold`. Raises InputError for text."""
+    if isinstance(source, TokenSource):
+        raise InputError(
+            f"{what}: part={part!r} is for images, because rows of text have parts of the same documents; give two"
+            " fractions"
+        )
+    name = getattr(source, "name", str)
+    return rows_of_fold(part, [name(i) for i in range(len(source))], labels_of(source), what)
 
 
 def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:

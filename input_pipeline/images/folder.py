@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,8 @@ class Source:
         self.labels = np.array(labels, np.int32)
         self.opened = OpenedFiles(self.files, folder)
         place = str(folder) if val_fraction is None else f"{folder}, {split}"
-        logger.info("%s: %s%s", place, self._describe_classes(), describe_skipped(skipped))
+        counts = np.bincount(self.labels, minlength=len(self.class_names))
+        logger.info("%s: %s%s", place, describe_classes(len(self), counts, self.class_names), describe_skipped(skipped))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -97,17 +99,27 @@ class Source:
         """Return the file of an example."""
         return self.files[index]
 
+    def name(self, index: int) -> str:
+        """Return the path of an example relative to the folder of its split."""
+        return self.opened.name(index)
+
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
         return self.opened.nbytes()
 
-    def _describe_classes(self) -> str:
-        """Return a text with the numbers of images and classes, and of images in the smallest and the largest class."""
-        ranked = Counter(self.labels.tolist()).most_common()
-        (largest, most), (smallest, least) = ranked[0], ranked[-1]
-        names = self.class_names
-        spread = f"from {least:,} of {names[smallest]!r} to {most:,} of {names[largest]!r}"
-        return f"{len(self):,} images of {len(ranked):,} classes, {spread if least < most else f'{most:,} of each'}"
+
+def describe_classes(images: int, counts: np.ndarray, names: Sequence[str]) -> str:
+    """Return a text with the numbers of images and classes, and of images in the smallest and the largest class.
+
+    Args:
+      images: number of all images.
+      counts: number of images of each class; classes without images are left out.
+      names: names of the classes.
+    """
+    ranked = Counter({name: int(n) for name, n in zip(names, counts, strict=True) if n}).most_common()
+    (largest, most), (smallest, least) = ranked[0], ranked[-1]
+    spread = f"from {least:,} of {smallest!r} to {most:,} of {largest!r}"
+    return f"{images:,} images of {len(ranked):,} classes, {spread if least < most else f'{most:,} of each'}"
 
 
 def _class_folders(folder: Path) -> list[str]:
