@@ -125,16 +125,17 @@ def check_unchanged(path: str, state: FileState) -> None:
 class OpenedFiles:
     """The files of a data source, in order, and their states when it was opened."""
 
-    def __init__(self, paths: Sequence[str], root: str | Path):
+    def __init__(self, paths: Sequence[str], root: str | Path, whole: int = 0):
         """
         Args:
           paths: the files.
           root: folder to which the names that identify the files are relative.
+          whole: number of files at the start whose content is hashed completely, however many files there are.
 
         Raises:
           ReadingError: a file is missing or not a regular file.
         """
-        self.paths, self.root = paths, f"{root}/"
+        self.paths, self.root, self.whole = paths, f"{root}/", whole
         self.states = array.array("q")  # the numbers of each file: a million tuples need much more memory
         size = max(1, len(paths) // 64)
         parts = (paths[start : start + size] for start in range(0, len(paths), size))
@@ -167,8 +168,8 @@ class OpenedFiles:
             digest = hashlib.blake2b(digest_size=16)
             for number in range(start, end):
                 digest.update(f"{self.name(number)}\0{self.state(number).size}\0".encode(errors="surrogateescape"))
-                if number % -(-count // PIECES) == 0 and "://" not in self.paths[number]:
-                    self._add_content(digest, number, whole)
+                if (number < self.whole or number % -(-count // PIECES) == 0) and "://" not in self.paths[number]:
+                    self._add_content(digest, number, whole or number < self.whole)
             names = dict.fromkeys((self.name(start), self.name(end - 1)))
             found[" … ".join(names)] = digest.hexdigest()
         return found

@@ -25,6 +25,7 @@ KINDS = {
     "digits": "input_pipeline.images.digits",
     "folder": "input_pipeline.images.folder",
     "input_ids": "input_pipeline.text.tfrecord_tokens",
+    "manifest": "input_pipeline.images.manifest",
     "megatron": "input_pipeline.text.megatron",
     "parquet": "input_pipeline.images.parquet",
     "scenes": "input_pipeline.images.scenes",

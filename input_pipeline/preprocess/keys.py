@@ -17,6 +17,7 @@ def onehot(
     multi: bool = True,
     on: float = 1.0,
     off: float = 0.0,
+    ignore: int | None = None,
 ) -> Op:
     """Convert one or several integer labels to a float32 vector with `on` at each label and `off` elsewhere.
 
@@ -31,6 +32,8 @@ def onehot(
       multi: merge several labels into one vector; otherwise labels of any shape get one vector each.
       on: value at a label.
       off: value elsewhere.
+      ignore: a single label of this value is unknown: its vector is -1 everywhere, so that the example counts neither
+        in the loss nor in metrics. None: such a label is out of range like others.
     """
     if depth < 1:
         raise InputError(f"onehot({depth}): expected 1 class or more")
@@ -41,8 +44,11 @@ def onehot(
         merged = multi or not labels.ndim
         if labels.size and ((merged and labels.ndim > 1) or labels.dtype.kind not in "iu"):
             raise InputError(f"onehot({depth}): {key!r} should be an integer or several, found {shown}")
+        if ignore is not None and not labels.ndim and labels == ignore:
+            return {**example, key_result or key: np.full(depth, -1, np.float32)}
         if labels.size and (labels.min() < 0 or labels.max() >= depth):
-            raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
+            hint = "; ignore=-1 ignores examples without a label" * (not labels.ndim and bool(labels == -1))
+            raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range{hint}")
         hot = np.full((depth,) if merged else (*labels.shape, depth), off, np.float32)
         positions = labels.astype(np.int64)
         if merged:

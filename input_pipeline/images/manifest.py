@@ -1,0 +1,274 @@
+"""Image files listed with their labels in a CSV or Parquet file, with one label for each image or several."""
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
+from input_pipeline.files import OpenedFiles, check_unchanged, expand, named_errors, read_regular
+from input_pipeline.images.folder import MAX_FILE_BYTES, describe_classes
+from input_pipeline.source import Example
+from input_pipeline.table import Table, read_table
+
+logger = logging.getLogger(__name__)
+
+IGNORED = ("", "-1")  # cells of unknown labels
+TRUTH = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, **dict.fromkeys((*IGNORED, "-1.0"), -1)}
+PLACEHOLDER = re.compile(r"\{([^{}]+)\}")  # of a column in `path`
+WHOLE = re.compile(r"-?\d+\.0")  # an integer as libraries write it where other rows have no value
+MAX_CLASSES_BYTES = 1 << 24  # of a file of class names
+
+
+class Labels(NamedTuple):
+    """Labels of all rows, N or N C as `input_pipeline.source.labels_of` describes them, and the class names."""
+
+    array: np.ndarray
+    class_names: tuple[str, ...]
+
+
+class Source:
+    """Images of a manifest: a file ending in .csv, .tsv or .parquet, with a row for each image.
+
+    An example is `image` (the bytes of the image file), and for one label `label` (int32; -1 if it is unknown), for
+    several `labels` (float32, 1 for the classes of the image, 0 for others, and -1 for unknown ones). Unknown labels
+    are empty cells and -1.
+    """
+
+    class_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        manifest: str,
+        path: str = "path",
+        labels: str | Sequence[str] = "label",
+        sep: str | None = None,
+        classes: str | Sequence[str] | None = None,
+        split: str | None = None,
+        split_column: str = "split",
+        data_dir: str | None = None,
+    ):
+        """
+        Args:
+          manifest: the file.
+          path: the column of the paths, or a pattern with columns in braces, such as "images/{id}.png".
+          labels: the column of class names or numbers; or several columns, one for each class, with 1 and 0.
+          sep: the cells of `labels` are names of several classes with this separator between them. The separator alone
+            is an image of no class.
+          classes: names of the classes in the order of their numbers, or a file with a name in each line. By default
+            the sorted names of all rows, of every split.
+          split: use only rows with this text in `split_column`; by default all rows.
+          split_column: the column of splits.
+          data_dir: folder that contains the images, to which paths are relative; by default that of the manifest.
+
+        Raises:
+          MissingDataError: the manifest or all image files do not exist.
+          InputError: the manifest is damaged, a column, class, split or image file is missing, an image occurs twice,
+            or a path leads out of the folder.
+        """
+        columns, named = ([labels], labels) if isinstance(labels, str) else ([*labels], None)
+        if named is None and (sep is not None or classes is not None or not columns):
+            raise InputError(f"labels={labels!r} are columns of classes: expected one or more, and no sep or classes")
+        parts = PLACEHOLDER.findall(path) or [path]
+        table = read_table(manifest, [*parts, *columns, *([] if split is None else [split_column])])
+        found = _truths(table, columns) if named is None else _named(table, named, sep, _class_list(classes))
+        rows = _rows_of_split(table, split, split_column)
+        self.labels, self.class_names = found.array[rows], found.class_names
+        self.root = os.path.abspath(table.file.parent if data_dir is None else expand(data_dir))  # noqa: PTH100 - no links
+        files = _files(table, path, self.root)
+        self.files = [files[row] for row in rows]
+        self.opened = _opened(table, self.files, self.root, rows)
+        self._log(table.file if split is None else f"{table.file}, {split}")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Example:
+        check_unchanged(self.files[index], self.opened.state(index + 1))
+        try:
+            image = read_regular(self.files[index], MAX_FILE_BYTES)
+        except OSError as e:
+            raise ReadingError(e.strerror) from None
+        label = self.labels[index]
+        return {"image": image, "labels": label.astype(np.float32)} if label.ndim else {"image": image, "label": label}
+
+    def describe(self, index: int) -> str:
+        """Return the file of an example."""
+        return self.files[index]
+
+    def name(self, index: int) -> str:
+        """Return the path of an example relative to the folder of the images."""
+        return self.files[index].removeprefix(self.root)
+
+    def nbytes(self) -> int:
+        """Return the size of the manifest and of all image files in bytes."""
+        return self.opened.nbytes()
+
+    def _log(self, what: object) -> None:
+        """Log the numbers of images and classes, and of images with unknown labels."""
+        names, labels = self.class_names, self.labels
+        counts = (
+            (labels == 1).sum(axis=0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
+        )
+        unknown = (labels < 0).all(axis=1) if labels.ndim > 1 else labels < 0
+        shown = describe_classes(len(self), counts, names) if counts.any() else f"{len(self):,} images without labels"
+        parts = (
+            f"; {(labels < 0).mean():.1%} of the labels are unknown" if labels.ndim > 1 and (labels < 0).any() else ""
+        )
+        hidden = f"; {unknown.sum():,} images have no known label" if unknown.any() else ""
+        logger.info("%s: %s%s%s", what, shown, parts, hidden)
+
+
+def _truths(table: Table, columns: Sequence[str]) -> Labels:
+    """Return the labels of columns of 1, 0 and unknown cells. Raises InputError for other cells."""
+    if len(set(columns)) < len(columns):
+        raise InputError(f"labels={columns!r}: a column occurs twice")
+    array = np.empty((len(table.numbers), len(columns)), np.int8)
+    for number, column in enumerate(columns):
+        for row, cell in enumerate(table.columns[column]):
+            value = TRUTH.get(cell.strip().lower())
+            if value is None:
+                expected = "1, 0, or -1 or nothing for an unknown label"
+                raise InputError(f"{table.location(row)}: {column!r} is {cell[:40]!r}, expected {expected}")
+            array[row, number] = value
+    return Labels(array, tuple(columns))
+
+
+def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | None) -> Labels:
+    """Return the labels of a column of class names or numbers, one in each cell, or several separated by `sep`.
+
+    Raises:
+      InputError: a cell has an unknown class, or no cell has a class.
+    """
+    if sep is not None and not sep.strip(" ") and sep != " ":
+        raise InputError(f"sep={sep!r}: expected the text between two class names, such as '|'")
+    cells = [_cell(cell) for cell in table.columns[column]]
+    listed = [[cell] if sep is None else [_cell(part) for part in cell.split(sep)] for cell in cells]
+    distinct = {name for cell, names in zip(cells, listed, strict=True) if cell not in IGNORED for name in names} - {""}
+    if not distinct:
+        raise InputError(f"{table.file}: no row has a label in the column {column!r}")
+    class_names, numbers = _numbered(distinct, classes)
+    shape = (len(cells),) if sep is None else (len(cells), len(class_names))
+    array = np.full(shape, 0, np.int32 if sep is None else np.int8)
+    for row, (cell, names) in enumerate(zip(cells, listed, strict=True)):
+        if cell in IGNORED:
+            array[row] = -1
+            continue
+        for name in filter(None, names):
+            if name not in numbers:
+                raise InputError(f"{table.location(row)}: no class {name[:40]!r}; {nearest(name, class_names)}")
+            if sep is None:
+                array[row] = numbers[name]
+            else:
+                array[row, numbers[name]] = 1
+    return Labels(array, class_names)
+
+
+def _cell(cell: str) -> str:
+    """Return a label without spaces around it, and without ".0" after an integer."""
+    cell = cell.strip()
+    return cell[:-2] if WHOLE.fullmatch(cell) else cell
+
+
+def _numbered(names: Iterable[str], classes: Sequence[str] | None) -> tuple[tuple[str, ...], Mapping[str, int]]:
+    """Return the class names, and the number of each name that a cell may have.
+
+    Names that are all integers are sorted as numbers. With other `classes`, integers are the numbers of the classes.
+    """
+    names = set(names)
+    are_integers = all(name.isdecimal() for name in names)
+    if classes is None:
+        found = sorted(names, key=lambda name: (int(name), name)) if are_integers else sorted(names)
+        return tuple(found), {name: number for number, name in enumerate(found)}
+    if are_integers and not names & set(classes):
+        return tuple(classes), {name: int(name) for name in names if int(name) < len(classes)}
+    return tuple(classes), {name: number for number, name in enumerate(classes)}
+
+
+def _class_list(classes: str | Sequence[str] | None) -> Sequence[str] | None:
+    """Return the class names of a list, or of a file with a name in each line; None for None.
+
+    Raises:
+      MissingDataError: the file does not exist.
+      InputError: the file cannot be read, or the names are not distinct.
+    """
+    if classes is None:
+        return None
+    what, found = "classes", classes
+    if isinstance(classes, str):
+        what, file = f"classes={classes}", expand(classes)
+        if not file.is_file():
+            raise MissingDataError(f"{what}: no such file")
+        with named_errors(file):
+            try:
+                found = [line.strip() for line in read_regular(file, MAX_CLASSES_BYTES).decode().splitlines()]
+            except ValueError as e:  # the file is too large, or not UTF-8
+                raise InputError(f"{what}: {e}") from None
+    doubled = [name for name, count in Counter(found).items() if count > 1 or not name]
+    if doubled or not found:
+        raise InputError(f"{what}: expected different names, one for each class, found {doubled or found}")
+    return found
+
+
+def _rows_of_split(table: Table, split: str | None, column: str) -> list[int]:
+    """Return the rows with `split` in the column of splits. Raises InputError if there are none."""
+    if split is None:
+        return [*range(len(table.numbers))]
+    cells = [cell.strip() for cell in table.columns[column]]
+    rows = [row for row, cell in enumerate(cells) if cell == split]
+    if not rows:
+        raise InputError(
+            f"{table.file}: no row has {split!r} in the column {column!r}; {nearest(split, sorted({*cells}))}"
+        )
+    return rows
+
+
+def _files(table: Table, path: str, root: str) -> list[str]:
+    """Return the image file of each row.
+
+    Raises:
+      InputError: a path is empty or invalid, leads out of the folder `root`, or occurs twice.
+    """
+    pieces = PLACEHOLDER.split(path) if PLACEHOLDER.search(path) else ["", path, ""]
+    inside = root.rstrip(os.sep) + os.sep
+    first: dict[str, int] = {}
+    for row in range(len(table.numbers)):
+        name = "".join(table.columns[p][row] if i % 2 else p for i, p in enumerate(pieces))
+        where = table.location(row)
+        if not all(table.columns[p][row] for p in pieces[1::2]) or "\0" in name or "://" in name:
+            raise InputError(f"{where}: the path {name[:80]!r} should be that of a local file")
+        file = os.path.normpath(os.path.join(inside, name))  # noqa: PTH118 - there may be a million
+        if not file.startswith(inside):
+            raise InputError(
+                f"{where}: {name!r} is outside of {root}; set data_dir to a folder that contains all images"
+            )
+        if (before := first.setdefault(file, row)) != row:
+            raise InputError(
+                f"{where}: {name!r} is also in line {table.numbers[before]}; expected a row for each image"
+            )
+    return [*first]
+
+
+def _opened(table: Table, files: Sequence[str], root: str, rows: Sequence[int]) -> OpenedFiles:
+    """Return the opened manifest and image files.
+
+    Raises:
+      MissingDataError: all image files are missing.
+      InputError: some are missing; the message has their number and the first.
+    """
+    manifest = os.path.abspath(table.file)  # noqa: PTH100 - links are not followed
+    try:
+        return OpenedFiles([manifest, *files], os.path.commonpath([root, os.path.dirname(manifest)]), whole=1)  # noqa: PTH120
+    except ReadingError:
+        missing = [i for i, file in enumerate(files) if not os.path.exists(file)]  # noqa: PTH110
+        if not missing:
+            raise
+        error = MissingDataError if len(missing) == len(files) else InputError
+        raise error(
+            f"{table.location(rows[missing[0]])}: no file {files[missing[0]]}; {len(missing):,} of {len(files):,} "
+            "image files are missing"
+        ) from None
