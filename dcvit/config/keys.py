@@ -46,6 +46,16 @@ KEYS = {
         "adapted matrices) and `alpha`. Parameters of `model_load.dont_load` are trained as a whole.",
     ),
     "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
+    "class_weights": Key(
+        str | Sequence[float] | None, None,
+        'Image models: a weight of the loss of each class, or "balanced": n/(C·count) of each class, counted in the '
+        "training data. None: 1.",
+    ),
+    "pos_weight": Key(
+        str | Sequence[float] | None, None,
+        'sigmoid_xent: a weight of the positive labels of each class, or "balanced": negatives ÷ positives of each '
+        "class, counted in the training data. None: 1.",
+    ),
     "loss_chunk": Key(
         int | None, None, "Language models: positions of a row whose logits exist at a time. None: all."
     ),
@@ -147,11 +157,17 @@ def is_rate(value: Any) -> bool:
     return has_type(value, float) and math.isfinite(value) and value >= 0
 
 
+def are_weights(value: Any) -> bool:
+    """Return True for None, "balanced", and finite numbers that are not negative, of which one at least is above 0."""
+    return value in (None, "balanced") or (not isinstance(value, str) and all(map(is_rate, value)) and any(value))
+
+
 # The values that a key accepts beyond its type, and their description in error messages.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("grad_accum", "ckpt_keep"), (lambda v: v >= 1, "1 or more")),
     **dict.fromkeys(("ema_decay", "label_smoothing"), (lambda v: 0 <= v < 1, "in [0, 1)")),
     **dict.fromkeys(("lr", "wd", "mixup", "cutmix", "z_loss"), (is_rate, "finite and not negative")),
+    **dict.fromkeys(("class_weights", "pos_weight"), (are_weights, "'balanced', or finite numbers, 0 or more")),
     "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
     "early_stop": (

@@ -37,7 +37,7 @@ class Observer(Protocol):
         Args:
           batch: the preprocessed batch.
           logits: B C, with excluded classes at `ABSENT_LOGIT`.
-          scores: `counted` (False for padding and examples without labels), `prediction`, whether it is correct,
+          scores: `counted` (False for padding and skipped examples), `prediction`, whether it is correct,
             `top1`, `label`, the first one, and `several`, whether there are more; each of shape B.
         """
 
@@ -71,8 +71,9 @@ class Options:
 
 
 class Evaluator:
-    """Evaluator of a classifier. A prediction is correct if it is any label; examples without labels are skipped.
+    """Evaluator of a classifier. A prediction is correct if it is any label.
 
+    Examples without labels, and those with an unknown label, below 0, are skipped.
     The metrics are exact for any batch size and device count.
     """
 
@@ -100,7 +101,7 @@ class Evaluator:
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0
             scores = {
-                "counted": (batch["_mask"] > 0) & jnp.any(labels > 0, axis=-1),
+                "counted": (batch["_mask"] > 0) & jnp.any(labels > 0, axis=-1) & ~jnp.any(labels < 0, axis=-1),
                 "prediction": best[:, 0],
                 "top1": hits[:, 0],
                 "top5": jnp.any(hits, axis=-1),

@@ -145,7 +145,7 @@ class Evaluator:
         features, labels = [], []
         for batch in batches(source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             found, kept = self.represent(params, batch)
-            real = kept["_mask"] > 0
+            real = (kept["_mask"] > 0) & (kept["label"] >= 0)  # the others are padding, or have no known label
             features.append(found[real])
             labels.append(kept["label"][real])
         return np.concatenate(features), np.concatenate(labels)

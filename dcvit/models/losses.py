@@ -1,4 +1,7 @@
-"""Training objectives: losses of each example, and label smoothing. A config's `loss` is one of `NAMES`."""
+"""Training objectives: losses of each example, and label smoothing. A config's `loss` is one of `NAMES`.
+
+A label below 0 is unknown: it does not count in the losses of image models.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,74 @@ NAMES = ("softmax_xent", "sigmoid_xent")
 POSITIONS = 256  # of a row whose logits `target_scores` holds at a time; all B·T·V logits may not fit in memory
 
 
-def softmax_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
-    """Return the cross-entropy -Σ_c labels·log softmax(logits) of each example, in nats."""
-    losses: Array = optax.softmax_cross_entropy(logits, labels)
+def softmax_xent(
+    logits: Float[Array, "B C"], labels: Float[Array, "B C"], class_weights: Float[Array, " C"] | None = None
+) -> Float[Array, " B"]:
+    """Return the cross-entropy -Σ_c w_c·labels·log softmax(logits) of each example, in nats.
+
+    It is 0 for an example with an unknown label, below 0.
+    """
+    labels = jnp.where(jnp.any(labels < 0, axis=-1, keepdims=True), 0, labels)
+    losses: Array = optax.softmax_cross_entropy(logits, _weighted(labels, class_weights))
     return losses
 
 
-def sigmoid_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
-    """Return the sum over classes of the binary cross-entropies of each example, in nats (Beyer et al., 2020)."""
-    return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, labels), axis=-1)
+def sigmoid_xent(
+    logits: Float[Array, "B C"],
+    labels: Float[Array, "B C"],
+    class_weights: Float[Array, " C"] | None = None,
+    pos_weight: Float[Array, " C"] | None = None,
+) -> Float[Array, " B"]:
+    """Return the sum over classes of the binary cross-entropies of each example, in nats (Beyer et al., 2020).
+
+    The cross-entropy of class c is -w_c·(p_c·y·log σ(x) + (1 - y)·log σ(-x)), with the weights w and p of the
+    arguments, and 0 for an unknown label, below 0.
+    """
+    known = jnp.maximum(labels, 0)
+    if pos_weight is None:
+        nats = optax.sigmoid_binary_cross_entropy(logits, known)
+    else:
+        positive, negative = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
+        nats = -(_weighted(known, pos_weight) * positive + (1 - known) * negative)
+    return jnp.sum(jnp.where(labels < 0, 0, _weighted(nats, class_weights)), axis=-1)
+
+
+def mean_scale(
+    name: str, labels: Float[Array, "B C"], class_weights: Float[Array, " C"] | None = None
+) -> Float[Array, ""]:
+    """Return the factor that makes the mean of a loss over a batch a mean over the labels that are known.
+
+    The loss `name` times this factor has the mean
+
+      softmax_xent   Σ_i loss_i / Σ_i w_i, where w_i is the mean class weight of the labels of example i, 1 without
+                     class weights, and 0 for an example with an unknown label or without labels, as in PyTorch
+      sigmoid_xent   C · Σ_i loss_i / number of known labels.
+
+    Without class weights and unknown labels, the factor is 1.
+    """
+    known = labels >= 0
+    if name == "sigmoid_xent":
+        counted, size = jnp.sum(known, dtype=jnp.float32), labels.size
+    else:
+        labels, size = jnp.where(jnp.all(known, axis=-1, keepdims=True), labels, 0), len(labels)
+        mass, total = (jnp.sum(x, axis=-1) for x in (labels, _weighted(labels, class_weights)))
+        counted = jnp.sum(total / jnp.where(mass > 0, mass, 1))
+    return jnp.where(counted > 0, size / jnp.where(counted > 0, counted, 1), 0)
+
+
+def unlabeled_as_unknown(labels: Float[Array, "B C"]) -> Float[Array, "B C"]:
+    """Return labels for softmax_xent with -1 everywhere in examples with an unknown label or without labels."""
+    unknown = jnp.any(labels < 0, axis=-1, keepdims=True) | ~jnp.any(labels > 0, axis=-1, keepdims=True)
+    return jnp.where(unknown, -1, labels)
 
 
 def smooth(labels: Float[Array, "B C"], amount: float) -> Float[Array, "B C"]:
-    """Apply label smoothing (Szegedy et al., 2016): (1 - amount)·labels + amount/C."""
-    return labels * (1 - amount) + amount / labels.shape[-1]
+    """Apply label smoothing (Szegedy et al., 2016): (1 - amount)·labels + amount/C. Unknown labels stay unknown."""
+    return jnp.where(labels < 0, labels, labels * (1 - amount) + amount / labels.shape[-1])
+
+
+def _weighted(x: Float[Array, "B C"], weights: Float[Array, " C"] | None) -> Float[Array, "B C"]:
+    return x if weights is None else x * weights[None]
 
 
 def token_xent(

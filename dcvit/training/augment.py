@@ -77,8 +77,7 @@ def mixup(
     """
     drawn = jax.random.beta(key, alpha, alpha)
     share = jnp.maximum(drawn, 1 - drawn)
-    mixed_images, mixed_labels = (x * share + jnp.roll(x, 1, axis=0) * (1 - share) for x in (images, labels))
-    return mixed_images, mixed_labels
+    return images * share + jnp.roll(images, 1, axis=0) * (1 - share), mix_labels(labels, share)
 
 
 def cutmix(
@@ -99,7 +98,14 @@ def cutmix(
     box = rectangle(height, width, starts, sides)
     share = jnp.mean(box, dtype=images.dtype)
     mixed_images = jnp.where(box[None, :, :, None], jnp.roll(images, 1, axis=0), images)
-    return mixed_images, labels * (1 - share) + jnp.roll(labels, 1, axis=0) * share
+    return mixed_images, mix_labels(labels, 1 - share)
+
+
+def mix_labels(labels: Float[Array, "B C"], share: Float[Array, ""]) -> Float[Array, "B C"]:
+    """Return labels·share + (1 - share)·labels of the neighbors, and -1, unknown, where a part of it is below 0."""
+    others = jnp.roll(labels, 1, axis=0)
+    unknown = (labels < 0) | ((others < 0) & (share < 1))
+    return jnp.where(unknown, -1, labels * share + others * (1 - share))
 
 
 def erase(key: jax.Array, images: Float[Array, "B h w c"], prob: float, mode: str) -> Float[Array, "B h w c"]:

@@ -35,6 +35,7 @@ from dcvit.hub.data import as_text, image_example, require, text_example, tokeni
 from dcvit.hub.kinds import check_loss, kind_of, with_text
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
+from dcvit.training import balance
 from dcvit.training.augment import Augmentation
 from dcvit.training.inputs import check_predict
 from input_pipeline import CorruptPolicy, Source, TokenSource
@@ -47,7 +48,10 @@ STAND_IN_EXAMPLES = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class ImageTask:
-    """Classification: batches of `image` B H W C and `labels` B C, smoothed, erased and mixed as the config says."""
+    """Classification: batches of `image` B H W C and `labels` B C, smoothed, erased and mixed as the config says.
+
+    Labels below 0 are unknown, and do not count in the loss.
+    """
 
     rate: ClassVar[tuple[str, int]] = ("img/s", 1)
 
@@ -58,6 +62,8 @@ class ImageTask:
     loss_name: str
     label_smoothing: float
     augmentation: Augmentation
+    class_weights: balance.Weights | None = None
+    pos_weight: balance.Weights | None = None
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
@@ -77,8 +83,15 @@ class ImageTask:
         host_pp, to_float = pixels.split(pp)
         augmentation = Augmentation(**{field.name: config[field.name] for field in dataclasses.fields(Augmentation)})
         augmentation.check()
-        fields = {"num_classes": classes}
-        return cls(example, fields, host_pp, to_float, config.loss, config.label_smoothing, augmentation), config
+        if config.pos_weight and config.loss != "sigmoid_xent":
+            raise ConfigError(f"config.pos_weight is for loss='sigmoid_xent', not {config.loss!r}")
+        stands_in = isinstance(source, StandIn)  # has no labels to count
+        weights = {
+            name: None if stands_in else count(config[name], source, classes)
+            for name, count in (("class_weights", balance.class_weights), ("pos_weight", balance.pos_weight))
+        }
+        fields, smoothing = {"num_classes": classes}, config.label_smoothing
+        return cls(example, fields, host_pp, to_float, config.loss, smoothing, augmentation, **weights), config
 
     @staticmethod
     def stand_in(config: ConfigDict) -> tuple[Source, ConfigDict]:
@@ -108,22 +121,33 @@ class ImageTask:
             raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Return the batch for the loss: `image` as float32, augmented, and `labels`, smoothed and mixed."""
+        """Return the batch for the loss: `image` as float32, augmented, `labels`, mixed and smoothed, and `scale`.
+
+        `scale` B is the factor of `losses.mean_scale` for the whole batch, which may then be split into parts.
+        """
         images, labels = self.to_float(batch["image"]), batch["labels"]
+        if self.loss_name == "softmax_xent":
+            labels = losses.unlabeled_as_unknown(labels)
+        images, labels = self.augmentation(key, images, labels)
+        scale = losses.mean_scale(self.loss_name, labels, self._weights().get("class_weights"))
         if self.label_smoothing:
             labels = losses.smooth(labels, self.label_smoothing)
-        images, labels = self.augmentation(key, images, labels)
-        return {"image": images, "labels": labels}
+        return {"image": images, "labels": labels, "scale": jnp.broadcast_to(scale, len(labels))}
+
+    def _weights(self) -> dict[str, jax.Array]:
+        """Return the weights of the loss that the config sets, as its arguments."""
+        weights = {"class_weights": self.class_weights, "pos_weight": self.pos_weight}
+        return {name: jnp.asarray(value, jnp.float32) for name, value in weights.items() if value is not None}
 
     def loss(self, net: nn.Module) -> Loss:
         """Return the function (params, batch, key) -> mean of `config.loss`, plus the load-balance loss of heads."""
-        loss_fn = getattr(losses, self.loss_name)
+        loss_fn = functools.partial(getattr(losses, self.loss_name), **self._weights())
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
             (logits, _), sown = net.apply(
                 {"params": params}, batch["image"], train=True, rngs={"dropout": key}, mutable=[LOSSES]
             )
-            return with_balance(jnp.mean(loss_fn(logits, batch["labels"])), sown)
+            return with_balance(jnp.mean(loss_fn(logits, batch["labels"]) * batch["scale"]), sown)
 
         return loss_of
 
@@ -142,7 +166,7 @@ class TokenTask:
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
         """Return the task and config with vocabulary size and context; ConfigError if a key or the data do not fit."""
-        for key in ("label_smoothing", "mixup", "cutmix", "reprob"):
+        for key in ("label_smoothing", "mixup", "cutmix", "reprob", "class_weights", "pos_weight"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
         if config.loss != "softmax_xent":

@@ -333,7 +333,7 @@ def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, 
     else:
         shape = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
         task = ImageTask(shape, {}, "", lambda x: x, "softmax_xent", 0.0, Augmentation())
-        batch = {"image": inputs, "labels": jnp.eye(3)[:2]}
+        batch = {"image": inputs, "labels": jnp.eye(3)[:2], "scale": jnp.ones(2)}
         loss_of = lambda params: task.loss(net)(params, batch, jax.random.key(0))  # noqa: E731
     with_loss = float(jit(loss_of)(params))
     monkeypatch.setattr(head_variants, "BALANCE", 0.0)

@@ -27,6 +27,76 @@ def test_smoothed_labels_still_sum_to_one():
     np.testing.assert_allclose(smoothed[0], [0.85, 0.05, 0.05, 0.05], rtol=1e-6)
 
 
+WEIGHTS, POSITIVE = np.array([0.5, 2.0, 1.0, 3.0], np.float32), np.array([4.0, 0.25, 1.0, 2.0], np.float32)
+MULTI = np.array([[1, 0, -1, 1], [0, 0, 0, 0], [-1, -1, -1, -1], [0, 1, 1, -1], [1, 1, 1, 1]], np.float32)
+
+
+def mean_loss(name, labels, **weights):
+    """The mean over a batch that training computes."""
+    weights = {key: jnp.asarray(value) for key, value in weights.items()}
+    scale = losses.mean_scale(name, jnp.asarray(labels), weights.get("class_weights"))
+    return float(jnp.mean(getattr(losses, name)(jnp.asarray(LOGITS), jnp.asarray(labels), **weights)) * scale)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_unknown_labels_count_neither_in_the_sigmoid_loss_nor_in_its_mean(weighted):
+    s = 1 / (1 + np.exp(-LOGITS.astype(np.float64)))
+    w, p = (WEIGHTS, POSITIVE) if weighted else (np.ones(4), np.ones(4))
+    known = MULTI >= 0
+    nats = -w * (p * MULTI * np.log(s) + (1 - MULTI) * np.log(1 - s))
+    options = {"class_weights": WEIGHTS, "pos_weight": POSITIVE} if weighted else {}
+    assert mean_loss("sigmoid_xent", MULTI, **options) == pytest.approx(4 * nats[known].mean(), rel=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(losses.sigmoid_xent(x, jnp.asarray(MULTI))))(jnp.asarray(LOGITS))
+    np.testing.assert_array_equal(np.asarray(gradient)[~known], 0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_examples_without_a_label_do_not_count_in_the_softmax_mean(weighted):
+    labels = LABELS.copy()
+    labels[1] = -1
+    w = WEIGHTS if weighted else np.ones(4)
+    log_p = LOGITS - np.log(np.exp(LOGITS).sum(axis=1, keepdims=True))
+    rows, classes = [0, 2, 3, 4], [0, 2, 3, 1]
+    expected = -(w[classes] * log_p[rows, classes]).sum() / w[classes].sum()
+    options = {"class_weights": WEIGHTS} if weighted else {}
+    assert mean_loss("softmax_xent", labels, **options) == pytest.approx(expected, rel=1e-5)
+    labels[1] = 0  # no label at all
+    marked = losses.unlabeled_as_unknown(jnp.asarray(labels))
+    assert mean_loss("softmax_xent", np.asarray(marked), **options) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", losses.NAMES)
+def test_a_batch_of_unknown_labels_has_no_loss_and_without_unknown_ones_the_scale_is_one(name):
+    assert mean_loss(name, np.full((5, 4), -1, np.float32)) == 0
+    assert float(losses.mean_scale(name, jnp.asarray(LABELS))) == 1
+
+
+def test_smoothing_keeps_unknown_labels():
+    smoothed = losses.smooth(jnp.asarray(MULTI), 0.2)
+    np.testing.assert_array_equal(np.asarray(smoothed) < 0, MULTI < 0)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_losses_equal_those_of_pytorch(smoothing):
+    import torch
+
+    logits, hot = torch.tensor(LOGITS), np.where(np.arange(5)[:, None] == 1, -1, LABELS).astype(np.float32)
+    smoothed = losses.smooth(jnp.asarray(hot), smoothing)
+    weights = jnp.asarray(WEIGHTS)
+    scale = losses.mean_scale("softmax_xent", jnp.asarray(hot), weights)
+    ours = jnp.mean(losses.softmax_xent(jnp.asarray(LOGITS), smoothed, weights)) * scale
+    options = {"weight": torch.tensor(WEIGHTS), "ignore_index": -1, "label_smoothing": smoothing}
+    theirs = torch.nn.CrossEntropyLoss(**options)(logits, torch.tensor([0, -1, 2, 3, 1]))
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+
+    known = MULTI >= 0
+    loss = torch.nn.BCEWithLogitsLoss(torch.tensor(WEIGHTS), pos_weight=torch.tensor(POSITIVE), reduction="none")
+    theirs = loss(logits, torch.tensor(MULTI)).numpy()[known].mean()
+    ours = mean_loss("sigmoid_xent", MULTI, class_weights=WEIGHTS, pos_weight=POSITIVE)
+    assert ours == pytest.approx(4 * float(theirs), rel=1e-5)
+
+
 def hidden_states():
     rng = np.random.default_rng(0)
     hidden, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 11, 8), (8, 37)))
