@@ -1,8 +1,12 @@
-"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--out FILE] [--report FILE]`.
+"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--out FILE] [--report FILE]
+[--thresholds NAME]`.
 
 Runs every evaluator of a config on a checkpoint; by default the workdir's own config and its latest checkpoint.
 `--out` appends the rows to a CSV file, which can collect the results of several models. `--report` writes an HTML page
-about a classifier: accuracy, calibration, confusions, classes, and the most confident mistakes.
+about a classifier: accuracy, calibration, confusions, classes, and the most confident mistakes; or, with several
+labels, the measures of each class. `--thresholds` chooses the probability from which each class of a multi-label
+classifier is predicted, so that its F1 on the data of one evaluator is the highest, and stores it in the workdir, where
+`dcvit predict` and `dcvit evaluate` read it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli, process
+from dcvit.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,14 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --out results.csv",
             "dcvit evaluate --workdir runs/digits --report report.html",
             "dcvit evaluate --workdir runs/i1k --image-size 384",
+            "dcvit evaluate --workdir runs/labels --thresholds val",
         ],
     )
     cli.add_model_options(parser, weights=False)
     cli.add_image_size(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
+    text = "multi-label evaluator on whose data thresholds are chosen, which the workdir then stores"
+    parser.add_argument("--thresholds", metavar="NAME", help=text)
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
+    if args.thresholds is not None and args.workdir is None:
+        raise ConfigError("--thresholds are stored in the folder of the run: give --workdir")
     process.use_huge_pages()
     cli.check_model(args, overrides)
 
@@ -44,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.start_jax(args, forward_only=True)
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     multihost.agree({"model": str(cached(trained.source.path))})  # of several commits, if one came meanwhile
-    rows, page = evaluate(trained, args.out, args.report)
+    rows, page = evaluate(trained, args.out, args.report, args.thresholds)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():
         append_csv(args.out, list(rows[0]), rows)

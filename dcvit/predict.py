@@ -1,8 +1,10 @@
-"""Prediction: `python -m dcvit.predict --workdir DIR FILE … FOLDER … [--topk 5] [--format table|csv|json]`.
+"""Prediction: `python -m dcvit.predict --workdir DIR FILE … FOLDER … [--topk N] [--format table|csv|json]`.
 
 Classifies image files, and all image files in folders, with a trained model. The rows of a batch of files are printed
-as soon as they are computed. By default each file has one line; CSV and JSON have a row for each file and class. For a
-file that cannot be read, an error is printed on stderr and the exit status is 1; the other files are still classified.
+as soon as they are computed. By default each file has one line; CSV and JSON have a row for each file and class. A
+multi-label model predicts all classes whose probability reaches their threshold; a file without any has "none" in its
+line, or a row of rank 0. For a file that cannot be read, an error is printed on stderr and the exit status is 1; the
+other files are still classified.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
     cli.add_image_size(parser)
-    parser.add_argument("--topk", type=int, default=5, help="number of classes to show for each image")
+    text = "number of classes to show for each image; by default 5, or those that reach their thresholds"
+    parser.add_argument("--topk", type=int, help=text)
     cli.add_model_options(parser)
     args, overrides = parser.parse(argv)
-    if args.topk < 1:
+    if args.topk is not None and args.topk < 1:
         raise ConfigError(f"--topk {args.topk}: should be 1 or more")
     if not args.images:
         parser.error("no image files: give files, or folders of them")

@@ -100,7 +100,9 @@ def _text_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDty
 
 
 KINDS = {
-    "vit": ModelKind("num_classes", "variant", ("classification", "fewshot"), _complete_images, _image_example),
+    "vit": ModelKind(
+        "num_classes", "variant", ("classification", "multilabel", "fewshot"), _complete_images, _image_example
+    ),
     "lm": ModelKind("vocab_size", "preset", ("perplexity", "in_context"), _complete_text, _text_example),
 }
 

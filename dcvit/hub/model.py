@@ -28,9 +28,12 @@ from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.models.vit import with_grid
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.parallel.trees import Tensors, check_tree, shapes_of
+from dcvit.runs import thresholds
 from dcvit.runs.files import Folder
 from dcvit.runs.identity import is_free
-from dcvit.runs.workdir import check_checkpoint
+from dcvit.runs.steps import is_step, step_folder
+from dcvit.runs.thresholds import Thresholds
+from dcvit.runs.workdir import check_checkpoint, read_class_names
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, build, errors_name_file, example
 from dcvit.weights.preprocessing import at_size
@@ -48,6 +51,7 @@ class TrainedModel:
         source: ModelSource,
         tokenizer: str | None = None,
         image_size: tuple[int, int] | None = None,
+        workdir: Folder | None = None,
     ):
         """
         Args:
@@ -55,7 +59,9 @@ class TrainedModel:
           source: the parameters.
           tokenizer: the tokenizer.json of the run.
           image_size: height and width of images, if other than those of the config.
+          workdir: the folder of the run, with its class names and thresholds.
         """
+        self.workdir = workdir
         self._pp, self._image_size = config.pp_predict, image_size
         if image_size:
             config = _at_image_size(config, image_size)
@@ -92,6 +98,46 @@ class TrainedModel:
         """Return the options of the evaluator `name` of `config.evals`."""
         found: dict[str, Any] = json.loads(self._config.evals[name].to_json())
         return found
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint; None for parameters without one."""
+        name = step_folder(self.source.path).name if self.source.is_checkpoint else ""
+        return int(name) if is_step(name) else None
+
+    @functools.cached_property
+    def class_names(self) -> list[str]:
+        """The names of the classes in the run's data, or their numbers."""
+        return read_class_names(self.workdir, self.num_outputs)
+
+    @functools.cached_property
+    def thresholds(self) -> Thresholds | None:
+        """The thresholds that the run's workdir stores; None without any, and without a multi-label evaluator.
+
+        Raises:
+          ConfigError: the file is damaged.
+        """
+        if self.workdir is None or not self._multilabel_options():
+            return None
+        found = thresholds.read(self.workdir, self.class_names)
+        if found and found.step != self.step:
+            LOG.warning("%s is of step %s, the model of step %s", self.workdir / thresholds.NAME, found.step, self.step)
+        return found
+
+    @property
+    def predicted_from(self) -> float | Sequence[float] | None:
+        """The probability from which each class is predicted: stored, or else that of the first multi-label evaluator.
+
+        None for a model without such an evaluator, whose classes exclude each other.
+        """
+        if not (options := self._multilabel_options()):
+            return None
+        return self.thresholds.values if self.thresholds else next(iter(options.values())).get("thresholds", 0.5)
+
+    def _multilabel_options(self) -> dict[str, ConfigDict]:
+        """Return the options of the config's multi-label evaluators by name."""
+        evals = self._config.evals.items()
+        return {name: e for name, e in evals if isinstance(e, ConfigDict) and e.get("type") == "multilabel"}
 
     def params(
         self, inputs: jax.ShapeDtypeStruct | None = None, mesh: Mesh | None = None, strategy: Strategy = "ddp"
@@ -144,7 +190,11 @@ class TrainedModel:
         """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
         mesh, strategy = evaluation_mesh(self._config, self.model)
         with with_tokenizer(self._config, self._tokenizer) as config:
-            return mesh, strategy, make_evaluators(config, predictor(self.model), mesh)
+            evaluators = make_evaluators(config, predictor(self.model), mesh)
+        for name in self._multilabel_options().keys() & evaluators.keys():
+            if self.thresholds:
+                evaluators[name].set_thresholds(self.thresholds.values, self.thresholds.origin)
+        return mesh, strategy, evaluators
 
     def tokenizer(self, path: str | None = None) -> Tokenizer:
         """Open the tokenizer at `path`, or else that of the training data, which may be the tokenizer of bytes.
@@ -245,7 +295,7 @@ def open_run(
     found = saved if config is None else configs.load(config, overrides)
     check_checkpoint(source.path)
     tokenizer = stored_tokenizer((run or source).path) if trains_tokenizer(found) else None
-    return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size)
+    return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size, run and run.workdir)
 
 
 def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
+from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
 from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
@@ -27,6 +28,7 @@ from input_pipeline.files import expand, read_regular
 from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
 
 LOG = logging.getLogger(__name__)
+TOPK = 5  # classes that are predicted by default
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 
 
@@ -35,9 +37,9 @@ class Prediction(NamedTuple):
 
     Fields:
       file: the path of the image.
-      rank: 1 for the class with the highest score.
-      label: the name of the class.
-      probability: its probability.
+      rank: 1 for the class with the highest score; 0 for an image of which no class reaches its threshold.
+      label: the name of the class; empty for rank 0.
+      probability: its probability; for rank 0 the highest.
     """
 
     file: str
@@ -54,34 +56,43 @@ class ImageModel(LoadedModel):
       pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
       class_names: a name for each class.
       multilabel: the probabilities of classes are independent of each other.
+      thresholds: the probability from which a class is predicted, one number or one for each class, of a model that
+        predicts any number of classes; None for the most probable classes.
     """
 
     module: ViT
     pp: str = ""
     class_names: Sequence[str] = ()
     multilabel: bool = False
+    thresholds: float | Sequence[float] | None = None
 
     kind = "a model of images, not a language model: use `dcvit predict`"
 
     @checked
-    def predict(self, images: Images, topk: int = 5) -> list[list[Prediction]]:
+    def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
+
+        By default, these are 5, and for a model with `thresholds` all classes that reach theirs, which may be none.
 
         Raises:
           CheckpointError: the logits of an image are not finite.
           ConfigError: the model has no head or no preprocessing of images.
           InputError: an image cannot be read, does not have the shape of the others, or is not finite.
         """
-        return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
+        found = (row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch)
+        return [[prediction for prediction in row if prediction.rank] for row in found]
 
     def classify(
-        self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]], topk: int
+        self,
+        batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]],
+        topk: int | None = None,
     ) -> Iterator[list[list[Prediction]]]:
         """Yield the predictions for each batch of up to `BATCH` preprocessed images with their names.
 
         Args:
           batches: as from `read_images`.
-          topk: the number of predictions per image, of which the first is the most probable.
+          topk: the number of predictions per image, of which the first is the most probable; see `predict`. An image of
+            which no class reaches its threshold has one prediction, of rank 0.
 
         Raises:
           CheckpointError: the logits of an image are not finite.
@@ -89,8 +100,10 @@ class ImageModel(LoadedModel):
         """
         if not self.module.num_classes:
             raise ConfigError("a model without a head has no classes: use features")
-        if topk < 1:
+        if topk is not None and topk < 1:
             raise ConfigError(f"topk={topk} should be 1 or more")
+        least = 0.0 if topk is not None or self.thresholds is None else self.thresholds
+        count = topk or (TOPK if self.thresholds is None else len(self.class_names))
         normalize = jax.nn.sigmoid if self.multilabel else jax.nn.softmax
         with self.on_devices():
             for names, images in map(self.checked, batches):
@@ -100,8 +113,11 @@ class ImageModel(LoadedModel):
                 finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(images)]
                 if not finite.all():
                     raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
-                rows = np.asarray(normalize(logits))
-                yield [_best(name, row, self.class_names, topk) for name, row in zip(names, rows, strict=False)]
+                rows, reached = np.asarray(normalize(logits)), np.asarray(logits, np.float64) >= logit(least)
+                yield [
+                    _best(name, row, self.class_names, count, where)
+                    for name, row, where in zip(names, rows, reached, strict=False)
+                ]
 
     def generate(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError: a model of images does not generate text."""
@@ -149,9 +165,20 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
     return found
 
 
-def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:
-    """Return predictions of the `topk` classes with the highest scores for the image `file`, the highest first."""
-    best = np.argsort(-scores, kind="stable")[:topk]
+def _best(
+    file: str,
+    scores: Float32[np.ndarray, " C"],
+    class_names: Sequence[str],
+    topk: int,
+    reached: Bool[np.ndarray, " C"],
+) -> list[Prediction]:
+    """Return predictions of the `topk` classes with the highest scores for the image `file`, the highest first.
+
+    Only classes that are True in `reached` are predicted. If there are none, the result is one prediction of rank 0.
+    """
+    best = [i for i in np.argsort(-scores, kind="stable")[:topk] if reached[i]]
+    if not best:
+        return [Prediction(file, 0, "", round(float(scores.max()), 6))]
     return [Prediction(file, rank, class_names[i], round(float(scores[i]), 6)) for rank, i in enumerate(best, start=1)]
 
 
@@ -174,7 +201,7 @@ class PredictionLines:
         lines = []
         for file, row, predictions in zip(files, labels, batch, strict=True):
             classes = [
-                f"  {set_cell_size(label, self.label_width)} {100 * p.probability:5.1f} %"
+                f"  {set_cell_size(label, self.label_width)} {100 * p.probability:5.1f} %" if p.rank else "  none"
                 for label, p in zip(row, predictions, strict=True)
             ]
             line = set_cell_size(file, self.file_width) + "".join(classes)

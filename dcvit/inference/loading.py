@@ -127,6 +127,7 @@ def _load_trained(
     """Return the model of an opened checkpoint with its parameters; see `load`."""
     module = trained.model
     class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
+    thresholds = None if isinstance(module, LM) else trained.predicted_from
     mesh = _mesh(sharding, module)
     params = trained.params(mesh=mesh, strategy=sharding or "ddp")
     common: Json = {
@@ -137,8 +138,9 @@ def _load_trained(
         return LanguageModel(module, open_tokenizer=trained.tokenizer, **common)
     assert isinstance(module, ViT)
     return ImageModel(
-        module, pp=trained.pp_predict, class_names=class_names, multilabel=trained.is_multilabel, **common
-    )
+        module, pp=trained.pp_predict, class_names=class_names, multilabel=trained.is_multilabel,
+        thresholds=thresholds, **common,
+    )  # fmt: skip
 
 
 def _load_weights(

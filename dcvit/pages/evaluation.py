@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,27 +11,34 @@ from typing import Any
 
 import jax
 
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
+from dcvit.evaluators import multilabel as multilabels
 from dcvit.hub.model import TrainedModel
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
-from dcvit.pages.report.page import Evaluation, render
+from dcvit.pages.report.page import Evaluation, MultiLabelEvaluation, render
 from dcvit.parallel import multihost
-from dcvit.runs.steps import is_step, step_folder
+from dcvit.runs.steps import step_folder
+from dcvit.runs.thresholds import Thresholds, write
 from dcvit.versions import __version__
 
+LOG = logging.getLogger(__name__)
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
 Row = dict[str, object]
 
 
-def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> tuple[list[Row], str]:
+def evaluate(
+    trained: TrainedModel, out: Path | None = None, report: Path | None = None, thresholds: str | None = None
+) -> tuple[list[Row], str]:
     """Run every evaluator of a trained model, and return rows of results and a report.
 
     Args:
       trained: the model and its checkpoint.
       out: the CSV file for the rows. Its columns are checked before the evaluation; the rows are not written.
-      report: the HTML file for a report of the classification evaluators. The path is checked before the evaluation;
-        the report is not written.
+      report: the HTML file for a report of the classification and multi-label evaluators. The path is checked before
+        the evaluation; the report is not written.
+      thresholds: the multi-label evaluator on whose data thresholds are chosen, stored in the workdir, and then used by
+        all multi-label evaluators.
 
     Returns:
       The rows of all evaluators with the same keys, `COLUMNS` and the columns of all evaluators; values that do not
@@ -38,8 +46,8 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
       empty without `report` and in all processes except the first.
 
     Raises:
-      ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be
-        written or has no classification evaluator.
+      ConfigError: the config has no evaluator whose data is present, `out` has other columns, the report cannot be
+        written or has no evaluator to show, or `thresholds` names no multi-label evaluator.
       CheckpointError: the checkpoint is missing, damaged, or does not fit the model, or a metric is not finite.
       InputError: the data is unusable.
     """
@@ -48,44 +56,74 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     mesh, strategy, evaluators = trained.evaluators()
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
+    multilabel = {name: e for name, e in evaluators.items() if isinstance(e, multilabels.Evaluator)}
+    if thresholds is not None and thresholds not in multilabel:
+        hint = f"; {nearest(thresholds, multilabel)}" if multilabel else " in config.evals"
+        raise ConfigError(f"--thresholds {thresholds}: no evaluator of type 'multilabel'{hint}")
     observed = reports.observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
         append_csv(out, columns)
     source = trained.source
-    step = step_folder(source.path).name if source.is_checkpoint else ""
     first, *others = evaluators.values()
     params = trained.params(first.example, mesh, strategy)
     for evaluator in others:
         trained.check_params(params, evaluator.example, str(source))
     shared = {
         "model": trained.label,
-        "step": int(step) if is_step(step) else None,
+        "step": trained.step,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
+    metrics = {}
+    for name, evaluator in evaluators.items():
+        metrics[name] = evaluator.run(params)
+        if wrong := [key for key, value in metrics[name].items() if not math.isfinite(value)]:
+            raise CheckpointError(f"{source}: {name}/{wrong[0]} is {NOT_FINITE}")
+    if thresholds is not None:
+        _choose_thresholds(trained, thresholds, multilabel)
+        metrics |= {name: evaluator.result() for name, evaluator in multilabel.items()}
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
-        metrics = evaluator.run(params)
-        if wrong := [key for key, value in metrics.items() if not math.isfinite(value)]:
-            raise CheckpointError(f"{source}: {name}/{wrong[0]} is {NOT_FINITE}")
-        rows += [shared | row for row in evaluator.rows(name, metrics, trained.model)]
+        rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.model)]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
     return [{key: row.get(key) for key in columns} for row in rows], page
+
+
+def _choose_thresholds(trained: TrainedModel, name: str, evaluators: Mapping[str, multilabels.Evaluator]) -> None:
+    """Choose thresholds on the data of evaluator `name`, set those of all evaluators, and write them to the workdir.
+
+    A class without images keeps its threshold, and a warning names it.
+    """
+    chosen, chooser = [], evaluators[name]
+    best = multilabels.best_thresholds(chooser.logits, chooser.labels)
+    for class_name, value, each in zip(trained.class_names, best, chooser.classes, strict=True):
+        if value is None and multihost.is_first():
+            LOG.warning("%s has no images of class %r, which keeps the threshold %g", name, class_name, each.threshold)
+        chosen.append(each.threshold if value is None else value)
+    found = Thresholds(tuple(chosen), name, trained.step)
+    for evaluator in evaluators.values():
+        evaluator.set_thresholds(found.values, found.origin)
+    if trained.workdir is not None and multihost.is_first():
+        write(trained.workdir, found, trained.class_names)
 
 
 def _report(
     trained: TrainedModel, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
 ) -> str:
-    """Return the HTML report of the evaluators in `observed`: by name, the outcomes of a classification evaluator."""
+    """Return the HTML report of the multi-label evaluators, and of those in `observed`, with their outcomes by name."""
     by_name = {row["evaluation"]: row for row in rows}
-    evaluations = []
-    for name, outcomes in observed.items():
-        source = evaluators[name].source
-        names = source.class_names or ()
+    evaluations: list[Evaluation | MultiLabelEvaluation] = []
+    for name, evaluator in evaluators.items():
+        names = evaluator.source.class_names or ()
         names = [*names, *map(str, range(len(names), trained.num_outputs))]
         options = trained.evaluator_options(name)
-        evaluations.append(Evaluation(name, by_name[name], outcomes, names, source.describe, options))
+        if name in observed:
+            outcomes, describe = observed[name], evaluator.source.describe
+            evaluations.append(Evaluation(name, by_name[name], outcomes, names, describe, options))
+        elif isinstance(evaluator, multilabels.Evaluator):
+            found, origin = evaluator.classes, evaluator.thresholds_from
+            evaluations.append(MultiLabelEvaluation(name, by_name[name], found, names, origin, options))
     row, source = by_name[evaluations[0].name], trained.source
     folder = step_folder(source.path) if source.is_checkpoint else source
     facts = {

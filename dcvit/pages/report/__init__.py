@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dcvit.errors import ConfigError
-from dcvit.evaluators import classification
+from dcvit.evaluators import classification, multilabel
 from dcvit.pages.report.outcomes import Outcomes
 
 SUFFIXES = (".html", ".htm")
@@ -33,16 +33,19 @@ def check_path(path: Path, option: str = "--report") -> None:
 def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
     """Attach `Outcomes` to each classification evaluator, which its next run fills, and return them by its name.
 
+    A multi-label evaluator keeps the measures of its last run itself.
+
     Raises:
-      ConfigError: there is no classification evaluator.
+      ConfigError: there is neither a classification nor a multi-label evaluator.
     """
     found: dict[str, Outcomes] = {}
     for name, evaluator in evaluators.items():
         if isinstance(evaluator, classification.Evaluator):
             found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.loss == "sigmoid_xent")
-    if not found:
+    if not found and not any(isinstance(evaluator, multilabel.Evaluator) for evaluator in evaluators.values()):
         types = ", ".join(sorted({type(e).__module__.rpartition(".")[2] for e in evaluators.values()}))
         raise ConfigError(
-            f"--report needs a classifier: no evaluator of type 'classification' in config.evals ({types})"
+            "--report needs a classifier: no evaluator of type 'classification' or 'multilabel' in config.evals "
+            f"({types})"
         )
     return found

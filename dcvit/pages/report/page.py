@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
+from dcvit.evaluators.multilabel import ClassResult
 from dcvit.pages.report import measures
 from dcvit.pages.report.diagram import reliability_diagram
 from dcvit.pages.report.html import Node, document, picture, tag
@@ -48,12 +49,33 @@ class Evaluation:
         return tag("bdi", shorten(self.class_names[index]))
 
 
+@dataclasses.dataclass(frozen=True)
+class MultiLabelEvaluation:
+    """The result of one multi-label evaluator.
+
+    Fields:
+      name: its name in the config.
+      row: the metrics that `dcvit evaluate` prints, by column.
+      classes: the measures of each class.
+      class_names: a name for each class of the model.
+      thresholds_from: a sentence about where the thresholds were chosen.
+      options: the evaluator's options in the config.
+    """
+
+    name: str
+    row: Mapping[str, object]
+    classes: Sequence[ClassResult]
+    class_names: Sequence[str]
+    thresholds_from: str
+    options: Mapping[str, object]
+
+
 def render(
     title: str,
     facts: Mapping[str, str],
     settings: Mapping[str, object],
     rows: Sequence[Mapping[str, object]],
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation | MultiLabelEvaluation],
 ) -> str:
     """Return the report of an evaluation as HTML.
 
@@ -62,13 +84,17 @@ def render(
       facts: texts that describe the run, by name.
       settings: the config of the run.
       rows: all rows that `dcvit evaluate` prints, also those of other evaluators.
-      evaluations: the classification evaluators with their outcomes.
+      evaluations: the results of the classification and the multi-label evaluators.
     """
     header = tag("header", tag("p", "Evaluation report", class_="eyebrow"), tag("h1", title))
     parts: list[Node] = [header]
     if len(rows) > 1:
         parts.append(_overview(rows, evaluations))
-    parts += [_evaluation(evaluation, i) for i, evaluation in enumerate(evaluations)]
+    for i, evaluation in enumerate(evaluations):
+        if isinstance(evaluation, MultiLabelEvaluation):
+            parts.append(_multilabel(evaluation, i))
+        else:
+            parts.append(_evaluation(evaluation, i))
     run = tag("section", tag("h2", "Run"), _values("Run", facts))
     run.append(tag("h3", "Config"))
     run.append(tag("p", "Keys that determine the parameters, unless they have their default value.", class_="note"))
@@ -89,9 +115,7 @@ def percent(value: object, digits: int = 2) -> str:
 
 def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
     """Return the section of an evaluator, the one of index `number` in the page."""
-    several, data = evaluation.outcomes.several, evaluation.options.get("data")
-    shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
-    notes = [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown)
+    several, notes = evaluation.outcomes.several, _data_notes(evaluation.options)
     notes += [f"{several:,} images have several labels; a prediction is correct if it is any of them."] * (several > 0)
     if present := evaluation.options.get("present_classes_only"):
         notes.append(f"present_classes_only={present}: only classes that occur in the data are predicted.")
@@ -106,6 +130,13 @@ def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
         tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", flattened(evaluation.options))),
         id=f"evaluation-{number}",
     )
+
+
+def _data_notes(options: Mapping[str, object]) -> list[str]:
+    """Return the text about an evaluator's data, alone in a list; [] if the options have none."""
+    data = options.get("data")
+    shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
+    return [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown)
 
 
 def _tiles(evaluation: Evaluation) -> ET.Element:
@@ -127,6 +158,11 @@ def _tiles(evaluation: Evaluation) -> ET.Element:
         ("Loss", f"{loss:.4f}" if isinstance(loss, float) else NONE, "mean, in nats"),
         ("Images", f"{outcomes.n:,}", f"{outcomes.n - outcomes.correct:,} mistakes"),
     ]
+    return _tile_list(tiles)
+
+
+def _tile_list(tiles: Sequence[tuple[str, str, str]]) -> ET.Element:
+    """Return a list of numbers, each with its name and a note."""
     items = [
         tag("div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", note, class_="note"))
         for name, value, note in tiles
@@ -270,10 +306,58 @@ def _classes(evaluation: Evaluation) -> ET.Element:
     return _part("Classes", text, _table("Classes", header, cells, sortable=True))
 
 
-def _overview(rows: Sequence[Mapping[str, object]], evaluations: Sequence[Evaluation]) -> ET.Element:
+def _multilabel(evaluation: MultiLabelEvaluation, number: int) -> ET.Element:
+    """Return the section of a multi-label evaluator, the one of index `number` in the page."""
+    row, found = evaluation.row, evaluation.classes
+    labels, positives = (sum(getattr(each, key) for each in found) for key in ("images", "positives"))
+    loss, n = row["loss"], row["n"]
+    tiles = [
+        ("Mean AP", percent(row["mean_ap"]), "mean of the average precisions of the classes that have images"),
+        ("F1, macro", percent(row["f1_macro"]), "mean of the classes that have images"),
+        ("F1, micro", percent(row["f1_micro"]), "of all labels together"),
+        ("Loss", f"{loss:.4f}" if isinstance(loss, float) else NONE, "sum over the classes, in nats"),
+        ("Labels for an image", f"{positives / max(1, n if isinstance(n, int) else 1):.2f}", f"{positives:,} in all"),
+        ("Images", f"{n:,}", f"{labels:,} known labels of {len(found):,} classes"),
+    ]
+    shown = [*enumerate(found)]
+    order = "in the order of their numbers"
+    if len(found) > MATRIX_CLASSES:
+        shown.sort(key=lambda pair: (2.0 if pair[1].average_precision is None else pair[1].average_precision, pair[0]))
+        order = "with the lowest average precision first"
+    cells: list[list[Node]] = [
+        [
+            tag("bdi", shorten(evaluation.class_names[c])), f"{each.positives:,}", f"{each.predictions:,}",
+            *(percent(value) for value in (each.average_precision, each.f1, each.precision, each.recall)),
+            f"{each.threshold:.3f}", f"{each.images:,}",
+        ]
+        for c, each in shown[:CLASS_ROWS]
+    ]  # fmt: skip
+    header = ("Class", "Images", "Predictions", "AP", "F1", "Precision", "Recall", "Threshold", "Known")
+    text = (
+        f"{len(cells):,} of {len(found):,} classes, {order}. Images have the class, predictions reach its threshold, "
+        "and the label of known images is known; others do not count for the class. AP is the average precision, which "
+        f"does not depend on the threshold. {evaluation.thresholds_from}"
+    )
+    return tag(
+        "section",
+        tag("h2", "Evaluation “", tag("bdi", evaluation.name), "”"),
+        *(tag("p", note, class_="note") for note in _data_notes(evaluation.options)),
+        _tile_list(tiles),
+        _part("Classes", text, _table("Classes", header, cells, sortable=True)),
+        tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", flattened(evaluation.options))),
+        id=f"evaluation-{number}",
+    )
+
+
+def _overview(
+    rows: Sequence[Mapping[str, object]], evaluations: Sequence[Evaluation | MultiLabelEvaluation]
+) -> ET.Element:
     """Return the table of all evaluations, with links to their sections."""
     sections = {evaluation.name: i for i, evaluation in enumerate(evaluations)}
-    titles = {"top1": "Top-1", "top5": "Top-5", "mean_recall": "Mean recall"}
+    titles = {
+        "top1": "Top-1", "top5": "Top-5", "mean_recall": "Mean recall", "mean_ap": "Mean AP", "f1_macro": "F1, macro",
+        "f1_micro": "F1, micro",
+    }  # fmt: skip
     shown = {metric: title for metric, title in titles.items() if any(row.get(metric) is not None for row in rows)}
     cells: list[list[Node]] = []
     for row in rows:

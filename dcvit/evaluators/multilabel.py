@@ -1,0 +1,224 @@
+"""Average precision and F1 of a classifier with several labels for each image, over all examples of a data source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from scipy.special import expit, logit
+
+import input_pipeline
+from dcvit.dcmha.shapes import Float
+from dcvit.errors import ConfigError
+from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
+from dcvit.models import Params, losses, pixels
+
+COLUMNS = ("gflops", "image_size", "mean_ap", "f1_macro", "f1_micro", "loss", "n", "images_per_second")
+THRESHOLD = 0.5  # probability from which a class is predicted
+LARGEST = 1 - 2**-53  # below 1, which no sigmoid of a logit reaches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the evaluator in a config.
+
+    Fields:
+      data: arguments of `input_pipeline.open_source`.
+      pp: a preprocessing string that yields `image` and multi-hot `labels`, with -1 for unknown ones.
+      batch_size: rounded up to a multiple of the device count.
+      loss: the name of the model's loss, "sigmoid_xent".
+      thresholds: the probability from which a class is predicted, one number or one for each class. `dcvit evaluate
+        --thresholds` chooses and stores others, which replace these.
+      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
+    """
+
+    data: dict[str, Any]
+    pp: str
+    batch_size: int = 256
+    loss: str = "sigmoid_xent"
+    thresholds: float | Sequence[float] = THRESHOLD
+    corrupt: str = "fail"
+    corrupt_max: int = 100
+
+    def __post_init__(self) -> None:
+        if self.loss != "sigmoid_xent":
+            raise ConfigError(f"type='multilabel' is for loss='sigmoid_xent', not {self.loss!r}; use 'classification'")
+        check_thresholds(self.thresholds, "thresholds")
+
+
+class ClassResult(NamedTuple):
+    """Measures of one class over the images whose label for it is known.
+
+    Fields:
+      positives, predictions, images: numbers of images of the class, of images for which it is predicted, of all.
+      average_precision: None without images of the class.
+      precision: None if the class is never predicted.
+      recall: None without images of the class.
+      f1: 2·hits ÷ (positives + predictions), and 0 without either.
+      threshold: the probability from which the class is predicted.
+    """
+
+    positives: int
+    predictions: int
+    images: int
+    average_precision: float | None
+    precision: float | None
+    recall: float | None
+    f1: float
+    threshold: float
+
+
+class Evaluator:
+    """Evaluator of a multi-label classifier. Labels below 0 are unknown and do not count.
+
+    The metrics are exact for any batch size and device count: the logits of all examples are kept in memory, 4 bytes
+    for each class and example.
+    """
+
+    target = ("labels", 1)  # key of the preprocessed labels, and their rank
+    columns = COLUMNS
+    metrics = ("mean_ap", "f1_macro", "f1_micro", "loss", "n")
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+
+    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
+        self.source = input_pipeline.open_source(**options.data)
+        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
+        self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
+        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
+        self.host_pp, to_numbers = pixels.split(options.pp)
+        self.logits: np.ndarray = np.zeros((0, 0), np.float32)  # of the last run, N C
+        self.labels: np.ndarray = np.zeros((0, 0), np.float32)  # of the last run, N C
+        self.loss_sum = 0.0  # of the last run
+        self.classes: list[ClassResult] = []  # of the last call of `result`
+
+        def score(params: Params, batch: DeviceBatch) -> DeviceBatch:
+            logits = predict(params, to_numbers(batch["image"]))[0].astype(jnp.float32)
+            return {"logits": logits, "loss": losses.sigmoid_xent(logits, batch["labels"])}
+
+        self.score = TimedFunction(score, mesh, options.batch_size, keep=("labels",))
+
+    def run(self, params: Params) -> dict[str, float]:
+        """Return the metrics by name, over all known labels.
+
+        They are `mean_ap` and `f1_macro`, means over the classes that have images, `f1_micro`, of all labels together,
+        `loss`, the sum over the classes of the mean over known labels in nats, and `n`, the number of images with a
+        known label.
+
+        Raises:
+          ConfigError: there is not one threshold for each class.
+        """
+        self.score.reset_timer()
+        logits, labels, self.loss_sum = [], [], 0.0
+        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
+            scores, kept = self.score(params, batch)
+            known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
+            logits.append(scores["logits"][known])
+            labels.append(kept["labels"][known])
+            self.loss_sum += float(scores["loss"][known].sum(dtype=np.float64))
+        self.logits, self.labels = np.concatenate(logits), np.concatenate(labels)
+        return self.result()
+
+    def result(self) -> dict[str, float]:
+        """Return the metrics of the last run for the present thresholds; see `run`."""
+        thresholds, classes = self.thresholds, self.logits.shape[-1]
+        if isinstance(thresholds, float | int):
+            thresholds = [thresholds] * classes
+        if len(thresholds) != classes:
+            raise ConfigError(f"thresholds has {len(thresholds)} number(s), but there are {classes} classes")
+        self.classes = measures(self.logits, self.labels, thresholds)
+        counted = [each for each in self.classes if each.positives]
+        hits = sum((each.recall or 0) * each.positives for each in self.classes)
+        total = sum(each.positives + each.predictions for each in self.classes)
+        return {
+            "mean_ap": float(np.mean([each.average_precision for each in counted])) if counted else 0.0,
+            "f1_macro": float(np.mean([each.f1 for each in counted])) if counted else 0.0,
+            "f1_micro": 2 * hits / max(total, 1),
+            "loss": self.loss_sum * self.labels.shape[-1] / max(int((self.labels >= 0).sum()), 1),
+            "n": len(self.labels),
+        }
+
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
+        speed = {"images_per_second": round(self.score.rate(), 1)}
+        return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
+
+    def set_thresholds(self, thresholds: Sequence[float], origin: str) -> None:
+        """Use other thresholds, one for each class, from now on; `origin` is a sentence about them."""
+        self.thresholds, self.thresholds_from = thresholds, origin
+
+
+def check_thresholds(thresholds: object, what: str) -> None:
+    """Raise ConfigError, which names them `what`, if thresholds are not numbers from 0 to 1."""
+    several = thresholds if isinstance(thresholds, list | tuple) else [thresholds]
+    if not several or not all(isinstance(t, float | int) and not isinstance(t, bool) and 0 <= t <= 1 for t in several):
+        raise ConfigError(f"{what}={thresholds!r} should be a probability from 0 to 1, or one for each class")
+
+
+def measures(
+    logits: Float[np.ndarray, "N C"], labels: Float[np.ndarray, "N C"], thresholds: Sequence[float]
+) -> list[ClassResult]:
+    """Return the measures of each class; labels below 0 do not count."""
+    predicted, found = logits >= logit(np.asarray(thresholds, np.float64)), []
+    for c, threshold in enumerate(thresholds):
+        known = labels[:, c] >= 0
+        positive, chosen = labels[known, c] > 0, predicted[known, c]
+        hits, positives, predictions = (int(x.sum()) for x in (positive & chosen, positive, chosen))
+        found.append(
+            ClassResult(
+                positives,
+                predictions,
+                int(known.sum()),
+                average_precision(logits[known, c], positive) if positives else None,
+                hits / predictions if predictions else None,
+                hits / positives if positives else None,
+                2 * hits / max(positives + predictions, 1),
+                threshold,
+            )
+        )
+    return found
+
+
+def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> float:
+    """Return Σ_k (R_k - R_{k-1})·P_k, with precision and recall of the scores from the k-th highest different one on.
+
+    Args:
+      scores: higher for examples that are more likely of the class.
+      positive: True for the examples of the class, of which there is one at least.
+    """
+    hits, examples = _at_least(scores, positive)[1:]
+    return float(np.sum(np.diff(hits, prepend=0) * hits / examples) / hits[-1])
+
+
+def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Float[np.ndarray, "N C"]) -> list[float | None]:
+    """Return the threshold with the highest F1 of each class; None for a class without images.
+
+    It is halfway between the probabilities of two examples, so that rounding does not change a prediction. Of equal F1,
+    the highest threshold is taken.
+    """
+    chosen: list[float | None] = []
+    for c in range(logits.shape[-1]):
+        known = labels[:, c] >= 0
+        positive = labels[known, c] > 0
+        if not positive.any():
+            chosen.append(None)
+            continue
+        scores, hits, examples = _at_least(logits[known, c], positive)
+        at = int(np.argmax(2 * hits / (hits[-1] + examples)))
+        above, below = (float(expit(np.float64(x))) for x in (scores[at], [*scores, -np.inf][at + 1]))
+        chosen.append(min((above + below) / 2, LARGEST))
+    return chosen
+
+
+def _at_least(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the different scores, falling, and of each the numbers of positives and of examples with at least it."""
+    order = np.argsort(-scores, kind="stable")
+    falling = scores[order]
+    ends = np.flatnonzero(np.append(np.diff(falling) != 0, True))
+    return falling[ends], np.cumsum(positive[order])[ends], ends + 1

@@ -1,0 +1,145 @@
+"""Multi-label evaluator: equal to scikit-learn, for any batch size and device count, without unknown labels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import expit
+from sklearn import metrics
+from sources import ListSource
+
+import input_pipeline
+from dcvit.errors import ConfigError
+from dcvit.evaluators.multilabel import Evaluator, Options, average_precision, best_thresholds, measures
+from dcvit.parallel.sharding import make_mesh
+
+N, CLASSES = 61, 5
+RNG = np.random.default_rng(0)
+LABELS = (RNG.random((N, CLASSES)) < [0.5, 0.3, 0.1, 0.9, 0.0]).astype(np.float32)  # the last class has no image
+LOGITS = (RNG.normal(size=(N, CLASSES)) + 1.5 * LABELS - 0.7).astype(np.float32)
+LOGITS[10:30] = np.round(LOGITS[10:30])  # equal scores
+UNKNOWN = RNG.random((N, CLASSES)) < 0.2
+UNKNOWN[7] = True  # an image without a known label
+MASKED = np.where(UNKNOWN, np.float32(-1), LABELS)
+PARAMS = {"table": jnp.asarray(LOGITS)}
+THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
+
+
+def predict(params, images):
+    """Look up the logits of example i in a table."""
+    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
+
+
+def evaluator(monkeypatch, labels, devices=1, **options):
+    examples = [{"image": np.full((1, 1, 1), i, np.uint8), "labels": row} for i, row in enumerate(labels)]
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(examples))
+    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
+    pp = "value_range(0, 255)|keep('image', 'labels')"
+    return Evaluator(predict, mesh, Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
+
+
+def expected(labels, thresholds):
+    """The same measures by scikit-learn, each class over the images whose label is known."""
+    known, probabilities = labels >= 0, expit(LOGITS.astype(np.float64))
+    predicted = probabilities >= thresholds
+    rows = []
+    for c in range(CLASSES):
+        true, chosen = labels[known[:, c], c], predicted[known[:, c], c]
+        precision, recall, f1, _ = metrics.precision_recall_fscore_support(
+            true, chosen, average="binary", zero_division=0
+        )
+        rank = metrics.average_precision_score(true, LOGITS[known[:, c], c]) if true.any() else np.nan
+        rows.append((rank, f1, precision, recall, true.sum()))
+    nats = -np.where(labels > 0, np.log(probabilities), np.log1p(-probabilities))
+    present = [row for row in rows if row[-1]]
+    return rows, {
+        "mean_ap": np.mean([row[0] for row in present]),
+        "f1_macro": np.mean([row[1] for row in present]),
+        "f1_micro": metrics.f1_score(labels[known], predicted[known]),
+        "loss": CLASSES * nats[known].mean(),
+        "n": known.any(axis=1).sum(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [LABELS, MASKED], ids=["known", "masked"])
+@pytest.mark.parametrize(("batch", "devices"), [(7, 1), (64, 1), (24, 8)])
+def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, devices):
+    built = evaluator(monkeypatch, labels, devices, batch_size=batch, thresholds=THRESHOLDS)
+    got = built.run(PARAMS)
+    rows, overall = expected(labels, THRESHOLDS)
+    assert got == pytest.approx(overall, rel=1e-6)
+    assert got.keys() == set(built.metrics)
+    for found, (rank, f1, precision, recall, positives) in zip(built.classes, rows, strict=True):
+        assert (found.f1, found.precision or 0, found.recall or 0) == pytest.approx((f1, precision, recall))
+        assert found.positives == positives
+        assert found.average_precision == (pytest.approx(rank) if positives else None)
+    assert sum(found.images for found in built.classes) == (labels >= 0).sum()
+    assert built.run(PARAMS) == got
+
+
+def test_macro_f1_and_mean_precision_of_complete_labels_are_those_of_one_call():
+    classes = measures(LOGITS, LABELS, [0.5] * CLASSES)[:4]
+    whole = LABELS[:, :4], LOGITS[:, :4]
+    mean = np.mean([each.average_precision for each in classes])
+    assert mean == pytest.approx(metrics.average_precision_score(*whole, average="macro"))
+    f1 = np.mean([each.f1 for each in classes])
+    assert f1 == pytest.approx(metrics.f1_score(whole[0], whole[1] >= 0, average="macro"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_average_precision_with_equal_scores(seed):
+    rng = np.random.default_rng(seed)
+    scores, positive = rng.integers(0, 4, 40).astype(np.float32), rng.random(40) < 0.3
+    assert average_precision(scores, positive) == pytest.approx(metrics.average_precision_score(positive, scores))
+
+
+def test_no_other_threshold_has_a_higher_f1():
+    chosen = best_thresholds(LOGITS, MASKED)
+    assert chosen[4] is None
+    for c, threshold in enumerate(chosen[:4]):
+        known = MASKED[:, c] >= 0
+        scores, true = expit(LOGITS[known, c].astype(np.float64)), MASKED[known, c]
+        every = [metrics.f1_score(true, scores >= t) for t in np.unique(scores)]
+        assert metrics.f1_score(true, scores >= threshold) == pytest.approx(max(every))
+        assert np.abs(scores - threshold).min() > 1e-4  # not on an example
+    kept = [0.5 if t is None else t for t in chosen]
+    fixed, best = (measures(LOGITS, MASKED, t) for t in ([0.5] * CLASSES, kept))
+    assert all(b.f1 >= f.f1 for f, b in zip(fixed, best, strict=True))
+    assert sum(b.f1 for b in best) > sum(f.f1 for f in fixed)
+
+
+@pytest.mark.filterwarnings("error")
+def test_thresholds_of_extreme_logits_still_separate():
+    logits = np.array([[900.0], [500.0], [-800.0], [-900.0]], np.float32)
+    labels = np.array([[1], [1], [0], [0]], np.float32)
+    (threshold,) = best_thresholds(logits, labels)
+    assert measures(logits, labels, [threshold])[0].f1 == 1
+    (all_of_them,) = best_thresholds(logits, np.ones_like(labels))
+    assert measures(logits, np.ones_like(labels), [all_of_them])[0].f1 == 1
+    assert measures(logits, labels, [0.0])[0].predictions == 4
+    assert measures(logits, labels, [1.0])[0].predictions == 0
+
+
+def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):
+    built = evaluator(monkeypatch, MASKED)
+    first = built.run(PARAMS)
+    built.source = None
+    built.set_thresholds(THRESHOLDS, "")
+    assert built.result() == pytest.approx(expected(MASKED, THRESHOLDS)[1], rel=1e-6)
+    assert built.result()["mean_ap"] == first["mean_ap"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"loss": "softmax_xent"}, "type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"),
+    ({"thresholds": 1.5}, "thresholds=1.5 should be a probability from 0 to 1, or one for each class"),
+    ({"thresholds": ()}, "should be a probability"),
+])  # fmt: skip
+def test_invalid_options_are_refused(monkeypatch, options, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluator(monkeypatch, LABELS, **options)
+
+
+def test_another_number_of_thresholds_than_classes_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"thresholds has 2 number.s., but there are 5 classes"):
+        evaluator(monkeypatch, LABELS, thresholds=(0.5, 0.5)).run(PARAMS)
