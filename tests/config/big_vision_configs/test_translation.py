@@ -346,7 +346,10 @@ def test_onehot_keeps_big_visions_default_keys():
 def test_configs_of_dcvit_are_not_translated(path, caplog):
     if path.stem == "upcycle":
         pytest.skip("its config is that of a run")
-    needed = {"transfer": "init=x,data=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x"}
+    needed = {
+        "transfer": "init=x,data=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x",
+        "vit_manifest": "manifest=x",
+    }  # fmt: skip
     caplog.set_level(logging.INFO, "dcvit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(big_vision, "translate", lambda config: pytest.fail("translated"))
