@@ -157,7 +157,7 @@ def is_rate(value: Any) -> bool:
     return has_type(value, float) and math.isfinite(value) and value >= 0
 
 
-def are_weights(value: Any) -> bool:
+def are_weights(value: str | Sequence[float] | None) -> bool:
     """Return True for None, "balanced", and finite numbers that are not negative, of which one at least is above 0."""
     return value in (None, "balanced") or (not isinstance(value, str) and all(map(is_rate, value)) and any(value))
 

@@ -61,12 +61,11 @@ class TrainedModel:
           image_size: height and width of images, if other than those of the config.
           workdir: the folder of the run, with its class names and thresholds.
         """
-        self.workdir = workdir
         self._pp, self._image_size = config.pp_predict, image_size
         if image_size:
             config = _at_image_size(config, image_size)
         self._config, self._kind, self._tokenizer = config, kind_of(config), tokenizer
-        self.source = source
+        self.source, self.workdir = source, workdir
         self.num_outputs: int = config[self._kind.outputs_key]
         self.pp_predict: str = config.pp_predict
         self.is_multilabel = config.loss == "sigmoid_xent"
@@ -101,7 +100,7 @@ class TrainedModel:
 
     @property
     def step(self) -> int | None:
-        """The step of the checkpoint; None for parameters without one."""
+        """The step of the checkpoint, or None."""
         name = step_folder(self.source.path).name if self.source.is_checkpoint else ""
         return int(name) if is_step(name) else None
 
@@ -112,32 +111,13 @@ class TrainedModel:
 
     @functools.cached_property
     def thresholds(self) -> Thresholds | None:
-        """The thresholds that the run's workdir stores; None without any, and without a multi-label evaluator.
-
-        Raises:
-          ConfigError: the file is damaged.
-        """
-        if self.workdir is None or not self._multilabel_options():
+        """The thresholds that the run's workdir stores for its multi-label evaluators; None without any."""
+        if self.workdir is None or not _multilabel_options(self._config):
             return None
         found = thresholds.read(self.workdir, self.class_names)
         if found and found.step != self.step:
             LOG.warning("%s is of step %s, the model of step %s", self.workdir / thresholds.NAME, found.step, self.step)
         return found
-
-    @property
-    def predicted_from(self) -> float | Sequence[float] | None:
-        """The probability from which each class is predicted: stored, or else that of the first multi-label evaluator.
-
-        None for a model without such an evaluator, whose classes exclude each other.
-        """
-        if not (options := self._multilabel_options()):
-            return None
-        return self.thresholds.values if self.thresholds else next(iter(options.values())).get("thresholds", 0.5)
-
-    def _multilabel_options(self) -> dict[str, ConfigDict]:
-        """Return the options of the config's multi-label evaluators by name."""
-        evals = self._config.evals.items()
-        return {name: e for name, e in evals if isinstance(e, ConfigDict) and e.get("type") == "multilabel"}
 
     def params(
         self, inputs: jax.ShapeDtypeStruct | None = None, mesh: Mesh | None = None, strategy: Strategy = "ddp"
@@ -191,7 +171,7 @@ class TrainedModel:
         mesh, strategy = evaluation_mesh(self._config, self.model)
         with with_tokenizer(self._config, self._tokenizer) as config:
             evaluators = make_evaluators(config, predictor(self.model), mesh)
-        for name in self._multilabel_options().keys() & evaluators.keys():
+        for name in _multilabel_options(self._config).keys() & evaluators.keys():
             if self.thresholds:
                 evaluators[name].set_thresholds(self.thresholds.values, self.thresholds.origin)
         return mesh, strategy, evaluators
@@ -212,6 +192,22 @@ class TrainedModel:
     def _check_language_model(self) -> None:
         if self._config.model_name != "lm":
             raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
+
+
+def thresholds_of(trained: TrainedModel) -> float | Sequence[float] | None:
+    """Return the probability from which a class is predicted, stored or that of the config.
+
+    None for a model without a multi-label evaluator, whose classes exclude each other.
+    """
+    options = _multilabel_options(trained._config)
+    default = next((each.get("thresholds", 0.5) for each in options.values()), None)
+    return trained.thresholds.values if trained.thresholds else default
+
+
+def _multilabel_options(config: ConfigDict) -> dict[str, ConfigDict]:
+    """Return the options of a config's multi-label evaluators by name."""
+    evals = config.evals.items()
+    return {name: e for name, e in evals if isinstance(e, ConfigDict) and e.get("type") == "multilabel"}
 
 
 def _at_image_size(config: ConfigDict, size: tuple[int, int]) -> ConfigDict:

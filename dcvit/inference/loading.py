@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dcvit.errors import CheckpointError, ConfigError, checked, nearest
 from dcvit.hub import pretrained
-from dcvit.hub.model import TrainedModel, at_image_size, open_run, open_trained
+from dcvit.hub.model import TrainedModel, at_image_size, open_run, open_trained, thresholds_of
 from dcvit.hub.source import ModelSource
 from dcvit.inference.images import ImageModel
 from dcvit.inference.model import Kind, LoadedModel, of_kind
@@ -127,7 +127,7 @@ def _load_trained(
     """Return the model of an opened checkpoint with its parameters; see `load`."""
     module = trained.model
     class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
-    thresholds = None if isinstance(module, LM) else trained.predicted_from
+    thresholds = None if isinstance(module, LM) else thresholds_of(trained)
     mesh = _mesh(sharding, module)
     params = trained.params(mesh=mesh, strategy=sharding or "ddp")
     common: Json = {

@@ -56,10 +56,7 @@ def evaluate(
     mesh, strategy, evaluators = trained.evaluators()
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
-    multilabel = {name: e for name, e in evaluators.items() if isinstance(e, multilabels.Evaluator)}
-    if thresholds is not None and thresholds not in multilabel:
-        hint = f"; {nearest(thresholds, multilabel)}" if multilabel else " in config.evals"
-        raise ConfigError(f"--thresholds {thresholds}: no evaluator of type 'multilabel'{hint}")
+    multilabel = _multilabel(evaluators, thresholds)
     observed = reports.observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
@@ -88,6 +85,15 @@ def evaluate(
         rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.model)]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
     return [{key: row.get(key) for key in columns} for row in rows], page
+
+
+def _multilabel(evaluators: Mapping[str, object], thresholds: str | None) -> dict[str, multilabels.Evaluator]:
+    """Return the multi-label evaluators by name. Raise ConfigError if `thresholds` is none of them."""
+    found = {name: e for name, e in evaluators.items() if isinstance(e, multilabels.Evaluator)}
+    if thresholds is not None and thresholds not in found:
+        hint = f"; {nearest(thresholds, found)}" if found else " in config.evals"
+        raise ConfigError(f"--thresholds {thresholds}: no evaluator of type 'multilabel'{hint}")
+    return found
 
 
 def _choose_thresholds(trained: TrainedModel, name: str, evaluators: Mapping[str, multilabels.Evaluator]) -> None:
