@@ -87,10 +87,16 @@ class Evaluator:
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.
+
+        Raises:
+          ConfigError: there is not one threshold for each class.
+        """
         self.source = input_pipeline.open_source(**options.data)
         self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
         self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
+        if self.source.class_names:
+            self._thresholds(len(self.source.class_names))  # before anything is compiled
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
         self.logits: np.ndarray = np.zeros((0, 0), np.float32)  # of the last run, N C
@@ -127,12 +133,7 @@ class Evaluator:
 
     def result(self) -> dict[str, float]:
         """Return the metrics of the last run for the present thresholds; see `run`."""
-        thresholds, classes = self.thresholds, self.logits.shape[-1]
-        if isinstance(thresholds, float | int):
-            thresholds = [thresholds] * classes
-        if len(thresholds) != classes:
-            raise ConfigError(f"thresholds has {len(thresholds)} number(s), but there are {classes} classes")
-        self.classes = measures(self.logits, self.labels, thresholds)
+        self.classes = measures(self.logits, self.labels, self._thresholds(self.logits.shape[-1]))
         counted = [each for each in self.classes if each.positives]
         hits = sum((each.recall or 0) * each.positives for each in self.classes)
         total = sum(each.positives + each.predictions for each in self.classes)
@@ -148,6 +149,14 @@ class Evaluator:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
         speed = {"images_per_second": round(self.score.rate(), 1)}
         return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
+
+    def _thresholds(self, classes: int) -> Sequence[float]:
+        """Return a threshold for each class. Raise ConfigError if their number is another."""
+        if isinstance(self.thresholds, float | int):
+            return [self.thresholds] * classes
+        if len(self.thresholds) != classes:
+            raise ConfigError(f"thresholds has {len(self.thresholds)} number(s), but there are {classes} classes")
+        return self.thresholds
 
     def set_thresholds(self, thresholds: Sequence[float], origin: str) -> None:
         """Use other thresholds, one for each class, from now on; `origin` is a sentence about them."""

@@ -198,9 +198,14 @@ def thresholds_of(trained: TrainedModel) -> float | Sequence[float] | None:
     """Return the probability from which a class is predicted, stored or that of the config.
 
     None for a model without a multi-label evaluator, whose classes exclude each other.
+
+    Raises:
+      ConfigError: there is not one threshold for each class, or the stored file is damaged.
     """
     options = _multilabel_options(trained._config)
     default = next((each.get("thresholds", 0.5) for each in options.values()), None)
+    if isinstance(default, list | tuple) and len(default) != trained.num_outputs:
+        raise ConfigError(f"thresholds has {len(default)} number(s), but there are {trained.num_outputs} classes")
     return trained.thresholds.values if trained.thresholds else default
 
 

@@ -13,7 +13,10 @@ from dcvit.runs.files import Folder
 
 FORMATS = (".png", ".pdf", ".svg")
 # The metrics of evaluators that can be drawn, by preference: the label of the axis, and a factor.
-METRICS = {"top1": ("top-1 (%)", 100), "bits_per_byte": ("bits per byte", 1), "loss": ("loss (nats)", 1)}
+METRICS = {
+    "top1": ("top-1 (%)", 100), "mean_ap": ("mean AP (%)", 100), "bits_per_byte": ("bits per byte", 1),
+    "loss": ("loss (nats)", 1),
+}  # fmt: skip
 LINE_STYLES = ("-", "--", ":", "-.")
 
 Row = Mapping[str, Any]

@@ -119,7 +119,7 @@ class Source:
         parts = (
             f"; {(labels < 0).mean():.1%} of the labels are unknown" if labels.ndim > 1 and (labels < 0).any() else ""
         )
-        hidden = f"; {unknown.sum():,} images have no known label" if unknown.any() else ""
+        hidden = f"; {unknown.sum():,} image(s) without a known label" if unknown.any() else ""
         logger.info("%s: %s%s%s", what, shown, parts, hidden)
 
 

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/labels.md"
 MARKER = "<!-- run by tests/docs/test_labels.py -->"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_commands_of_the_page_run_as_written(tmp_path, monkeypatch, library_promotion, capsys):
     (script,), (block,) = (blocks(PAGE, language, MARKER) for language in ("python", "bash"))
     monkeypatch.chdir(tmp_path)

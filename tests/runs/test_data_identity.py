@@ -6,6 +6,7 @@ import shutil
 
 import corpora
 import image_datasets
+import manifests
 import pytest
 
 import input_pipeline as ip
@@ -31,6 +32,13 @@ def parquet(root):
         name = f"train-{shard:05}-of-00003.parquet"
         pq.write_table(pa.table({"image": images, "label": [0, 1] * 3}), root / name, row_group_size=2)
     return {"data_dir": str(root)}, root / "train-00001-of-00003.parquet"
+
+
+def manifest(root):
+    rows = [(path, "|".join(names)) for path, names in manifests.write_images(root, 12)]
+    return {"manifest": manifests.write_csv(root / "labels.csv", ("path", "label"), rows), "sep": "|"}, root / rows[7][
+        0
+    ]
 
 
 def tfds(root, file_format="tfrecord"):
@@ -63,7 +71,8 @@ def lines(root):
 
 
 KINDS = {
-    "folder": folder, "parquet": parquet, "tfds": tfds, "array_record": lambda root: tfds(root, "array_record"),
+    "folder": folder, "manifest": manifest, "parquet": parquet, "tfds": tfds,
+    "array_record": lambda root: tfds(root, "array_record"),
     "input_ids": input_ids, "megatron": megatron, "text": text, "spans": lines, "answers": lines,
 }  # fmt: skip
 READ_ONCE = {"text", "spans", "answers"}  # when they are opened
