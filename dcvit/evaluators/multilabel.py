@@ -56,7 +56,8 @@ class ClassResult(NamedTuple):
     """Measures of one class over the images whose label for it is known.
 
     Fields:
-      positives, predictions, images: numbers of images of the class, of images for which it is predicted, of all.
+      positives, predictions, hits, images: numbers of images of the class, of images for which it is predicted, of
+        those for which both are so, and of all.
       average_precision: None without images of the class.
       precision: None if the class is never predicted.
       recall: None without images of the class.
@@ -66,6 +67,7 @@ class ClassResult(NamedTuple):
 
     positives: int
     predictions: int
+    hits: int
     images: int
     average_precision: float | None
     precision: float | None
@@ -135,7 +137,7 @@ class Evaluator:
         """Return the metrics of the last run for the present thresholds; see `run`."""
         self.classes = measures(self.logits, self.labels, self._thresholds(self.logits.shape[-1]))
         counted = [each for each in self.classes if each.positives]
-        hits = sum((each.recall or 0) * each.positives for each in self.classes)
+        hits = sum(each.hits for each in self.classes)
         total = sum(each.positives + each.predictions for each in self.classes)
         return {
             "mean_ap": float(np.mean([each.average_precision for each in counted])) if counted else 0.0,
@@ -183,6 +185,7 @@ def measures(
             ClassResult(
                 positives,
                 predictions,
+                hits,
                 int(known.sum()),
                 average_precision(logits[known, c], positive) if positives else None,
                 hits / predictions if predictions else None,

@@ -143,6 +143,18 @@ class Source:
             )  # fmt: skip
         return Blocks(np.array([group.rows for group in self.groups], np.int64), self.window)
 
+    @functools.cached_property
+    def labels(self) -> np.ndarray:
+        """The labels of all rows, int32, and -1 for null ones; the columns of labels are read when they are needed."""
+        found = []
+        for file in self.files:
+            with open_parquet(file.path) as opened:
+                for group in file.groups:
+                    check_unchanged(group.path, group.state)
+                    labels = _labels(opened, group.number, self.label, file.path)
+                    found.append(labels.cast("int64").fill_null(-1).to_numpy().astype(np.int32))
+        return np.concatenate(found)
+
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.groups else 0
 

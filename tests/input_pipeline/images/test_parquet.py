@@ -14,6 +14,7 @@ from markdown_pages import ROOT, blocks
 import input_pipeline as ip
 from input_pipeline import shuffle
 from input_pipeline.images import parquet
+from input_pipeline.source import labels_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -65,6 +66,17 @@ def reads(monkeypatch):
 
 def open_parquet(root, **options):
     return ip.open_source("parquet", data_dir=str(root), **options)
+
+
+def test_labels_are_read_without_images_and_stratify_folds(tmp_path, reads):
+    labels = [i % 3 for i in range(29)] + [None]
+    root = write(tmp_path / "few", table([b"no image"] * 30, labels, names=["a", "b", "c"]), group=4)
+    source = open_parquet(root)
+    np.testing.assert_array_equal(labels_of(source), [*labels[:-1], -1])
+    part = open_parquet(root, part="fold 1 of 5")
+    assert sorted(np.bincount(labels_of(part) + 1).tolist()) == [1, 1, 2, 2]  # of 1, 9, 10 and 10
+    assert reads == []
+    assert sum(part.blocks.sizes) == len(part) == 6
 
 
 class TestExamples:
