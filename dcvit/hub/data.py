@@ -51,6 +51,8 @@ def with_hints(data: Options) -> Iterator[None]:
             hint = (
                 "; lm_pile.py takes validation=ROWS, the number of rows to hold out, and context=TOKENS, their length"
             )
+        elif data["kind"] == "manifest" and "no column 'split'" in str(e):
+            hint = "; without such a column, give vit_manifest.py the argument val, as in val=fold 1 of 5"
         elif data["kind"] in ("text", "input_ids") and Path(str(data.get("path"))).name in ("train", "validation"):
             hint = "; lm_pile.py reads the folders train and validation, and lm_text.py splits one folder"
         if not hint:

@@ -296,7 +296,8 @@ def open_run(
     found = saved if config is None else configs.load(config, overrides)
     check_checkpoint(source.path)
     tokenizer = stored_tokenizer((run or source).path) if trains_tokenizer(found) else None
-    return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size, run and run.workdir)
+    workdir = run and (run.workdir or run.path)
+    return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size, workdir)
 
 
 def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:

@@ -121,6 +121,8 @@ class Source:
         )
         hidden = f"; {unknown.sum():,} image(s) without a known label" if unknown.any() else ""
         logger.info("%s: %s%s%s", what, shown, parts, hidden)
+        if labels.ndim == 1 and (joined := [name for name in names if "|" in name]):
+            logger.warning("%s: %r is one class; several classes in a cell need sep='|'", what, joined[0])
 
 
 def _truths(table: Table, columns: Sequence[str]) -> Labels:

@@ -54,6 +54,7 @@ def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message)
         getattr(balance, key)(value, source, CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", [mixup, cutmix])
 def test_a_mixed_label_is_unknown_where_a_part_of_it_is(mix):
     labels = jnp.asarray(MULTI, jnp.float32)

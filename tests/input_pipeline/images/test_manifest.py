@@ -82,6 +82,15 @@ def test_several_classes_are_names_with_a_separator_or_columns(folder, listed, s
     assert "label" not in source[0]
 
 
+def test_joined_names_without_a_separator_are_pointed_out(folder, listed, caplog):
+    file = manifests.write_csv(folder / "labels.csv", ("path", "label"), [(p, "|".join(n)) for p, n in listed])
+    assert "blue|green" in opened(file).class_names
+    assert "'blue|green' is one class; several classes in a cell need sep='|'" in caplog.text
+    caplog.clear()
+    opened(file, sep="|")
+    assert not caplog.text
+
+
 def test_numbers_are_names_in_numeric_order_and_minus_one_is_unknown(folder, listed):
     cells = ["10.0", "2.0", "", "-1", "-1.0", *["2"] * (COUNT - 5)]
     rows = zip([path for path, _ in listed], cells, strict=True)
