@@ -86,7 +86,15 @@ KEYS = {
     "lr_mults": Key(
         Sequence, (), "Pairs (regex of a parameter's name, multiplier of lr). The first match counts; no match: 1."
     ),
+    "layer_decay": Key(
+        float, 1.0, "Factor of the learning rate and the weight decay from one layer to the one below, as in timm. 1: "
+        "none.",
+    ),
     "frozen": Key(Sequence, (), "Regexes of the names of parameters that are not trained."),
+    "freeze_layers": Key(
+        int | None, None, "Number of blocks, from the first one, that are not trained; nor are the embeddings. None: "
+        "all are trained.",
+    ),
     "grad_clip_norm": Key(float | None, None, "Global norm to which gradients are clipped. None: no clipping."),
     "grad_accum": Key(int, 1, "Parts of a batch whose gradients are computed one after the other and averaged."),
     "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
@@ -168,6 +176,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("ema_decay", "label_smoothing"), (lambda v: 0 <= v < 1, "in [0, 1)")),
     **dict.fromkeys(("lr", "wd", "mixup", "cutmix", "z_loss"), (is_rate, "finite and not negative")),
     **dict.fromkeys(("class_weights", "pos_weight"), (are_weights, "'balanced', or finite numbers, 0 or more")),
+    "layer_decay": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
     "early_stop": (

@@ -1,31 +1,37 @@
 """Optimizer: a chain of optax transformations in big_vision's order.
 
-    update = -schedule(step) · (lr · lr_mult · optimizer(clip(gradient)) + wd · wd_mult · parameter)
+    update = -schedule(step) · layer_scale · (lr · lr_mult · optimizer(clip(gradient)) + wd · wd_mult · parameter)
 
 Weight decay follows the schedule but is not multiplied by the learning rate: 1e-4 here equals AdamW's 0.1 at a learning
-rate of 1e-3. `wd_times_lr` multiplies it by the learning rate, as AdamW does.
+rate of 1e-3. `wd_times_lr` multiplies it by the learning rate, as AdamW does. `layer_scale` is 1 unless `layer_decay`
+is set; see `layer_scales`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from optax.contrib import MuonDimensionNumbers
 
 from dcvit.errors import matches
 from dcvit.models.trees import matrix_axes
-from dcvit.parallel.trees import names_of
+from dcvit.parallel.trees import names_of, shapes_of
+from dcvit.weights.placement import SINGLE, unrolled
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
 Schedule = Callable[[jax.Array | int], jax.Array]
+EMBEDDINGS = re.compile(r"(embedding|pre_norm)/.*|pos_embedding|cls|registers")
+LAST_NORM = re.compile(r"Transformer/(encoder|decoder)_norm/.*")  # of the blocks' output
 
 
 def schedule(
@@ -95,6 +101,70 @@ def first_match(params: PyTree, rules: Rules, default: float | None, what: str) 
             raise ValueError(f"{what}: {pattern!r} matches no parameter")
         values = dict.fromkeys(found, value) | values
     return jax.tree.map(lambda name: values.get(name, default), names)
+
+
+def layers_of(params: PyTree, depth: int) -> dict[str, np.ndarray]:
+    """Return the layer of each parameter by its name: 0 for embeddings, 1 … L for blocks, L + 1 for all others.
+
+    Args:
+      params: the parameters, or their shapes.
+      depth: L.
+
+    Returns:
+      Arrays of integers that broadcast against the parameters: scalars, or shape L' 1 1 … for L' layers of a scan.
+    """
+    shapes, numbers = shapes_of(params), dict[str, list[int]]()
+    for name, part in unrolled(shapes).items():
+        block = SINGLE.fullmatch(name)
+        number = 1 + int(block["number"]) if block else 0 if EMBEDDINGS.fullmatch(name) else depth + 1
+        numbers.setdefault(part.path, []).append(number)
+    stacked = {part.path for part in unrolled(shapes).values() if part.layer is not None}
+    return {
+        name: np.reshape(found, (-1, *[1] * (len(shapes[name]) - 1)) if name in stacked else ())
+        for name, found in numbers.items()
+    }
+
+
+def layer_scales(params: PyTree, decay: float, depth: int) -> PyTree:
+    """Return for each parameter the factor decay^(L + 1 - layer) of its update, float32, with `layers_of` its layer.
+
+    These are the scales of `timm.optim.param_groups_layer_decay`. As there, the norm after the blocks belongs to the
+    last block, and the weight decay is scaled too: AdamW multiplies it by the learning rate of the layer.
+
+    Args:
+      params: the parameters, or their shapes.
+      decay: factor from one layer to the one below.
+      depth: L.
+    """
+    layers = layers_of(params, depth)
+    layers |= {name: np.asarray(depth) for name in layers if LAST_NORM.fullmatch(name)}
+    return jax.tree.map(lambda name: np.float32(decay ** (depth + 1.0 - layers[name])), names_of(params))
+
+
+def frozen_parts(params: PyTree, patterns: Sequence[str], freeze_layers: int | None, depth: int) -> PyTree:
+    """Return for each parameter a mask, True where it is not trained, that broadcasts against it.
+
+    Args:
+      params: the parameters, or their shapes.
+      patterns: regexes of the names of parameters that are not trained.
+      freeze_layers: number of blocks, from the first one, that are not trained; nor are the embeddings. None: no block
+        and no embedding.
+      depth: L.
+
+    Raises:
+      ValueError: `freeze_layers` is out of range, a regex matches no parameter, or all or none would be frozen.
+    """
+    if freeze_layers is not None and not 0 <= freeze_layers <= depth:
+        raise ValueError(f"freeze_layers={freeze_layers} should be in 0 … {depth}, the number of blocks")
+    named = first_match(params, [(pattern, True) for pattern in patterns], False, "frozen")
+    layers = layers_of(params, depth)
+    last = -1 if freeze_layers is None else freeze_layers
+    masks = jax.tree.map(lambda name, frozen: np.asarray((layers[name] <= last) | frozen), names_of(params), named)
+    if freeze_layers is not None and all(mask.all() for mask in jax.tree.leaves(masks)):
+        raise ValueError(f"freeze_layers={freeze_layers} leaves no parameter to train")
+    if freeze_layers is not None and not any((numbers <= last).any() for numbers in layers.values()):
+        raise ValueError(f"freeze_layers={freeze_layers} has no effect: these layers have no parameter to train")
+    return masks
 
 
 def scale_by_adafactor(
@@ -218,7 +288,10 @@ class Options:
       wd_times_lr: multiply the weight decay by `lr`, as AdamW does.
       wd_mults: pairs (regex of the whole parameter name, multiplier of `wd`). The first match counts; no match: 0.
       lr_mults: pairs (regex of the whole parameter name, multiplier of `lr`). The first match counts; no match: 1.
+      layer_decay: factor of the learning rate and the weight decay from one layer to the one below; 1: none. See
+        `layer_scales`.
       frozen: regexes of parameters that are not trained; they do not contribute to the norm of clipping.
+      freeze_layers: the embeddings and so many blocks, from the first one, are not trained either; None: none.
       grad_clip_norm: the global norm to which gradients are clipped; None: no clipping.
     """
 
@@ -230,27 +303,44 @@ class Options:
     wd_times_lr: bool = False
     wd_mults: Rules = ((".*/kernel", 1.0),)
     lr_mults: Rules = ()
+    layer_decay: float = 1.0
     frozen: Sequence[str] = ()
+    freeze_layers: int | None = None
     grad_clip_norm: float | None = None
 
 
-def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.GradientTransformation, Schedule]:
+def zero_frozen(tree: PyTree, masks: PyTree) -> PyTree:
+    """Return gradients or updates with zeros where a mask of `frozen_parts` is True."""
+
+    def trained(x: jax.Array, mask: np.ndarray) -> jax.Array:
+        return jnp.where(mask, jnp.zeros_like(x), x) if mask.any() else x
+
+    return jax.tree.map(trained, tree, masks)
+
+
+def make(
+    params: PyTree, total_steps: int, options: Options, depth: int = 0
+) -> tuple[optax.GradientTransformation, Schedule]:
     """Return the optimizer, whose update is the equation at the top of this module, and its schedule.
 
     Args:
       params: the parameters, or their shapes.
       total_steps: length of training.
       options: optimizer, learning rate, schedule, weight decay and clipping.
+      depth: number of blocks of the model, for `layer_decay` and `freeze_layers`.
 
     Raises:
-      ValueError: a regex matches no parameter, or the schedule is invalid.
+      ValueError: a regex matches no parameter, `freeze_layers` is out of range, or the schedule is invalid.
     """
     factor, lr, wd = schedule(total_steps, **options.schedule), options.lr, options.wd
     lr_mult = first_match(params, options.lr_mults, 1.0, "lr_mults")
     wd_mult = first_match(params, options.wd_mults, 0.0, "wd_mults") if wd else None
-    is_frozen = first_match(params, [(pattern, True) for pattern in options.frozen], False, "frozen")
-    is_trained = jax.tree.map(lambda f: not f, is_frozen)
-    freeze = optax.masked(optax.set_to_zero(), is_frozen)
+    masks = frozen_parts(params, options.frozen, options.freeze_layers, depth)
+    is_trained = jax.tree.map(lambda mask: not mask.all(), masks)
+    scales = layer_scales(params, options.layer_decay, depth)
+
+    def freeze(updates: PyTree, _: PyTree) -> PyTree:
+        return zero_frozen(updates, masks)
 
     def scale(updates: PyTree, _: PyTree) -> PyTree:
         return jax.tree.map(lambda u, mult: u * (lr * mult), updates, lr_mult)
@@ -259,15 +349,18 @@ def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.Grad
         rate = wd * lr if options.wd_times_lr else wd
         return jax.tree.map(lambda u, p, mult: u + p * (rate * mult), updates, params, wd_mult)
 
-    return optax.chain(
-        freeze,
+    def descend(updates: PyTree, _: PyTree) -> PyTree:
+        return jax.tree.map(lambda u, scale: -u * scale.astype(u.dtype), updates, scales)
+
+    return optax.chain(  # the order numbers the arrays of checkpoints
+        optax.stateless(freeze),
         optax.clip_by_global_norm(options.grad_clip_norm) if options.grad_clip_norm else optax.identity(),
         optax.masked(TRANSFORMATIONS[options.optax_name](**options.optax), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),
-        optax.scale(-1.0),
-        freeze,
+        optax.stateless(descend),
+        optax.stateless(freeze),
     ), factor
 
 

@@ -15,8 +15,9 @@ from ml_collections import ConfigDict
 from dcvit.config.durations import Durations
 from dcvit.config.keys import is_rate
 from dcvit.dcmha.selection import Policy
-from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models import Params
+from dcvit.parallel.trees import by_name
 from dcvit.runs import tracking
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData
@@ -45,6 +46,7 @@ class Plan:
     lr: float
     schedule: optim.Schedule
     optimizer: optax.GradientTransformation
+    frozen: Params  # masks of `dcvit.training.optim.frozen_parts`
     grad_accum: int
     ema_decay: float
     intervals: Intervals
@@ -76,7 +78,7 @@ class RunOptions:
         return {name: getattr(self, name) for name in tracking.NAMES if getattr(self, name)}
 
 
-def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:
+def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str], depth: int) -> Plan:
     """Return the plan of a run: its length, optimizer, averaging and intervals.
 
     Args:
@@ -84,6 +86,7 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
       data: the training data, whose size determines the length of an epoch.
       params: the parameters, or their shapes.
       evaluators: the names of the evaluators.
+      depth: number of blocks of the model.
 
     Raises:
       ConfigError: an invalid duration, optimizer or schedule.
@@ -93,18 +96,40 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
     if not total_steps:
         raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
     durations = dataclasses.replace(durations, total_steps=total_steps)
-    optimizer, schedule = make_optimizer(config, params, durations)
+    optimizer, schedule = make_optimizer(config, params, durations, depth)
+    frozen = optim.frozen_parts(params, config.frozen, config.freeze_layers, depth)
+    _check_frozen(config, optim.frozen_parts(params, (), config.freeze_layers, depth))
     intervals = Intervals(
         log=durations.steps(config, "log", 50),
         ckpt=durations.steps(config, "ckpt", total_steps),
         keep_ckpt=durations.steps(config, "keep_ckpt"),
         evals={n: durations.steps(config.evals[n], "log", total_steps, f"config.evals.{n}") for n in evaluators},
     )
-    return Plan(total_steps, config.lr, schedule, optimizer, config.grad_accum, config.ema_decay, intervals)
+    return Plan(
+        total_steps, config.lr, schedule, optimizer, frozen, config.grad_accum, config.ema_decay, intervals,
+    )  # fmt: skip
+
+
+def _check_frozen(config: ConfigDict, frozen: Params) -> None:
+    """Raise ConfigError if `config.freeze_layers` freezes a parameter that `config.model_init` does not set."""
+    if config.freeze_layers is None or not config.model_init:
+        return
+    names = [name for name, mask in by_name(frozen).items() if mask.any()]
+    for pattern in config.model_load.get("dont_load", ()):
+        if found := sorted(matches(pattern, names, "config.model_load.dont_load")):
+            raise ConfigError(
+                f"config.freeze_layers={config.freeze_layers} freezes {found[0]}, which model_load.dont_load leaves at "
+                "its initial value: choose one of them"
+            )
+    if config.model_load.get("upcycle") and config.freeze_layers:
+        raise ConfigError(
+            f"config.freeze_layers={config.freeze_layers} would keep the compositions that model_load.upcycle adds to "
+            "these blocks at the identity: choose one of them"
+        )
 
 
 def make_optimizer(
-    config: ConfigDict, params: Params, durations: Durations
+    config: ConfigDict, params: Params, durations: Durations, depth: int = 0
 ) -> tuple[optax.GradientTransformation, optim.Schedule]:
     """Return the gradient transformation (optimizer) of a config and its learning-rate schedule.
 
@@ -112,6 +137,7 @@ def make_optimizer(
       config: the config.
       params: the parameters, or their shapes.
       durations: the run's length and sizes, which convert epochs and examples to steps.
+      depth: number of blocks of the model.
 
     Raises:
       ConfigError: an unknown transformation or schedule, or an argument that does not fit.
@@ -127,7 +153,7 @@ def make_optimizer(
     options = dataclasses.replace(options, schedule=_schedule_in_steps(options.schedule, durations))
     check_call(optim.schedule, options.schedule, "config.schedule", args=(durations.total_steps,))
     try:
-        optimizer, factor = optim.make(params, durations.total_steps or 0, options)
+        optimizer, factor = optim.make(params, durations.total_steps or 0, options, depth)
         jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config: {first_line(e)}") from None

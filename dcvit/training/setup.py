@@ -97,7 +97,7 @@ def make_setup(
         data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt)
         model = build_model(completed, module.clone(**task.model_fields), mesh, task.example)
         evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
-        plan = make_plan(completed, data, model.trained, evaluators)
+        plan = make_plan(completed, data, model.trained, evaluators, module.depth)
         options = make_options(completed, evaluators, plan.total_steps, model.module)
     record = json.loads(completed.to_json())
     if tokenizer is not None:  # without the path of a temporary file

@@ -22,7 +22,7 @@ from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.parallel.trees import by_name
-from dcvit.training.optim import at_step
+from dcvit.training.optim import at_step, zero_frozen
 from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch
 
@@ -107,7 +107,7 @@ def jit_update(setup: Setup, shapes: TrainState) -> Any:
 def make_update(setup: Setup, places: Any = None) -> Update:
     """Return the training step: (state, batch) -> (state, metrics).
 
-    The metrics are `loss`; `lr`; `grad_norm`, over all parameters and before clipping; `nonfinite`, the number of
+    The metrics are `loss`; `lr`; `grad_norm`, over trained parameters and before clipping; `nonfinite`, the number of
     skipped steps; and `skipped`, if damaged examples may be skipped. A step with a non-finite loss or gradient
     changes no parameter, average or optimizer state. The learning rate follows `state.step`, which counts it.
 
@@ -135,6 +135,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         prepared = setup.task.prepare(batch, prepare_key)
         loss_and_grad = functools.partial(value_and_grad, state.base)
         loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
+        grads = zero_frozen(grads, plan.frozen)  # so that the compiler omits what only they need
         updates, opt_state = plan.optimizer.update(grads, at_step(state.opt_state, state.step), state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema

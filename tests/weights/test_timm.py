@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""timm's Vision Transformers: the same logits, in both directions."""
+"""timm's Vision Transformers: the same logits, in both directions, and the same rules of fine-tuning."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,17 @@ import pytest
 pytestmark = pytest.mark.interop
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
+from foreign_models import links_of
 from PIL import Image
 from safetensors.torch import save_file
 from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
+from timm.optim import param_groups_layer_decay
 from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_dcvit, of_torch, randomize
 
 from dcvit.errors import CheckpointError
+from dcvit.parallel.trees import by_name
+from dcvit.training.optim import layer_scales
 from dcvit.weights import families as weights
 from dcvit.weights import links, timm_vit
 from dcvit.weights.tensors import Tensor
@@ -109,6 +113,19 @@ def test_mean_and_std_fold_into_the_stem(tmp_path):
     pixels = np.random.default_rng(0).random((2, 32, 32, 3)).astype(np.float32)
     normal = ((pixels - DIGITS["mean"]) / DIGITS["std"]).astype(np.float32)
     np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layer_decay_scales_each_parameter_as_timm_does(tmp_path, name):
+    model = create(name, depth=3)
+    groups = param_groups_layer_decay(model, layer_decay=0.7)
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    theirs = {name: scales[id(p)] for name, p in model.named_parameters()}
+    read = weights.open_weights(save(model, tmp_path / "a"))
+    ours = by_name(layer_scales(read.tree(), 0.7, 3))
+    pairs = [(ours[x], theirs[y]) for link in links_of(read) for x in link.ours for y in link.theirs if y in theirs]
+    np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-6)
+    assert len({found for _, found in pairs}) == 5
 
 
 def meta_model(name):

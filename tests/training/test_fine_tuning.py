@@ -1,0 +1,165 @@
+"""Fine-tuning: layer-wise decay and frozen layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_models import random_params, stack_blocks
+from trained_workdirs import load_params
+from training_runs import (
+    digits_command,
+    interrupted_before,
+    make_step,
+    refusal,
+    same,
+    small_lm_setup,
+    small_setup,
+    steps_on_meshes,
+)
+
+from dcvit.models.trees import unstack_blocks
+from dcvit.parallel.trees import by_name, nested
+from dcvit.training import optim
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+DEPTH = 4
+SETUPS = {  # with the numbers of layers in the body of a scan
+    "vit": (small_setup, {}, 1),
+    "lm": (small_lm_setup, {}, 1),
+    "vit, scan of pairs": (small_setup, {"model.compose": "both", "model.compose_layers": (1, 3)}, 2),
+    "lm, tied": (small_lm_setup, {"model.tied": True}, 1),
+}
+MORE = ("vit, scan of pairs", "lm, tied")
+
+
+def unrolled_shapes(make, options):
+    return make(**options, **{"model.depth": DEPTH, "model.scan": False}).model.shapes
+
+
+def optimized(params, gradients, depth=DEPTH, **options):
+    """Return the parameters after these gradients, by name."""
+    options = {"lr": 0.1, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_mults": [(".*", 1.0)]} | options
+    tx, _ = optim.make(params, len(gradients), optim.Options(**options), depth)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grads in gradients:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return by_name(params)
+
+
+def kind_of(name):
+    """The layer of a parameter by the rule of timm, written out: stem, block, the norm after the blocks, the rest."""
+    if "block_" in name:
+        return 1 + int(name.split("block_")[1].split("/")[0])
+    if name.startswith("Transformer/"):
+        return "norm"
+    return 0 if name.startswith(("embedding/", "pos_embedding", "cls")) else DEPTH + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "lm", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in MORE)])
+def test_decay_and_freezing_are_the_same_for_stacked_layers_and_follow_the_equation(name):
+    """A step of gradient descent in numpy, without the frozen parameters; three steps of Adam, stacked and unrolled."""
+    make, options, period = SETUPS[name]
+    params, *gradients = (random_params(unrolled_shapes(make, options), seed) for seed in range(4))
+    recipe = {"layer_decay": 0.6, "freeze_layers": 2, "grad_clip_norm": 0.5}
+    descent = optimized(params, gradients[:1], optax_name="trace", optax={"decay": 0.0}, **recipe)
+    p, g = by_name(params), by_name(gradients[0])
+    layer = {key: kind_of(key) for key in p}
+    free = {key for key in p if layer[key] == "norm" or layer[key] > 2}
+    assert 0 < len(free) < len(p)
+    norm = np.sqrt(sum(np.sum(np.square(g[key], dtype=np.float64)) for key in free))
+    for key in p:
+        scale = 0.6 ** (DEPTH + 1 - (DEPTH if layer[key] == "norm" else layer[key])) if key in free else 0.0
+        expected = p[key] - scale * (0.1 * g[key] * min(1, 0.5 / norm) + 0.1 * p[key])
+        np.testing.assert_allclose(descent[key], expected, rtol=1e-5, atol=1e-6, err_msg=key)
+    adam = optimized(params, gradients, **recipe)
+    stack = lambda tree: stack_blocks(tree, period)  # noqa: E731
+    stacked = optimized(stack(params), [stack(tree) for tree in gradients], **recipe)
+    assert len(stacked) < len(adam)
+    again = by_name(unstack_blocks(nested(stacked)))
+    for key, value in adam.items():
+        np.testing.assert_allclose(again[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
+        assert (value == p[key]).all() == (key not in free), key
+
+
+def test_decay_multiplies_lr_mults_and_the_decay_of_weights():
+    params = {"Transformer": {"encoderblock_1": {"kernel": jnp.ones(1)}}, "head": {"kernel": jnp.ones(1)}}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    options = {"optax_name": "trace", "optax": {"decay": 0.0}, "lr": 0.1, "lr_mults": [(".*block.*", 0.5)]}
+    moved = optimized(params, [params], 2, layer_decay=0.8, **{**options, "wd": 0.0})
+    np.testing.assert_allclose([1 - x[0] for x in moved.values()], [0.1 * 0.5 * 0.8, 0.1], rtol=1e-5)
+    decayed = optimized(params, [zero], 2, layer_decay=0.8, wd_times_lr=True, **options)
+    np.testing.assert_allclose([1 - x[0] for x in decayed.values()], [0.1 * 0.1 * 0.8, 0.1 * 0.1], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm(scan):
+    recipe = {"model.depth": 2, "model.scan": scan, "schedule": {"decay_type": "constant"}}
+    whole, batch, update = make_step(small_setup(**recipe))
+    state, _, frozen_update = make_step(small_setup(**recipe, freeze_layers=1, layer_decay=0.5))
+    after, metrics = frozen_update(state, batch)
+    before, found = (by_name(unstack_blocks(x.params)) for x in (state, after))
+    kept = {key for key in found if (found[key] == before[key]).all()}
+    assert kept == {key for key in found if key.startswith(("embedding/", "pos_embedding")) or "block_0/" in key}
+    assert 0 < float(metrics["grad_norm"]) < float(update(whole, batch)[1]["grad_norm"])
+
+
+@pytest.mark.slow
+def test_sharded_layers_train_as_on_one_device():
+    options = {"model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16, "model.head_zeroinit": False}
+    options |= {"model.depth": 2, "model.scan": True, "lr": 0.01, "schedule": {"decay_type": "constant"}}
+    options |= {"layer_decay": 0.5, "freeze_layers": 1, "optax_name": "trace", "optax": {"decay": 0.0}}
+    options |= {"ema_decay": 0.9}
+    (before, one), (_, many) = steps_on_meshes(2, **options)
+    for tree in ("params", "ema"):
+        pairs = zip(*(jax.tree.leaves(getattr(state, tree)) for state in (one, many)), strict=True)
+        assert all(np.allclose(a, b, atol=1e-5) for a, b in pairs)
+    assert not same(one.params, before.params)
+
+
+@pytest.mark.slow
+def test_fine_tuning_resumes_to_the_same_bits(digits_run, tmp_path, monkeypatch):
+    recipe = {"layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "model.depth": 2}
+    recipe |= {"model.scan": True, "mixup": 0.2}
+    assert digits_command(tmp_path / "complete", **recipe) == 0
+    with interrupted_before(monkeypatch, 5):
+        assert digits_run("interrupted", **recipe)[0] == 130
+    status, workdir = digits_run("interrupted", **recipe)
+    assert status == 0
+    assert same(load_params(tmp_path / "complete"), load_params(workdir))
+    assert (tmp_path / "complete/metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
+
+
+START = {"model_init": "absent", "model.depth": 2}
+LORA = {"lora.rank": 2, "lora.targets": ".*block_1/.*/query/kernel", "wd": 0.0}
+BAD = {
+    "no decay": ({"layer_decay": 0.0}, "config.layer_decay=0.0 should be in (0, 1]"),
+    "growth": ({"layer_decay": 1.1}, "config.layer_decay=1.1 should be in (0, 1]"),
+    "word": ({"layer_decay": "'x'"}, "config.layer_decay='x' should be of type float"),
+    "negative": ({"freeze_layers": -1}, "config: freeze_layers=-1 should be in 0 … 1, the number of blocks"),
+    "too many": ({"freeze_layers": 3, "model.depth": 2}, "freeze_layers=3 should be in 0 … 2, the number of blocks"),
+    "everything": (
+        {"freeze_layers": 1, "frozen": ["head/.*", "Transformer/encoder_norm/.*"]},
+        "config: freeze_layers=1 leaves no parameter to train",
+    ),
+    "new embedding": (
+        {**START, "freeze_layers": 0, "model_load.dont_load": ["embedding/.*"]},
+        "config.freeze_layers=0 freezes embedding/bias, which model_load.dont_load leaves at its initial value",
+    ),
+    "new compositions": (
+        {**START, "freeze_layers": 1, "model_load.upcycle": True},
+        "config.freeze_layers=1 would keep the compositions that model_load.upcycle adds to these blocks",
+    ),
+    "no adapter": ({**START, **LORA, "freeze_layers": 1}, "config: freeze_layers=1 has no effect"),
+    "all adapters": ({**START, **LORA, "freeze_layers": 2}, "config: freeze_layers=2 leaves no parameter to train"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_one_line(name):
+    options, message = BAD[name]
+    assert message in refusal(small_setup, **options)
