@@ -98,6 +98,9 @@ KEYS = {
     "grad_clip_norm": Key(float | None, None, "Global norm to which gradients are clipped. None: no clipping."),
     "grad_accum": Key(int, 1, "Parts of a batch whose gradients are computed one after the other and averaged."),
     "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
+    "ema_warmup": Key(
+        bool, False, "Start that average with a lower decay, min(ema_decay, 1 - (1 + updates)^(-2/3)), as timm does."
+    ),
     "mesh": Key(
         Sequence, (("data", -1),),
         'Pairs (axis, size) of the device mesh; axes are "data", "fsdp", "context" and "tensor". -1: all others.',

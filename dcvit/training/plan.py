@@ -49,6 +49,7 @@ class Plan:
     frozen: Params  # masks of `dcvit.training.optim.frozen_parts`
     grad_accum: int
     ema_decay: float
+    ema_warmup: bool
     intervals: Intervals
 
 
@@ -89,8 +90,12 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
       depth: number of blocks of the model.
 
     Raises:
-      ConfigError: an invalid duration, optimizer or schedule.
+      ConfigError: an invalid duration, optimizer, schedule or average.
     """
+    if config.ema_warmup and not config.ema_decay:
+        raise ConfigError(
+            "config.ema_warmup=True needs an average of the weights: set config.ema_decay, such as 0.9999"
+        )
     durations = Durations(data.batch_size, len(data.source))
     total_steps = durations.steps(config, "total")
     if not total_steps:
@@ -106,7 +111,8 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
         evals={n: durations.steps(config.evals[n], "log", total_steps, f"config.evals.{n}") for n in evaluators},
     )
     return Plan(
-        total_steps, config.lr, schedule, optimizer, frozen, config.grad_accum, config.ema_decay, intervals,
+        total_steps, config.lr, schedule, optimizer, frozen, config.grad_accum, config.ema_decay, config.ema_warmup,
+        intervals,
     )  # fmt: skip
 
 

@@ -140,7 +140,9 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if plan.ema_decay:
-            ema = optax.incremental_update(params, ema, 1 - plan.ema_decay)
+            updated = state.step - state.nonfinite
+            rate = warm_rate(plan.ema_decay, updated) if plan.ema_warmup else 1 - plan.ema_decay
+            ema = optax.incremental_update(params, ema, rate)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": plan.lr * plan.schedule(state.step)}
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         params, opt_state, ema = jax.tree.map(
@@ -155,6 +157,15 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         return TrainState(params=params, opt_state=opt_state, ema=ema, base=state.base, **counts), metrics
 
     return update
+
+
+def warm_rate(ema_decay: float, updates: jax.Array) -> jax.Array:
+    """Return the weight of new parameters in an average with warm-up; `updates` is the number of earlier updates.
+
+    The decay, 1 - weight, is min(ema_decay, 1 - (1 + updates)^(-2/3)), that of
+    `timm.utils.ModelEmaV3(use_warmup=True)`: the first update replaces the initial values.
+    """
+    return jnp.maximum(1 - ema_decay, (1 + updates.astype(jnp.float32)) ** (-2 / 3))
 
 
 def accumulate(

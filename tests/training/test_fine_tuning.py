@@ -1,4 +1,4 @@
-"""Fine-tuning: layer-wise decay and frozen layers."""
+"""Fine-tuning: layer-wise decay, frozen layers and the warm-up of averaged weights."""
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +108,24 @@ def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm(scan):
     assert 0 < float(metrics["grad_norm"]) < float(update(whole, batch)[1]["grad_norm"])
 
 
+@pytest.mark.exhaustive
+def test_the_backward_pass_ends_at_the_frozen_layers():
+    """With all blocks frozen, only the forward pass is left, a third of the operations."""
+    flops = []
+    for frozen in (None, 2, 4):
+        setup = small_setup(**{"model.depth": 4, "model.width": 64}, freeze_layers=frozen)
+        state, batch, update = make_step(setup)
+        flops.append(update.lower(state, batch).compile().cost_analysis()["flops"])
+    assert flops[1] / flops[0] == pytest.approx(2 / 3, abs=0.02)
+    assert flops[2] / flops[0] == pytest.approx(1 / 3, abs=0.02)
+
+
 @pytest.mark.slow
 def test_sharded_layers_train_as_on_one_device():
     options = {"model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16, "model.head_zeroinit": False}
     options |= {"model.depth": 2, "model.scan": True, "lr": 0.01, "schedule": {"decay_type": "constant"}}
     options |= {"layer_decay": 0.5, "freeze_layers": 1, "optax_name": "trace", "optax": {"decay": 0.0}}
-    options |= {"ema_decay": 0.9}
+    options |= {"ema_decay": 0.9, "ema_warmup": True}
     (before, one), (_, many) = steps_on_meshes(2, **options)
     for tree in ("params", "ema"):
         pairs = zip(*(jax.tree.leaves(getattr(state, tree)) for state in (one, many)), strict=True)
@@ -122,8 +134,29 @@ def test_sharded_layers_train_as_on_one_device():
 
 
 @pytest.mark.slow
+def test_warm_up_of_the_average_counts_updates_and_not_skipped_steps():
+    """The first update replaces the initial values; the n-th has the decay min(ema_decay, 1 - n^(-2/3))."""
+    setup = small_setup(ema_decay=0.5, ema_warmup=True, schedule={"decay_type": "constant"})
+    state, batch, update = make_step(setup)
+    bad = batch | {"labels": batch["labels"] * np.nan}
+    average = None
+    for number, given in enumerate([bad, batch, bad, batch, batch, batch]):
+        state, _ = update(state, given)
+        if given is bad:
+            continue
+        n = {1: 1, 3: 2, 4: 3, 5: 4}[number]
+        decay = min(0.5, 1 - n ** (-2 / 3))
+        average = jax.tree.map(
+            lambda e, p, decay=decay: decay * e + (1 - decay) * np.asarray(p, np.float64), average or state.params,
+            state.params,
+        )  # fmt: skip
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.ema, average)
+    assert not same(state.ema, state.params)
+
+
+@pytest.mark.slow
 def test_fine_tuning_resumes_to_the_same_bits(digits_run, tmp_path, monkeypatch):
-    recipe = {"layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "model.depth": 2}
+    recipe = {"layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True, "model.depth": 2}
     recipe |= {"model.scan": True, "mixup": 0.2}
     assert digits_command(tmp_path / "complete", **recipe) == 0
     with interrupted_before(monkeypatch, 5):
@@ -142,6 +175,10 @@ BAD = {
     "word": ({"layer_decay": "'x'"}, "config.layer_decay='x' should be of type float"),
     "negative": ({"freeze_layers": -1}, "config: freeze_layers=-1 should be in 0 … 1, the number of blocks"),
     "too many": ({"freeze_layers": 3, "model.depth": 2}, "freeze_layers=3 should be in 0 … 2, the number of blocks"),
+    "no average": (
+        {"ema_warmup": True},
+        "config.ema_warmup=True needs an average of the weights: set config.ema_decay",
+    ),
     "everything": (
         {"freeze_layers": 1, "frozen": ["head/.*", "Transformer/encoder_norm/.*"]},
         "config: freeze_layers=1 leaves no parameter to train",

@@ -1,6 +1,7 @@
 # ruff: noqa: E402
 """timm's Vision Transformers: the same logits, in both directions, and the same rules of fine-tuning."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,10 +14,12 @@ from safetensors.torch import save_file
 from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
 from timm.optim import param_groups_layer_decay
+from timm.utils import ModelEmaV3
 from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_dcvit, of_torch, randomize
 
 from dcvit.errors import CheckpointError
 from dcvit.parallel.trees import by_name
+from dcvit.training import step
 from dcvit.training.optim import layer_scales
 from dcvit.weights import families as weights
 from dcvit.weights import links, timm_vit
@@ -115,6 +118,7 @@ def test_mean_and_std_fold_into_the_stem(tmp_path):
     np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_layer_decay_scales_each_parameter_as_timm_does(tmp_path, name):
     model = create(name, depth=3)
@@ -126,6 +130,13 @@ def test_layer_decay_scales_each_parameter_as_timm_does(tmp_path, name):
     pairs = [(ours[x], theirs[y]) for link in links_of(read) for x in link.ours for y in link.theirs if y in theirs]
     np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-6)
     assert len({found for _, found in pairs}) == 5
+
+
+def test_warm_up_of_averages_is_that_of_timm():
+    theirs = ModelEmaV3(torch.nn.Linear(1, 1), decay=0.99, use_warmup=True)
+    for updates in (0, 1, 2, 10, 900, 2000, 10**6):
+        decay = 1 - float(step.warm_rate(0.99, jnp.int32(updates)))
+        assert decay == pytest.approx(theirs.get_decay(updates + 1), rel=1e-5)
 
 
 def meta_model(name):
