@@ -106,7 +106,7 @@ def make(name: str, workdir: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
     folder = pretrained.FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"{folder}: {convert(workdir, folder, 'safetensors', open_saved)}")
+    print(f"{folder}: {convert([workdir], folder, 'safetensors', open_saved)}")
     shutil.copyfile(workdir / "config.json", folder / pretrained.RUN)
     figures = card(name, workdir, folder)
     (folder / FIGURES).write_text(json.dumps(figures, indent=2) + "\n")

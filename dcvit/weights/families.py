@@ -73,6 +73,7 @@ class Weights(NamedTuple):
       workdir: the folder of the run.
       adapts: function that opens the base weights of a run of adapters, and returns None if the base is a run; None for
         other weights.
+      averaged: paths of the models whose average the parameters are; empty for a single model.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Weights(NamedTuple):
     record: Mapping[str, Any] = MappingProxyType({})
     workdir: Path | None = None
     adapts: Callable[[], Weights | None] | None = None
+    averaged: tuple[Path, ...] = ()
 
     @property
     def size(self) -> int:

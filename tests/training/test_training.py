@@ -146,7 +146,7 @@ def test_run_starts_from_the_parameters_of_another_run_but_for_those_that_are_no
 def test_run_starts_from_the_converted_model_in_its_workdir_and_keeps_it(complete, digits_run, tmp_path, monkeypatch):
     """Also after a kill before its first checkpoint, and if its later checkpoints are damaged."""
     workdir = tmp_path / "converted"
-    conversion.convert(complete, workdir, "dcvit", open_saved)
+    conversion.convert([complete], workdir, "dcvit", open_saved)
     with interrupted_before(monkeypatch, 2):
         assert digits_run("converted", **RANDOM) == (130, workdir)
     trained, start = metrics.read(complete / "metrics.jsonl")[-1], metrics.read(workdir / "metrics.jsonl")

@@ -56,7 +56,7 @@ def image_model(shape=(16, 16, 3), **fields):
 
 def convert(source, target, to):
     """Convert a model as the command does; return the report."""
-    return conversion.convert(source, target, to, open_saved)
+    return conversion.convert([source], target, to, open_saved)
 
 
 def write(model, folder, to="safetensors"):

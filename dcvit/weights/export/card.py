@@ -123,7 +123,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     title, values = huggingface.title(weights.path) if weights.path.name else "model", _metrics(weights)
     card = TEMPLATE.substitute(
         title=title, metadata=_metadata(weights, title, to, values), kind=kind, size=f"{weights.size:,}", to=to,
-        origin="a run" if weights.workdir else f"weights of the family `{weights.family}`", report=report,
+        origin=_origin(weights), report=report,
         load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"), version=__version__,
     )  # fmt: skip
     for section, column, rows in (
@@ -164,6 +164,14 @@ def _results(weights: Weights, task: str, values: Mapping[str, object]) -> list[
     return found
 
 
+def _origin(weights: Weights) -> str:
+    """Return a phrase about the source of a model, for the text of the card."""
+    if weights.averaged:
+        names = ", ".join(f"`{path.name}`" for path in weights.averaged)
+        return f"the average of the parameters of {len(weights.averaged)} models ({names})"
+    return "a run" if weights.workdir else f"weights of the family `{weights.family}`"
+
+
 def _image_facts(weights: Weights) -> tuple[str, str]:
     """Return the kind of model, and a sentence about its inputs, both for the text of the card."""
     height, width, channels = example(weights.description, weights.params).shape[1:]
@@ -199,8 +207,9 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
 
 def _metrics(weights: Weights) -> dict[str, object]:
     """Return the last value of each metric of a run, by name; {} if its file is damaged or the model is of no run."""
+    workdir = None if weights.averaged else weights.workdir
     try:
-        rows = metrics.read(weights.workdir / "metrics.jsonl") if weights.workdir else []
+        rows = metrics.read(workdir / "metrics.jsonl") if workdir else []
     except MetricsError:
         rows = []
     values: dict[str, object] = {}

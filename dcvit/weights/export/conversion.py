@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,14 +62,23 @@ class Report(NamedTuple):
         )
 
 
-def convert(source: Path, target: Path, to: str, open_saved: Opener, *, again: bool = False) -> Report:
+def convert(
+    sources: Sequence[Path],
+    target: Path,
+    to: str,
+    open_saved: Opener,
+    combine: Callable[[Sequence[Weights]], Weights] | None = None,
+    *,
+    again: bool = False,
+) -> Report:
     """Convert a model, compare its logits with those of the result, move the result to `target`; return a report.
 
     Args:
-      source: a workdir, one of its checkpoints, or weights of another library.
+      sources: workdirs, their checkpoints, or weights of other libraries; one without `combine`.
       target: a new folder.
       to: the format, of `WRITERS`.
-      open_saved: function that opens the source and, for the comparison, results in this project's own formats.
+      open_saved: function that opens a source and, for the comparison, results in this project's own formats.
+      combine: function from the weights of several sources to those that are converted.
       again: the target may be the result of the same conversion; it then stays, with its card.
 
     Raises:
@@ -82,15 +91,17 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener, *, again: b
         raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS)}")
     if (target.exists() and not again) or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{target} is inside of {source}; give a path outside")
-    weights = open_saved(source)
+    for place in sources:
+        if target.resolve().is_relative_to(place.resolve()):
+            raise ConfigError(f"{target} is inside of {place}; give a path outside")
+    opened = [open_saved(place) for place in sources]
+    weights = combine(opened) if combine else opened[0]
     try:
         with _new_folder(target) as folder:
             _write(weights, folder, to)
             report = compare(weights, folder, to, open_saved)
             if not report.difference <= report.allowed:
-                raise CheckpointError(f"{source} to {to}: {report}")
+                raise CheckpointError(f"{sources[0]} to {to}: {report}")
             card.write(weights, folder, to, str(report))
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
                 checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
