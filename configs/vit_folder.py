@@ -26,13 +26,14 @@ def get_config(
 ) -> ConfigDict:
     """Return the config; with `val_fraction=0`, the folders train and val are used.
 
-    `augment="strong"` is for photographs of objects: random crops, RandAugment and mixup. `augment="flip"` only mirrors
-    whole images, where a crop or another contrast could hide what is looked for, as in inspection.
+    `augment="strong"` is for photographs of objects: random crops, RandAugment and mixup. `augment="three"` has
+    3-Augment, of DeiT III, in place of RandAugment. `augment="flip"` only mirrors whole images, where a crop or another
+    contrast could hide what is looked for, as in inspection.
     """
     if not data_dir:
         raise ValueError("give the folder of the images: vit_folder.py:data_dir=FOLDER")
-    if augment not in ("strong", "flip"):
-        raise ValueError(f"augment={augment!r}; known: strong, flip")
+    if augment not in ("strong", "three", "flip"):
+        raise ValueError(f"augment={augment!r}; known: strong, three, flip")
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -41,7 +42,8 @@ def get_config(
     data = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
     pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
     pp_eval = f"decode(exif=True)|resize_small({res * 8 // 7})|central_crop({res})"
-    pp_train = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|randaug(2, 10)"
+    colors = "three_augment|color_jitter(0.3, 0.3, 0.3)" if augment == "three" else "randaug(2, 10)"
+    pp_train = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|{colors}"
     if augment == "flip":
         pp_eval = f"decode(exif=True)|resize({res})"
         pp_train = pp_eval + "|flip_lr"
@@ -56,7 +58,7 @@ def get_config(
     config.model = {"variant": variant, "pool_type": "gap", "posemb": "sincos2d", "dtype_mm": "auto"}
 
     config.loss = "softmax_xent"
-    config.mixup = 0.2 if augment == "strong" else 0.0
+    config.mixup = 0.0 if augment == "flip" else 0.2
     config.optax_name = "scale_by_adam"
     config.grad_clip_norm = 1.0
     config.lr = 1e-3

@@ -19,6 +19,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of
 # Methods of interpolation by their names in timm, and those of `dcvit`'s ops.
 METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
 DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
+AUGMENTATIONS = ("flip_lr", "randaug", "color_jitter", "three_augment", "augmix")  # ops that keep the size
 NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
 SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
@@ -204,7 +205,7 @@ def size_of(pp: str) -> tuple[int, int]:
             size = size[0] + 2 * given["border"], size[1] + 2 * given["border"]
         elif op == "central_crop" and size:
             size = min(size), min(size)
-        elif op not in (*NO_STEP, *RANGES, "flip_lr", "randaug"):
+        elif op not in (*NO_STEP, *RANGES, *AUGMENTATIONS):
             size = None
     if size is None:
         raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")

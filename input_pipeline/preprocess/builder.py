@@ -14,6 +14,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
+from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import Op
 from input_pipeline.source import Example
 
@@ -240,7 +241,7 @@ def _step(node: ast.expr) -> Step:
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     op: Op = factory(*args, **kwargs)
-    if isinstance(op, ops.Change):
+    if isinstance(op, Change):
         inkey, outkey = _checked_keys(keys, what)
         op = dataclasses.replace(op, name=name, inkey=inkey, outkey=outkey)
         bound.arguments |= {"inkey": inkey, "outkey": outkey}

@@ -2,60 +2,33 @@
 
 An op is a function of an example (a dict) and the example's random number generator, and returns the changed example.
 Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32. The ops of this
-module change one value, by default `image`; see `Change`.
+module change one value, by default `image`; see `Change`. Those that change colors are in `augmentations`.
 
 Ops with the name of a big_vision op have the same arguments, defaults and pixels, with three exceptions: the default
 keys of `onehot`, its error about a label that is out of range, and the additional argument `exif`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from PIL import Image
 
-from input_pipeline.errors import InputError, ReadingError, nearest
+from input_pipeline.errors import InputError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images.limits import jpeg_size
+from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
+from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
-from input_pipeline.preprocess.randaug import randaug as augment
-from input_pipeline.source import Example
 
 __all__ = [
-    "central_crop", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flatten", "flip_lr", "inception_crop",
-    "keep", "onehot", "pad", "randaug", "random_crop", "resize", "resize_long", "resize_pillow", "resize_small",
-    "value_range", "vgg_value_range",
+    "augmix", "central_crop", "color_jitter", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flatten",
+    "flip_lr", "inception_crop", "keep", "onehot", "pad", "randaug", "random_crop", "resize", "resize_long",
+    "resize_pillow", "resize_small", "three_augment", "value_range", "vgg_value_range",
 ]  # fmt: skip
 
-MAX_LAYERS = 100  # of randaug
 # Mean and standard deviation of ImageNet's channels in [0, 255], for models trained with them (Simonyan et al., 2015).
 VGG_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 VGG_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """An op that applies `function(value, rng)` to the value of `inkey`, stores it as `outkey`, and keeps other keys.
-
-    A preprocessing string gives the keys as additional arguments: `resize(8, inkey="image", outkey="small")`, or
-    `key="mask"` for both.
-    """
-
-    function: Callable[..., np.ndarray]
-    inkey: str = "image"
-    outkey: str = "image"
-    name: str = "op"  # in messages
-    encoded: bool = False  # the value is the bytes of an image file instead of pixels
-
-    def __call__(self, example: Example, rng: np.random.Generator) -> Example:
-        """Apply the op. Raises ReadingError if the value is not an image: the preprocessing string is wrong."""
-        value = example[self.inkey]
-        is_pixels = isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "uifb"
-        if not (isinstance(value, bytes) if self.encoded else is_pixels):
-            expected = "the bytes of an image file" if self.encoded else "pixels of shape (height, width, channels)"
-            shape = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise ReadingError(f"{self.name}: {self.inkey!r} should be {expected}, found {shape}")
-        return {**example, self.outkey: self.function(value, rng)}
 
 
 def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Change:
@@ -237,18 +210,6 @@ def flip_lr() -> Change:
         return flipped
 
     return Change(change)
-
-
-def randaug(num_layers: int = 2, magnitude: float = 10) -> Change:
-    """Apply RandAugment (Cubuk et al., 2019): a sequence of random ops.
-
-    Args:
-      num_layers: number of ops, each drawn uniformly from the 16 ops of `input_pipeline.preprocess.randaug`.
-      magnitude: strength of each op, 0 to 30.
-    """
-    if not 0 <= num_layers <= MAX_LAYERS or not 0 <= magnitude <= 30:
-        raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 to {MAX_LAYERS} layers of magnitude 0 to 30")
-    return Change(lambda image, rng: augment(image, rng, num_layers, magnitude))
 
 
 def value_range(

@@ -37,11 +37,17 @@ def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnit
     Raises:
       InputError: the image has another shape or dtype.
     """
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise InputError(f"randaug: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
+    rgb(image, "randaug")
     ops = tuple(OPS.values())
     for _ in range(num_layers):
         image = ops[rng.integers(len(ops))](image, magnitude, rng)
+    return image
+
+
+def rgb(image: np.ndarray, op: str) -> Pixels:
+    """Return the image. Raises InputError, which names the op, if it is not uint8 of shape (height, width, 3)."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise InputError(f"{op}: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
     return image
 
 
@@ -164,7 +170,7 @@ def _random_cutout(image: np.ndarray, half: int, rng: np.random.Generator) -> np
     return cutout(image, half, row, column)
 
 
-def _signed(value: float, rng: np.random.Generator) -> float:
+def signed(value: float, rng: np.random.Generator) -> float:
     """Return the value or its negative, each with probability one half."""
     return value if rng.random() < 0.5 else -value
 
@@ -178,17 +184,17 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
     "AutoContrast": lambda image, magnitude, rng: autocontrast(image),
     "Equalize": lambda image, magnitude, rng: equalize(image),
     "Invert": lambda image, magnitude, rng: invert(image),
-    "Rotate": lambda image, magnitude, rng: rotate(image, _signed(magnitude / 10 * 30, rng)),
+    "Rotate": lambda image, magnitude, rng: rotate(image, signed(magnitude / 10 * 30, rng)),
     "Posterize": lambda image, magnitude, rng: posterize(image, int(magnitude / 10 * 4)),
     "Solarize": lambda image, magnitude, rng: solarize(image, int(magnitude / 10 * 256)),
     "Color": lambda image, magnitude, rng: color(image, _factor(magnitude)),
     "Contrast": lambda image, magnitude, rng: contrast(image, _factor(magnitude)),
     "Brightness": lambda image, magnitude, rng: brightness(image, _factor(magnitude)),
     "Sharpness": lambda image, magnitude, rng: sharpness(image, _factor(magnitude)),
-    "ShearX": lambda image, magnitude, rng: shear_x(image, _signed(magnitude / 10 * 0.3, rng)),
-    "ShearY": lambda image, magnitude, rng: shear_y(image, _signed(magnitude / 10 * 0.3, rng)),
-    "TranslateX": lambda image, magnitude, rng: translate_x(image, _signed(magnitude / 10 * 100, rng)),
-    "TranslateY": lambda image, magnitude, rng: translate_y(image, _signed(magnitude / 10 * 100, rng)),
+    "ShearX": lambda image, magnitude, rng: shear_x(image, signed(magnitude / 10 * 0.3, rng)),
+    "ShearY": lambda image, magnitude, rng: shear_y(image, signed(magnitude / 10 * 0.3, rng)),
+    "TranslateX": lambda image, magnitude, rng: translate_x(image, signed(magnitude / 10 * 100, rng)),
+    "TranslateY": lambda image, magnitude, rng: translate_y(image, signed(magnitude / 10 * 100, rng)),
     "Cutout": lambda image, magnitude, rng: _random_cutout(image, int(magnitude / 10 * 40), rng),
     "SolarizeAdd": lambda image, magnitude, rng: solarize_add(image, int(magnitude / 10 * 110)),
 }

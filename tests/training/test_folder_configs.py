@@ -48,6 +48,19 @@ def trained(pets, tmp_path_factory):
     return tmp_path / "run"
 
 
+def test_the_augmentations_of_vit_folder_are_ops_of_its_preprocessing(pets):
+    """Images of three_augment and of randaug have the size of the config; `flip` has no mixup."""
+    pytest.importorskip("tensorflow")
+    for augment, words in (("strong", "|randaug(2, 10)|"), ("three", "|three_augment|color_jitter(0.3, 0.3, 0.3)|")):
+        config = configs.load(f"vit_folder:data_dir={pets},augment={augment},res=32")
+        assert words in config.input.pp
+        assert config.mixup == 0.2
+        source = input_pipeline.open_source(**config.input.data.to_dict())
+        pp = input_pipeline.Preprocess(config.input.pp.format(num_classes=3))
+        assert pp(source[0], np.random.default_rng(0))["image"].shape == (32, 32, 3)
+    assert configs.load(f"vit_folder:data_dir={pets},augment=flip").mixup == 0
+
+
 @pytest.fixture(scope="module")
 def two_classes(pets, tmp_path_factory):
     """The same images without the foxes."""

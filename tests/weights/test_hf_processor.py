@@ -164,7 +164,7 @@ def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
         ("decode|resize([8, 12])|central_crop()|keep('image')", (8, 8)),
         ("decode|resize(9)|resize(7, inkey='image', outkey='small')|pad(2)", (13, 13)),
         ("resize_small(9)|random_crop((4, 6))|pad(1, 128)|flip_lr|randaug(2, 10)|value_range", (6, 8)),
-        ("decode_jpeg_and_inception_crop(8)|onehot(3)", (8, 8)),
+        ("decode_jpeg_and_inception_crop(8)|three_augment|color_jitter(0.3)|augmix|onehot(3)", (8, 8)),
         ("decode|resize_pillow(4)|pad(1)|pad(2)", (10, 10)),
         ("", None),
         ("decode|pad(4)", None),

@@ -71,6 +71,14 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("decode_jpeg_and_inception_crop(8, ratio_min=0)", "expected min <= max"),
         ("randaug(-1)", "expected 0 to 100 layers"),
         ("randaug(2, 31)", "magnitude 0 to 30"),
+        ("color_jitter", "expected numbers of 0 or more, one above 0"),
+        ("color_jitter(0.1, hue=0.6)", "a hue of at most 0.5"),
+        ("color_jitter(-0.1)", "expected numbers of 0 or more"),
+        ("color_jitter('a lot')", "brightness='a lot'"),
+        ("three_augment(2)", "too many positional arguments"),
+        ("augmix(11)", "expected a severity of 0.1 to 10"),
+        ("augmix(width=0)", "1 to 20 chains and an alpha"),
+        ("augmix(depth=0)", "expected 1 to 20 ops in a chain, or -1"),
         ("pad(-1)", "expected a border of 0 to 10,000"),
     ],
 )
@@ -95,6 +103,9 @@ def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
             "'image' should be an integer or several, found float32 of shape",
         ),
         ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
+        ("three_augment", SMALL, r"three_augment: expected 3 channels of uint8, got shape \(2, 3, 1\) of uint8"),
+        ("color_jitter(0.3)", np.zeros((2, 2, 13), np.uint8), "color_jitter: expected 3 channels"),
+        ("augmix", np.zeros((2, 2, 3), np.uint16), "augmix: expected 3 channels of uint8, got .* of uint16"),
         ("randaug(2, 10)", "text", "randaug: 'image' should be pixels .*, found str$"),
     ],
 )
@@ -122,7 +133,7 @@ def test_bars_in_quotes_are_part_of_a_key():
 def test_every_op_on_one_value_reads_and_stores_the_named_keys(name):
     """`inkey` and `outkey` alone leave the other at "image", and `key` replaces both, as in big_vision."""
     needed = {"pad": [1], "random_crop": [2], "resize": [2], "resize_long": [4], "resize_pillow": [2]} | {
-        "resize_small": [2], "inception_crop": [2], "decode_jpeg_and_inception_crop": [2]
+        "resize_small": [2], "inception_crop": [2], "decode_jpeg_and_inception_crop": [2], "color_jitter": [0.3]
     }  # fmt: skip
     arguments = ", ".join(map(str, needed.get(name, ())))
     for given, inkey, outkey in (
