@@ -114,6 +114,12 @@ def test_the_baseline_and_classes_that_are_never_predicted_are_named():
     assert "Baseline" not in page(made)
 
 
+def test_the_effect_of_temperature_scaling_is_shown_where_it_is_defined():
+    text = Reader(page(evaluation(10))).text
+    assert "Temperature scalingLogitsTCalibration errorLoss (nats)as trained1" in text
+    assert "Temperature scaling" not in page(evaluation(10, sigmoid=True))
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("report.txt", "ending in .html"), ("config.json", "ending in .html"), ("folder.html", "is a folder"),
     ("missing/report.html", "cannot write to the folder .*missing: No such file"),

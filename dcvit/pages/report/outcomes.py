@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.evaluators import DeviceBatch
+from dcvit.pages.report.temperatures import BINS, Temperatures, bin_of
 
-BINS = 15  # of confidence, of equal width, as in Guo et al. (2017)
 MISTAKES = 24  # kept with their images
 
 
@@ -47,6 +47,7 @@ class Outcomes:
       pairs: number of examples by (label, prediction), of the examples with one label.
       bin_examples, bin_correct, bin_confidence: for each of `BINS` bins of confidence, the numbers of examples and of
         correct ones, and the sum of confidences. Bin i is the interval (i/BINS, (i+1)/BINS].
+      temperatures: sums for temperature scaling; None with a sigmoid.
       mistakes: up to `MISTAKES` mistakes, by falling confidence.
     """
 
@@ -57,6 +58,7 @@ class Outcomes:
         self.pairs: Counter[tuple[int, int]] = Counter()
         self.bin_examples, self.bin_correct = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
         self.bin_confidence = np.zeros(BINS)
+        self.temperatures = None if sigmoid else Temperatures()
         self.mistakes: list[Mistake] = []
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
@@ -66,7 +68,8 @@ class Outcomes:
         confidence = jnp.take_along_axis(probabilities, scores["prediction"][:, None], axis=-1)[:, 0]
         wrong = scores["counted"] & ~scores["top1"] & jnp.isfinite(confidence)
         rank, rows = jax.lax.top_k(jnp.where(wrong, confidence, -1.0), min(MISTAKES, len(confidence)))
-        return {
+        scaled = self.temperatures.select(logits, scores["label"]) if self.temperatures else {}
+        return scaled | {
             "confidence": confidence,
             "mistake": rank >= 0,
             "mistake_row": rows,
@@ -87,13 +90,14 @@ class Outcomes:
         finite = counted & np.isfinite(found["confidence"])
         self.not_finite += int((counted & ~finite).sum())
         self._add_confidence(found["confidence"][finite].astype(np.float64), found["top1"][finite])
+        if self.temperatures:
+            self.temperatures.add(found, self.rows)
         self._add_mistakes(found)
         self.rows += len(counted)
 
     def _add_confidence(self, confidence: np.ndarray, correct: np.ndarray) -> None:
-        """Add examples to the bins; a confidence of 0, which a sigmoid can have, is in the first bin."""
-        confidence = np.minimum(confidence, 1)  # a softmax may round above it
-        at = np.maximum(np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="left") - 1, 0)
+        """Add examples to the bins."""
+        at, confidence = bin_of(confidence), np.minimum(confidence, 1)  # a softmax may round above 1
         self.bin_examples += np.bincount(at, minlength=BINS)
         self.bin_correct += np.bincount(at[correct], minlength=BINS)
         self.bin_confidence += np.bincount(at, confidence, minlength=BINS)
