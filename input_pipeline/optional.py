@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line, first_line_with_type
 
-EXTRAS = {"tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub"}  # all others are in the extra `data`
-
+# The extra of each optional library; all others are in the extra `data`.
+EXTRAS = {
+    "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff", "imagecodecs": "tiff",
+}  # fmt: skip
 
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
 # level INFO, and those of the CUDA libraries, which are absent or hidden from TensorFlow.

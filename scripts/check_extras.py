@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("none", "data", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs")
+EXTRAS = ("none", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs")
 TASK = """
 task: colors
 dataset_path: json
@@ -35,6 +35,8 @@ PARTS = {
     "embedded text": ("none", f"train --config lm_stdlib --workdir lm {SHORT}"),
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
+    "TIFF of channels": ("tiff", "check-data --config vit_digits --config.evals={} --config.input.data.kind=folder "
+                         "--config.input.data.data_dir=channels --config.input.pp=decode(2,dtype='uint16')"),
     "tfds": ("data", "check-data --config vit_i1k"),
     "Parquet": ("data", "check-data --config vit_i1k:data=parquet"),
     "BPE tokenizer": ("lm", "train --config lm_text:data_dir=text,tokenizer=train,vocab_size=300 --workdir bpe "

@@ -23,6 +23,7 @@ from input_pipeline.optional import tensorflow
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 ORIENTATION = 0x0112  # the EXIF tag
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of TIFF and BigTIFF files
 CROP_ATTEMPTS = 100
 # The lines about damage that libjpeg writes to stderr while it decodes; the pixels are returned all the same.
 JPEG_WARNING = re.compile(rb"Corrupt JPEG data|Premature end of JPEG|Inconsistent progression|Invalid SOS parameters")
@@ -51,12 +52,14 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
     if is_jpeg(data):
         jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
     if is_jpeg(data) and not precise:
-        return _upright(_decode_jpeg(data, channels, None), _orientation(data) if exif else 1)
-    with _pillow_image(data) as image:
+        return upright(_decode_jpeg(data, channels, None), _orientation(data) if exif else 1)
+    with pillow_image(data) as image:
         if exif:
             image = ImageOps.exif_transpose(image)
         if image.mode in ("I", "F"):
-            raise InputError("the image has 32 bits a channel; expected 8 or 16")
+            raise InputError(
+                'the image has 32 bits a channel; expected 8 or 16, or decode(1, dtype="float32") for floats'
+            )
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
@@ -71,7 +74,7 @@ def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
     Raises:
       InputError: the file is damaged.
     """
-    return _upright(_decode_jpeg(data, 3, window), _orientation(data) if exif else 1)
+    return upright(_decode_jpeg(data, 3, window), _orientation(data) if exif else 1)
 
 
 def resize(
@@ -98,8 +101,8 @@ def resize(
     if method == "bilinear" and not antialias and image.dtype == np.uint8 and image.shape[2] == 3:
         return kernels.resize_bilinear(image, size)
     pixels = np.asarray(tensorflow().image.resize(image, size, method=method, antialias=antialias))
-    if image.dtype == np.uint8 and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
-        pixels = np.clip(pixels, 0, 255)
+    if image.dtype.kind in "ui" and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
+        pixels = np.clip(pixels, np.iinfo(image.dtype).min, np.iinfo(image.dtype).max)
     return pixels.astype(image.dtype)
 
 
@@ -164,7 +167,7 @@ def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarra
 
 
 @contextlib.contextmanager
-def _pillow_image(data: bytes) -> Iterator[Image.Image]:
+def pillow_image(data: bytes) -> Iterator[Image.Image]:
     """Open an image with Pillow without decoding it; every error of a decoder in the block becomes an InputError."""
     try:
         with Image.open(TimedStream(data), formats=FORMATS) as image:
@@ -178,6 +181,8 @@ def _pillow_image(data: bytes) -> Iterator[Image.Image]:
         raise InputError(str(e)) from None
     except Exception as e:  # decoders raise any type of exception for damaged files
         reason = "not an image" if isinstance(e, PIL.UnidentifiedImageError) else f"broken image: {e}"
+        if data[:4] in TIFF_STARTS:
+            reason += ', or one of channels that are not converted: see decode(channels, dtype="uint16")'
         raise InputError(reason) from None
 
 
@@ -185,11 +190,11 @@ def _orientation(data: bytes) -> int:
     """Return the EXIF orientation, 1 (upright) to 8, or 1 if the file has none."""
     if b"Exif\0" not in data[:65536]:
         return 1
-    with _pillow_image(data) as image:
+    with pillow_image(data) as image:
         return int(image.getexif().get(ORIENTATION, 1))
 
 
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Return an image rotated and mirrored according to its EXIF orientation, 1 to 8."""
     if orientation in (2, 4, 5, 7):
         pixels = pixels[:, ::-1]

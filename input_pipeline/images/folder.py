@@ -15,7 +15,8 @@ from input_pipeline.source import Example
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")  # what `decode` reads
+# The suffixes of files that `decode` reads.
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".npy")
 MAX_FILE_BYTES = 1 << 30  # size of an uncompressed image of MAX_PIXELS with 6 bytes a pixel
 SPLITS = {"train", "val", "test", "validation"}
 

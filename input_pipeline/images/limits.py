@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 from PIL import TiffImagePlugin
 
@@ -17,6 +18,8 @@ from input_pipeline.errors import InputError
 # Of an image, and of the tiles of a TIFF, which may be larger than the image: 178,956,970, three times ImageNet's
 # largest, and the limit of TensorFlow and Pillow. Decoding takes up to 23 bytes of memory per pixel, which is 4.1 GB.
 MAX_PIXELS = (1 << 29) // 3
+MAX_CHANNELS = 4096
+MAX_VALUES = 3 * MAX_PIXELS  # pixels times channels, of images that are decoded without conversion
 MAX_SIDE = 1 << 20  # width or height: decoders need memory for each row, and count the bits of a row in 32 bits
 # Pixels of a JPEG, counted once per scan, since a scan of a few bytes takes the time of all pixels. These are twelve
 # scans of MAX_PIXELS; progressive files have about ten.
@@ -32,6 +35,10 @@ SCAN, END = 0xDA, 0xD9
 MARKERS_WITHOUT_LENGTH = {0x01, 0xD8}  # no length and no data follow
 MCU_SIDE = 32  # pixels; a scan decodes an image in blocks of up to this side
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF tags
+BIG_TIFF = 43  # version
+MAX_PAGES = 2 * MAX_CHANNELS  # of a TIFF
+MAX_TAGS = 4096  # of a page of a TIFF
+MAX_TAG_VALUES = 1 << 20  # of all tags of a TIFF, such as the positions of its strips; a reader makes objects of them
 
 
 class TimedStream(io.BytesIO):
@@ -68,6 +75,43 @@ def check_tiles(image: TiffImagePlugin.TiffImageFile) -> None:
     width, height = (-(-side // tile) * tile for tile, side in zip(tiles, image.size, strict=True))
     if width * height > MAX_PIXELS:
         raise InputError(f"the image's tiles have {width}x{height} pixels, which exceeds the limit of {MAX_PIXELS}")
+
+
+def check_values(height: int, width: int, channels: int) -> None:
+    """Raise InputError for an image without pixels, or one that exceeds `check_pixels`, MAX_CHANNELS or MAX_VALUES."""
+    if min(height, width, channels) < 1:
+        raise InputError(f"the image announces {width}x{height} pixels of {channels} channels; expected 1 or more")
+    check_pixels(width, height)
+    if channels > MAX_CHANNELS or height * width * channels > MAX_VALUES:
+        raise InputError(
+            f"the image announces {width}x{height} pixels of {channels} channels, which exceeds the limit of "
+            f"{MAX_CHANNELS} channels or {MAX_VALUES} values"
+        )
+
+
+def check_directories(data: bytes) -> None:
+    """Raise InputError if the directories of a TIFF, one for each page, are damaged or exceed a limit (TIFF 6.0, 2).
+
+    A BigTIFF has numbers of 8 instead of 4 bytes.
+    """
+    order: Literal["little", "big"] = "little" if data[:2] == b"II" else "big"
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], order)
+
+    word, entry, head = (8, 20, 8) if number(2, 2) == BIG_TIFF else (4, 12, 2)
+    at, values, pages = number(word, word), 0, set[int]()
+    while at:
+        if at in pages or len(pages) == MAX_PAGES:
+            raise InputError(f"the TIFF has more than {MAX_PAGES:,} pages, or they form a circle")
+        pages.add(at)
+        tags, first = number(at, head), at + head
+        if not 0 < tags <= MAX_TAGS or first + tags * entry > len(data):
+            raise InputError("broken image: a directory of the TIFF is damaged or cut off")
+        values += sum(number(first + i * entry + 4, word) for i in range(tags))
+        if values > MAX_TAG_VALUES:
+            raise InputError(f"the TIFF announces more than {MAX_TAG_VALUES:,} values in its tags")
+        at = number(first + tags * entry, word)
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from input_pipeline.source import Example
 
 MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
+RANGES = {"value_range": ("in_max", 3), "vgg_value_range": ("mean", 0)}  # a name and position of an argument of 8 bits
 KEYS = ("key", "inkey", "outkey")  # arguments of every op that changes one value
 EMPTY = re.compile(r"""('[^']*'|"[^"]*")|\|[\s|]*(?=\|)""")  # a quoted string, or bars that separate nothing
 
@@ -86,6 +87,16 @@ def decoding(spec: str) -> str:
         if step.op == "decode_jpeg_and_inception_crop":
             return "decode(exif=True)" if step.arguments["exif"] else "decode()"
     return ""
+
+
+def decoded_as(spec: str) -> tuple[int, str]:
+    """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    found = next((step.arguments for step in parsed(spec) if step.op == "decode"), {})
+    return found.get("channels", 3), found.get("dtype", "uint8")
 
 
 def checking(spec: str) -> str:
@@ -177,7 +188,21 @@ def parsed(spec: str) -> list[Step]:
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
-    return [_step(node) for node in _nodes(spec)]
+    nodes = _nodes(spec)
+    steps = [_step(node) for node in nodes]
+    wide = next((each.text for each in steps if each.op == "decode" and each.arguments["dtype"] != "uint8"), None)
+    for step, node in zip(steps, nodes, strict=True):
+        if wide and step.op in RANGES and not _gives(_call(node), *RANGES[step.op]):
+            raise InputError(
+                f"preprocessing: {step.op} after {wide} needs {RANGES[step.op][0]}, whose default is that of 8 bits; "
+                "`dcvit check-data --statistics` prints a vgg_value_range to use"
+            )
+    return steps
+
+
+def _gives(call: ast.Call, name: str, position: int) -> bool:
+    """Return True if a call gives the argument `name`, which may also be the one at a position."""
+    return len(call.args) > position or any(keyword.arg == name for keyword in call.keywords)
 
 
 def _nodes(spec: str) -> list[ast.expr]:

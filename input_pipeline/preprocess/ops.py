@@ -1,11 +1,12 @@
 """Preprocessing ops: each function takes the arguments in a preprocessing string and returns the op.
 
 An op is a function of an example (a dict) and the example's random number generator, and returns the changed example.
-Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32. The ops of this
-module change one value, by default `image`; see `Change`. Those that change colors are in `augmentations`.
+Images are arrays of shape (height, width, channels), uint8 unless `decode` has another dtype, until `value_range`
+converts them to float32. The ops of this module change one value, by default `image`; see `Change`. Those that change
+colors are in `augmentations`.
 
 Ops with the name of a big_vision op have the same arguments, defaults and pixels, with three exceptions: the default
-keys of `onehot`, its error about a label that is out of range, and the additional argument `exif`.
+keys of `onehot`, its error about a label that is out of range, and the additional arguments `exif` and `dtype`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
-from input_pipeline.images.limits import jpeg_size
+from input_pipeline.images import stored
+from input_pipeline.images.limits import MAX_CHANNELS, jpeg_size
 from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
 from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
@@ -31,17 +33,30 @@ VGG_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 VGG_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 
 
-def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Change:
-    """Decode `image` from the bytes of a JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF file.
+def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: str = "uint8") -> Change:
+    """Decode `image` from the bytes of a JPEG, PNG, WebP, AVIF, BMP, GIF, TIFF or `.npy` file.
+
+    As uint8 of 1 or 3 channels, every image is converted to gray or RGB, except a `.npy` file. Otherwise values are
+    those of the file, which must have `channels`; see `input_pipeline.images.stored`.
 
     Args:
-      channels: 1 for gray or 3 for RGB.
+      channels: 1 for gray, 3 for RGB, or the number of channels of the files.
       precise: decode JPEGs with Pillow instead of TensorFlow; slower, but TensorFlow need not be installed.
       exif: rotate and mirror images as their EXIF orientation says.
+      dtype: "uint8", "uint16", "int16" or "float32".
     """
-    if channels not in (1, 3):
-        raise InputError(f"decode(channels={channels}): expected 1 or 3")
-    return Change(lambda data, rng: decoding.decode(data, channels, precise=precise, exif=exif), encoded=True)
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise InputError(f"decode(channels={channels}): expected 1 to {MAX_CHANNELS}")
+    if dtype not in stored.DTYPES:
+        raise InputError(f"decode(dtype={dtype!r}); {nearest(dtype, stored.DTYPES)}")
+    converts = channels in (1, 3) and dtype == "uint8"
+
+    def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
+        if converts and not stored.is_array(data):
+            return decoding.decode(data, channels, precise=precise, exif=exif)
+        return stored.decode(data, channels, dtype, exif=exif)
+
+    return Change(change, encoded=True)
 
 
 def decode_jpeg_and_inception_crop(
@@ -145,11 +160,13 @@ def resize_pillow(size: int | Sequence[int]) -> Change:
     height, width = _checked_size("resize_pillow", size)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        pixels = image if image.dtype == np.uint8 else image.astype(np.float32)  # which hold 16 bits
         channels = [
-            np.asarray(Image.fromarray(image[..., c]).resize((width, height), Image.Resampling.BILINEAR))
+            np.asarray(Image.fromarray(pixels[..., c]).resize((width, height), Image.Resampling.BILINEAR))
             for c in range(image.shape[-1])
         ]
-        return np.stack(channels, axis=-1)
+        resized = np.stack(channels, axis=-1)
+        return (np.rint(resized) if image.dtype.kind in "ui" else resized).astype(image.dtype, copy=False)
 
     return Change(change)
 
@@ -190,12 +207,18 @@ def pad(border: int, value: int = 0) -> Change:
 
     Args:
       border: width of the border in pixels.
-      value: value of the border's pixels in every channel, 0 to 255.
+      value: value of the border's pixels in every channel, 0 to 255, or another that the image's dtype holds.
     """
-    if not (0 <= border <= 10_000 and 0 <= value <= 255):
-        raise InputError(f"pad({border}, {value}): expected a border of 0 to 10,000 pixels of value 0 to 255")
+    if not (0 <= border <= 10_000 and -(1 << 15) <= value < 1 << 16):
+        raise InputError(f"pad({border}, {value}): expected a border of 0 to 10,000 pixels, of a value of 16 bits")
     widths = ((border, border), (border, border), (0, 0))
-    return Change(lambda image, rng: np.pad(image, widths, constant_values=value))
+
+    def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if image.dtype.kind in "ui" and not np.iinfo(image.dtype).min <= value <= np.iinfo(image.dtype).max:
+            raise ReadingError(f"pad({border}, {value}): the image is {image.dtype}, which does not hold the value")
+        return np.pad(image, widths, constant_values=value)
+
+    return Change(change)
 
 
 def flip_lr() -> Change:
@@ -246,7 +269,7 @@ def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG
     """Subtract the mean of each channel, divide by its standard deviation, and convert the image to float32.
 
     Args:
-      mean: mean of each channel, of pixels in [0, 255].
+      mean: mean of each channel, of pixels as they are decoded.
       std: standard deviation of each channel.
     """
     if len(mean) != len(std) or not all(0 < each < np.inf for each in std):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import UInt8
 
-from input_pipeline.errors import InputError
+from input_pipeline.errors import ReadingError
 from input_pipeline.images import kernels
 from input_pipeline.images.kernels import color
 from input_pipeline.images.kernels import sharpen as sharpness
@@ -35,7 +35,7 @@ def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnit
       magnitude: strength of each op, usually 5 to 30; 10 in big_vision.
 
     Raises:
-      InputError: the image has another shape or dtype.
+      ReadingError: the image has another shape or dtype.
     """
     rgb(image, "randaug")
     ops = tuple(OPS.values())
@@ -45,9 +45,9 @@ def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnit
 
 
 def rgb(image: np.ndarray, op: str) -> Pixels:
-    """Return the image. Raises InputError, which names the op, if it is not uint8 of shape (height, width, 3)."""
+    """Return the image. Raises ReadingError, which names the op, if it is not uint8 of shape (height, width, 3)."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise InputError(f"{op}: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
+        raise ReadingError(f"{op}: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
     return image
 
 

@@ -7,11 +7,12 @@ import sys
 import image_datasets
 import numpy as np
 import pytest
+from PIL import Image
 from sources import ListSource
 
 import input_pipeline as ip
 from input_pipeline import huggingface, optional
-from input_pipeline.images import kernels
+from input_pipeline.images import kernels, stored
 from input_pipeline.optional import START_UP_MESSAGE, remove_lines
 
 
@@ -25,9 +26,15 @@ def open_text(folder, **options):
     ip.open_source("text", path=str(folder), context=4, **options)
 
 
+def read_tiff(_):
+    train("decode(2, dtype='uint16')", image_datasets.encoded(Image.new("L", (4, 4)), "TIFF"))
+
+
 USES = {
     "tensorflow": ("data", lambda _: train("decode", image_datasets.jpeg(0))),
     "numba": ("data", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
+    "tifffile": ("tiff", read_tiff),
+    "imagecodecs": ("tiff", read_tiff),
     "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),
     "zstandard": ("lm", open_text),
     "huggingface_hub": ("hub", lambda _: huggingface.pinned("hf:owner/name")),
@@ -37,7 +44,7 @@ USES = {
 @pytest.mark.parametrize("module", USES)
 def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
     extra, use = USES[module]
-    for cached in (optional.tensorflow, kernels._loops):
+    for cached in (optional.tensorflow, kernels._loops, stored._tifffile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):

@@ -50,3 +50,16 @@ def test_device_and_host_compute_the_same_pixels(spec):
     half = ip.Preprocess(host)({"image": image}, np.random.default_rng(0))["image"]
     assert half.dtype == np.uint8
     np.testing.assert_allclose(jax.jit(on_device)(half), whole, rtol=0, atol=1e-6)  # ranges are up to 5 wide
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int16", "float32"])
+@pytest.mark.parametrize("spec", ["value_range(-1, 1, 0, 65535)", "value_range(0, 1, -300.5, 10000)"])
+def test_images_of_16_bits_and_floats_are_exact_on_the_device(dtype, spec):
+    image = np.arange(1 << 15, dtype=np.int64)[:, None, None] * [1, 2 if dtype == "uint16" else -1]
+    whole = ip.Preprocess(spec)({"image": image.astype(dtype)}, np.random.default_rng(0))["image"]
+    host, on_device = pixels.split(spec)
+    half = ip.Preprocess(host)({"image": image.astype(dtype)}, np.random.default_rng(0))["image"]
+    assert half.dtype == dtype
+    found = np.asarray(jax.jit(on_device)(half))
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-6)
+    assert len(np.unique(found[..., 0])) == 1 << 15  # neighboring values stay different

@@ -61,7 +61,7 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("resize(8, metod='area')", "did you mean 'method'"),
         ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
         ("resize((8, 8, 3))", "expected one number or"),
-        ("decode(2)", "expected 1 or 3"),
+        ("decode(0)", "expected 1 to 4096"),
         ("random_crop(5)", "the image is only 2x3"),
         ("central_crop(3)", "the image is only 2x3"),
         ("onehot(10)", "preprocessing needs 'label', the example has image"),

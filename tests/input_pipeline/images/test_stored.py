@@ -1,0 +1,238 @@
+"""Images keep the channels and values of their files, and hostile files end in one line before memory is allocated."""
+
+import io
+import struct
+import tracemalloc
+
+import image_datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline.images import limits
+
+tifffile = pytest.importorskip("tifffile")
+imagecodecs = pytest.importorskip("imagecodecs")
+RNG = np.random.default_rng(0)
+
+
+def values(dtype, channels, height=37, width=45):
+    """Numbers over the whole range of a dtype."""
+    if dtype.startswith("float"):
+        return (1e4 * RNG.normal(size=(height, width, channels))).astype(dtype)
+    info = np.iinfo(dtype)
+    return RNG.integers(info.min, info.max, (height, width, channels), dtype, endpoint=True)
+
+
+def decode(data, channels, dtype="uint8", **options):
+    words = "".join(f", {key}={value!r}" for key, value in options.items())
+    spec = f"decode({channels}, dtype={dtype!r}{words})"
+    return ip.Preprocess(spec)({"image": data}, np.random.default_rng(0))["image"]
+
+
+def tiff(image, layout="contig", **options):
+    """The bytes of a TIFF whose channels are mixed ("contig"), in planes ("separate"), or in pages."""
+    file = io.BytesIO()
+    kept = {"photometric": "minisblack", "metadata": None} | options
+    if layout == "contig":
+        tifffile.imwrite(file, image, planarconfig="contig", **kept)
+    else:
+        planes = {"planarconfig": "separate"} if layout == "separate" else {}
+        tifffile.imwrite(file, np.moveaxis(image, 2, 0), **planes, **kept)
+    return file.getvalue()
+
+
+def npy(image):
+    file = io.BytesIO()
+    np.save(file, image, allow_pickle=True)
+    return file.getvalue()
+
+
+def refused(match, data, channels=13, dtype="uint16"):
+    """Check that decoding is refused in one line, without memory for what the file announces."""
+    tracemalloc.start()
+    with pytest.raises(ip.InputError, match=match) as error:
+        decode(data, channels, dtype)
+    assert "\n" not in str(error.value)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compression": "lzw", "predictor": True, "byteorder": ">"}, {"compression": "zlib", "tile": (16, 32)},
+     {"compression": "zstd", "rowsperstrip": 9}, {"compression": "lzma", "bigtiff": True}, {"compression": "packbits"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 4), ("uint16", 13), ("int16", 2), ("float32", 3)])
+def test_tiffs_of_every_layout_and_compression_keep_their_values(dtype, channels, layout, options):
+    image = values(dtype, channels)
+    found = decode(tiff(image, layout, **options), channels, dtype)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, image)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "float16"])
+def test_a_wider_dtype_holds_the_values_of_smaller_ones(dtype):
+    for data in (tiff(image := values(dtype, 5)), npy(image), npy(np.asfortranarray(image))):
+        np.testing.assert_array_equal(decode(data, 5, "float32"), image)
+
+
+def test_masks_and_reduced_copies_are_not_channels():
+    image, file = values("uint16", 2), io.BytesIO()
+    with tifffile.TiffWriter(file) as writer:
+        for band, kind in ((image[..., 0], 0), (image[..., 1], 0), (image[::2, ::2, 0], 1)):
+            writer.write(band, photometric="minisblack", subfiletype=kind, metadata=None)
+        writer.write(image[..., 0] > 9, photometric=4, subfiletype=4, metadata=None)
+    np.testing.assert_array_equal(decode(file.getvalue(), 2, "uint16"), image)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_pngs_of_8_and_16_bits_keep_their_channels(channels):
+    for dtype in ("uint8", "uint16"):
+        image = values(dtype, channels)
+        data = imagecodecs.png_encode(image[..., 0] if channels == 1 else image)
+        np.testing.assert_array_equal(decode(data, channels, "uint16"), image)
+
+
+def test_transparency_of_a_palette_and_gray_arrays_are_read():
+    indices = Image.fromarray(values("uint8", 3)).quantize(8)
+    expected = np.asarray(indices.convert("RGBA")).copy()
+    expected[np.asarray(indices) == 0, 3] = 0
+    data = image_datasets.encoded(indices, "PNG", transparency=0)
+    np.testing.assert_array_equal(decode(data, 4), expected)
+    gray = values("uint16", 1)[..., 0]
+    np.testing.assert_array_equal(decode(npy(gray), 1, "uint16")[..., 0], gray)
+    rgb = values("uint8", 3)
+    np.testing.assert_array_equal(decode(npy(rgb), 3), rgb)  # `decode` alone, too
+
+
+def test_files_of_8_bits_have_the_pixels_of_pillow():
+    for kind in ("JPEG", "WEBP", "BMP"):
+        picture = Image.fromarray(image_datasets.image_array(0))
+        data = image_datasets.encoded(picture, kind)
+        np.testing.assert_array_equal(decode(data, 3, "float32"), np.asarray(Image.open(io.BytesIO(data))))
+
+
+def test_orientation_is_applied_on_request():
+    image = values("uint16", 5, 6, 8)
+    data = tiff(image, extratags=[(274, "H", 1, 6, True)])  # turned clockwise to be upright
+    np.testing.assert_array_equal(decode(data, 5, "uint16"), image)
+    np.testing.assert_array_equal(decode(data, 5, "uint16", exif=True), np.rot90(image, 3))
+
+
+def patched(data, code, number, *, count=False):
+    """A TIFF whose tag has another value (or number of values)."""
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        tag = file.pages[0].tags[code]
+    at = tag.offset + (4 if count else 8)
+    short = tag.dtype == 3 and not count
+    return data[:at] + struct.pack("<HH" if short else "<I", *((number, 0) if short else (number,))) + data[at + 4 :]
+
+
+GOOD = tiff(values("uint16", 13, 32, 32), "separate", compression="zlib")
+SMALL = np.zeros((2, 2, 13), np.uint16)
+WIDTH, HEIGHT, SAMPLES, OFFSETS, TILE_WIDTH = 256, 257, 277, 273, 322
+
+
+@pytest.mark.parametrize(
+    ("match", "data"),
+    [
+        ("announces 60000x60000 pixels", lambda: patched(patched(GOOD, WIDTH, 60_000), HEIGHT, 60_000)),
+        ("has 65535 channels; expected 13", lambda: patched(GOOD, SAMPLES, 65_535)),
+        ("more than 1,048,576 values in its tags", lambda: patched(GOOD, OFFSETS, 1 << 28, count=True)),
+        ("directory of the TIFF", lambda: GOOD[:40]),
+        ("missing or cut off", lambda: GOOD[:-900]),
+        ("pages, or they form a circle", lambda: b"II*\0\x08\0\0\0" + struct.pack("<HHHIII", 1, 256, 4, 1, 9, 8)),
+        ("broken image", lambda: b"II*\0"),
+        ("array has the shape", lambda: npy(np.zeros((2, 2, 2, 2), np.uint16))),
+        ("announces", lambda: npy(SMALL).replace(b"(2, 2, 13), }      ", b"(99999, 99999, 13)}")),
+        ("announces 2x-2", lambda: npy(SMALL).replace(b"(2, 2, 13), }", b"(-2, 2, 13)} ")),
+        ("buffer is smaller", lambda: npy(SMALL)[:-1]),
+        ("object values", lambda: npy(np.full((2, 2, 13), None))),
+        ("not an image", lambda: b"hello"),
+    ],
+)  # fmt: skip
+def test_hostile_and_damaged_files_are_one_line(match, data):
+    refused(match, data())
+
+
+@pytest.mark.parametrize(
+    ("match", "channels", "dtype", "data"),
+    [
+        ('which uint8 does not hold; give decode dtype="uint16"', 13, "uint8", lambda: GOOD),
+        ("13 channels; expected 12", 12, "uint16", lambda: GOOD),
+        ("float64 values", 2, "float32", lambda: tiff(values("float64", 2))),
+        ("uint32 values", 2, "float32", lambda: tiff(values("uint32", 2))),
+        ("compression 7; expected none, LZW", 3, "uint16", lambda: tiff(values("uint8", 3), compression="jpeg")),
+        ("palette", 1, "uint16", lambda: image_datasets.encoded(Image.new("P", (9, 9)), "TIFF")),
+        ("differ in size or type", 2, "uint8", lambda: two_pages()),
+        ("the TIFF's tiles have", 1, "uint16", lambda: large_tile()),
+        ("CMYK is read by decode", 4, "uint8", lambda: image_datasets.jpeg(0, mode="CMYK")),
+        ("3 channels; expected 4", 4, "uint8", lambda: image_datasets.jpeg(0)),
+    ],
+)  # fmt: skip
+def test_other_channels_types_and_kinds_are_refused(match, channels, dtype, data):
+    refused(match, data(), channels, dtype)
+
+
+def two_pages():
+    file = io.BytesIO()
+    with tifffile.TiffWriter(file) as writer:
+        for size in (8, 9):
+            writer.write(np.zeros((size, size), np.uint8), photometric="minisblack", metadata=None)
+    return file.getvalue()
+
+
+def large_tile():
+    data = tiff(values("uint16", 1)[..., 0], tile=(16, 16))
+    return patched(patched(data, TILE_WIDTH, 65_520), TILE_WIDTH + 1, 65_520)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("write", [tiff, npy])
+def test_floats_that_are_not_finite_are_an_error_of_the_example(number, write):
+    image = values("float32", 2)
+    image[3, 4, 1] = number
+    with pytest.raises(ip.InputError, match=f"row 3, column 4 is {number} in channel 1"):
+        decode(write(image), 2, "float32")
+
+
+@pytest.mark.slow
+def test_random_damage_is_an_input_error_or_pixels():
+    data, rng = (
+        tiff(values("uint16", 13, 8, 8), "separate", compression="lzw", predictor=True),
+        np.random.default_rng(1),
+    )
+    outcomes = set()
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(rng.integers(1, 4)):
+            damaged[rng.integers(0, 420)] = rng.integers(0, 256)
+        try:
+            outcomes.add(decode(bytes(damaged), 13, "uint16").shape[2])
+        except ip.InputError as e:
+            outcomes.add(f"refused in {len(str(e).splitlines())} line")
+    assert outcomes == {13, "refused in 1 line"}
+
+
+def test_decoding_stops_at_the_limit_of_time(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_SECONDS", -1.0)
+    with pytest.raises(ip.InputError, match="takes more than the limit"):
+        decode(GOOD, 13, "uint16")
+
+
+@pytest.mark.parametrize(
+    "spec", ["decode(0)", "decode(4097)", "decode(-1)", "decode(2, dtype='float64')", "decode(4.0)"]
+)
+def test_invalid_arguments_are_refused(spec):
+    with pytest.raises(ip.InputError, match="decode"):
+        ip.Preprocess(spec)
+
+
+def test_a_tiff_that_is_not_converted_names_the_way_out():
+    for convert in ("decode", "decode(1)"):
+        with pytest.raises(ip.InputError, match="dtype"):
+            ip.Preprocess(convert)({"image": tiff(values("float32", 5))}, np.random.default_rng(0))
