@@ -2,7 +2,9 @@
 
 Reads every example of the training data and of all evaluations of a config once, decodes images completely, checks
 labels, and lists the damaged examples with their file and the reason. Text is read file by file, each up to its first
-damaged line. Exit status: 0 no example is damaged; 1 some are; 2 the config is invalid or data is missing.
+damaged line. With `--statistics`, it also prints mean, standard deviation and range of each channel of the training
+images, over all pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1
+some are; 2 the config is invalid or data is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import escaped
+from dcvit.errors import ConfigError, escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,27 +21,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(
         prog="dcvit check-data",
         description="Read all data of a config, and list damaged examples.",
-        examples=["dcvit check-data --config vit_folder:data_dir=pets"],
+        examples=[
+            "dcvit check-data --config vit_folder:data_dir=pets",
+            "dcvit check-data --config vit_digits --statistics",
+        ],
     )
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
+    parser.add_argument(
+        "--statistics", action="store_true", help="print the statistics of each channel of the training images"
+    )
     args, overrides = parser.parse(argv)
 
     from dcvit.config import load as configs
 
     config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
 
+    if args.statistics and config.model_name != "vit":
+        raise ConfigError(f"--statistics is for images; config.model_name={config.model_name!r}")
     from dcvit.hub.data import with_hints
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
     from input_pipeline.check import check_data
+    from input_pipeline.images.statistics import value_range
 
     reports, listed = [], set[str]()  # inputs may read the same files
     for name, data, pp, optional in all_inputs(config):
         with ProgressBar(name, 0, lines=True) as progress:
             try:
                 with with_hints(data):
-                    report = check_data(data, pp, progress.show)
+                    report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
             except MissingDataError as e:
                 if not optional:
                     raise
@@ -51,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports.append((name, report))
     for name, report in reports:
         print(f"{name}: {report.checked:,} read, {len(report.damaged):,} damaged")
+    for channels in (report.channels for _, report in reports if report.channels):
+        print(f"{'channel':>7} {'mean':>12} {'std':>12} {'min':>12} {'max':>12}")
+        for number, channel in enumerate(channels):
+            print(f"{number:7} " + " ".join(f"{value:12.7g}" for value in channel))
+        if constant := [number for number, channel in enumerate(channels) if not channel.std]:
+            print(f"constant: {', '.join(map(str, constant))}, for which 1 stands below instead of 0")
+        print(value_range(channels))
     return int(any(report.damaged for _, report in reports))
 
 

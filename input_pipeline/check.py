@@ -1,7 +1,6 @@
-"""Search for damaged examples: every example of a source is read and decoded once."""
+"""Search for damaged examples, and statistics of images: every example of a source is read and decoded once."""
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, first_line_with_type
 from input_pipeline.images.decode import JPEG_WARNING
+from input_pipeline.images.statistics import Channel, Statistics
 from input_pipeline.loader import thread_count
 from input_pipeline.optional import remove_lines
 from input_pipeline.preprocess.builder import Preprocess, checking, decoding
@@ -32,13 +32,22 @@ class Damage(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result for one source: the number of examples (or text files) that were read, and the damaged ones."""
+    """The result for one source.
+
+    Fields:
+      checked: the number of examples (or text files) that were read.
+      damaged: the damaged ones.
+      channels: the statistics of each channel of the images that are not damaged, if they were asked for.
+    """
 
     checked: int
     damaged: list[Damage]
+    channels: Sequence[Channel] = ()
 
 
-def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, int], None]) -> Report:
+def check_data(
+    data: Mapping[str, object], pp: str, on_progress: Callable[[int, int], None], statistics: bool = False
+) -> Report:
     """Read every example of a data source, decode it completely if `pp` decodes images, and check its labels.
 
     Text is read when its source is opened, which fails at the first damaged line; then the files are read one by one.
@@ -47,6 +56,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
       data: the arguments of `open_source`.
       pp: the preprocessing string; "{num_classes}" stands for the number of the data's class names.
       on_progress: called with the number of examples checked so far, and the number of all.
+      statistics: also compute the statistics of the images as they are decoded, over all pixels.
 
     Raises:
       MissingDataError: the data does not exist.
@@ -67,7 +77,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
         decode = Preprocess(decoding(pp.replace(CLASSES, "1")))
     else:
         decode = Preprocess(checking(pp.replace(CLASSES, str(len(source.class_names or ())))))
-    damaged: list[Damage] = []
+    damaged, measured = list[Damage](), Statistics()
     rows = range(len(source))
     size = PIECE * PIECES * thread_count()
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="check") as pool:
@@ -75,35 +85,43 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
             for part in (rows[start : start + size] for start in range(0, len(rows), size)):
                 pieces = [part[start : start + PIECE] for start in range(0, len(part), PIECE)]
                 with remove_lines(JPEG_WARNING) as warnings:
-                    found = list(pool.map(lambda rows: _damaged(source, rows, decode), pieces))
-                damaged += _with_warnings(source, part, decode) if warnings else itertools.chain(*found)
+                    found = list(pool.map(lambda rows: _read(source, rows, decode, statistics), pieces))
+                for lines, images in [_with_warnings(source, part, decode, statistics)] if warnings else found:
+                    damaged += lines
+                    measured.update(images)
                 on_progress(part.stop, len(source))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    return Report(len(source), damaged)
+    return Report(len(source), damaged, measured.channels())
 
 
-def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the examples with the indices `rows` that cannot be read, or that `decode` does not accept."""
-    found = []
+def _read(source: Source, rows: range, decode: Preprocess, measure: bool) -> tuple[list[Damage], Statistics]:
+    """Return the examples with the indices `rows` that cannot be read, or that `decode` does not accept.
+
+    The second result has the statistics of the other examples' images, if `measure`.
+    """
+    found, statistics = [], Statistics()
     for row in rows:
         try:
-            decode(source[row], np.random.default_rng(0))
+            example = decode(source[row], np.random.default_rng(0))
+            if measure:
+                statistics.add(example["image"])
         except (MemoryError, MissingLibraryError):  # concern every example
             raise
         except Exception as e:
             found.append(Damage(source.describe(row), str(e) if isinstance(e, InputError) else first_line_with_type(e)))
-    return found
+    return found, statistics
 
 
-def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
-    """Return the same as `_damaged`, and the examples that libjpeg decodes with a warning; decodes one at a time."""
-    found = []
+def _with_warnings(source: Source, rows: range, decode: Preprocess, measure: bool) -> tuple[list[Damage], Statistics]:
+    """Return the same as `_read`, and the examples that libjpeg decodes with a warning; decodes one at a time."""
+    found, statistics = [], Statistics()
     for row in rows:
         with remove_lines(JPEG_WARNING) as warnings:
-            errors = _damaged(source, range(row, row + 1), decode)
+            errors, image = _read(source, range(row, row + 1), decode, measure)
         found += errors or [Damage(source.describe(row), f"decoded, but {line}") for line in warnings[:1]]
-    return found
+        statistics.update(image)
+    return found, statistics
 
 
 def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:

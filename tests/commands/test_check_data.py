@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from image_datasets import encoded
 from PIL import Image
@@ -109,6 +110,24 @@ def test_labels_at_which_training_stops_are_listed(tmp_path, capsys, named):
         assert status == 1
         damaged = [int(line.split(", row ")[1].split(":")[0]) for line in lines[:-1]]
         assert damaged == [row for row, label in enumerate(labels) if not 0 <= label < 10]
+
+
+def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, capsys):
+    words = ["--config", f"vit_folder:data_dir={pets},res=32", "--statistics", "--config.input.pp=decode(1)"]
+    status, lines, _ = check(capsys, *words)
+    damaged = (pets / "train/cat/3.png", pets / "train/dog/0.png")
+    files = [file for file in (pets / "train").rglob("*.png") if file not in damaged]
+    pixels = np.stack([np.asarray(Image.open(file)) for file in files]).astype(np.float64)
+    expected = [pixels.mean(), pixels.std(), pixels.min(), pixels.max()]
+    assert (status, lines[-3].split()) == (1, ["channel", "mean", "std", "min", "max"])
+    np.testing.assert_allclose([float(word) for word in lines[-2].split()], [0, *expected], rtol=1e-6)
+    assert lines[-1] == f"vgg_value_range(({pixels.mean():.7g},), ({pixels.std():.7g},))"
+
+
+def test_statistics_of_text_are_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some words " * 90)
+    status, _, err = check(capsys, "--config", TEXT.format(tmp_path), "--statistics")
+    assert (status, err) == (2, "error: --statistics is for images; config.model_name='lm'\n")
 
 
 def test_data_without_files_is_read(capsys):
