@@ -39,7 +39,7 @@ KEYS = {
     "model_name": Key(str, "vit", 'File in dcvit/models: "vit" or "lm".'),
     "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
     "model_init": Key(str | None, None, "Model to start from: what `dcvit.load` opens, a .npz or a .bv."),
-    "model_load": Key(dict, {}, "Further arguments of the model's `load`: `dont_load` and `upcycle`."),
+    "model_load": Key(dict, {}, "Further arguments of the model's `load`: `dont_load`, `upcycle` and `channels`."),
     "lora": Key(
         dict, {},
         "Train low-rank adapters of `model_init` and save nothing else: `rank`, `targets` (regex of the names of "

@@ -32,6 +32,7 @@ from dcvit.models.fields import (
     check_transformer,
     values_of,
 )
+from dcvit.models.input_channels import channels_hint, with_channels
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 from dcvit.parallel.trees import Tensors
@@ -336,6 +337,7 @@ def load(
     model_cfg: object,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
+    channels: str | None = None,
 ) -> dict[str, Any]:
     """Return `init_params` with the values of a checkpoint or of weights of another library, scanned or unrolled.
 
@@ -348,14 +350,19 @@ def load(
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
         of the checkpoint's model; see `dcvit.models.upcycling`.
+      channels: "repeat" or "mean": adapt the embedding of patches to images of another number of channels; see
+        `dcvit.models.input_channels`. By default another number is an error.
 
     Raises:
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
+      dcvit.errors.ConfigError: `channels` is unknown or has no effect.
     """
     from dcvit.hub.source import load_params_into  # late: the models import where Orbax is not installed
 
     def convert(loaded: Tensors) -> Tensors:
+        if channels is not None:
+            loaded = with_channels(loaded, init_params["embedding"]["kernel"].shape[2], channels, dont_load)
         old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")
         if old is None or new is None or len(old.shape) != 3 or old.shape[1] == new.shape[1]:
             return loaded
@@ -366,4 +373,5 @@ def load(
 
         return {**loaded, "pos_embedding": old._replace(shape=(old.shape[0], new.shape[1], old.shape[2]), read=read)}
 
-    return load_params_into(init_params, init_file, dont_load, convert, upcycle)
+    with channels_hint():
+        return load_params_into(init_params, init_file, dont_load, convert, upcycle)

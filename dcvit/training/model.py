@@ -18,6 +18,7 @@ from dcvit.hub.kinds import make_model
 from dcvit.hub.model import listed
 from dcvit.hub.source import find
 from dcvit.models import Params
+from dcvit.models.input_channels import check_rule
 from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.parallel.trees import shapes_of
@@ -41,6 +42,7 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
     check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
     for pattern in options.get("dont_load", ()):
         check_regex(pattern, "config.model_load.dont_load")
+    check_rule(options.get("channels"))
 
     def load_initial(shapes: Params) -> Params:
         start = find(config.model_init)
@@ -81,8 +83,10 @@ def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | No
     check_regex(options["targets"], "config.lora.targets")
     if not is_rate(options.get("alpha") or 0.0):
         raise ConfigError(f"config.lora.alpha={options['alpha']!r} should be finite and not negative")
-    if not config.model_init or upcycles(config):
-        raise ConfigError("config.lora adapts the parameters of config.model_init: set it, without model_load.upcycle")
+    if not config.model_init or upcycles(config) or config.model_load.get("channels"):
+        raise ConfigError(
+            "config.lora adapts the parameters of config.model_init: set it, without model_load.upcycle or channels"
+        )
     found = Adaptation(**options, whole=whole)
     try:
         trained = jax.eval_shape(lambda params: found.trained(params, jax.random.key(0)), shapes)

@@ -18,6 +18,7 @@ from timm.utils import ModelEmaV3
 from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_dcvit, of_torch, randomize
 
 from dcvit.errors import CheckpointError
+from dcvit.models.input_channels import adapted
 from dcvit.parallel.trees import by_name
 from dcvit.training import step
 from dcvit.training.optim import layer_scales
@@ -176,6 +177,15 @@ def check_described(name):
 def test_a_few_architectures_are_described_as_timm_builds_them():
     read = {name: check_described(name) for name in ("vit_base_patch16_gap_224", "vit_base_patch16_rpn_224")}
     assert read == {"vit_base_patch16_gap_224": True, "vit_base_patch16_rpn_224": False}
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 13])
+def test_an_embedding_for_other_channels_is_that_of_timm(channels):
+    kernel = np.random.default_rng(0).normal(size=(4, 5, 3, 8)).astype(np.float32)
+    theirs = timm.models.adapt_input_conv(channels, torch.tensor(np.transpose(kernel, (3, 2, 0, 1)).copy()))
+    found = adapted(kernel, channels, "repeat")
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.transpose(theirs.numpy(), (2, 3, 1, 0)), rtol=1e-6)
 
 
 @pytest.mark.exhaustive
