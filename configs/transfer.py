@@ -90,7 +90,9 @@ def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, s
         return pp_train if pp_train.startswith("decode") else pp_eval, pp_eval  # the run's images may not be encoded
     ops = [op.strip() for op in run.get("pp_predict", "").split("|")]
     exif = "exif=True" in ops[0] if exif is None else exif
-    arguments = ", ".join(["1"] * ops[0].startswith("decode(1") + ["exif=True"] * exif)  # gray images have 1 channel
+    given = ops[0].removeprefix("decode(").rstrip(")").split(",") if ops[0].startswith("decode(") else []
+    kept = [each.strip() for each in given if not each.strip().startswith(("exif", "precise"))]  # channels, dtype
+    arguments = ", ".join([each for each in kept if each] + ["exif=True"] * exif)
     decode = f"decode({arguments})" if arguments else "decode"
     value_range = next((op for op in ops if op.startswith(("value_range", "vgg_value_range"))), "value_range(-1, 1)")
     return (

@@ -280,13 +280,14 @@ def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     if isinstance(image, bytes):
         return str(number), io.BytesIO(image).getvalue
     if isinstance(image, np.ndarray):
-        found = f"{image.dtype} of {image.shape}"
-        try:
-            image = Image.fromarray(image) if image.dtype == np.uint8 and image.size else None
-        except TypeError:
-            image = None
-        if image is None:
-            raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}")
+        if image.dtype not in (np.uint8, np.uint16, np.int16) or image.ndim not in (2, 3) or not image.size:
+            expected = "uint8, uint16 or int16 of (height, width, channels)"
+            raise InputError(f"image {number}: expected {expected}, found {image.dtype} of {image.shape}")
+        if image.dtype != np.uint8 or image.shape[2:] not in ((), (2,), (3,), (4,)):  # those that a PNG holds
+            array = io.BytesIO()
+            np.save(array, image)
+            return str(number), array.getvalue
+        image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
         expected = "a path, the bytes of a file, a picture or an array"
         raise InputError(f"image {number}: expected {expected}, got {type_name(type(image))}")

@@ -31,7 +31,8 @@ from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
 from dcvit.parallel.trees import check_tree, shapes_of
 
-# An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
+# An image: the path of a file, its bytes, a picture of Pillow, or numbers "height width channels" or "height width" of
+# uint8, uint16 or int16.
 ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Iterable[ImageInput]

@@ -155,6 +155,8 @@ def _image_samples(
     first = next(batches, None)
     if first is None:
         return [], iter(())
+    if (channels := first[1].shape[-1]) not in (1, 3):
+        LOG.info("the pictures show the first of %d channels", channels)
     sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
     tokens = extra + math.prod(size // patch for size, patch in sizes)
     label = (lambda i: str(model.class_names[i])) if module.num_classes else None

@@ -89,14 +89,14 @@ def decoding(spec: str) -> str:
     return ""
 
 
-def decoded_as(spec: str) -> tuple[int, str]:
-    """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default.
+def decoded_dtype(spec: str) -> str:
+    """Return the dtype of the images that a preprocessing string decodes; "uint8" by default.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
     found = next((step.arguments for step in parsed(spec) if step.op == "decode"), {})
-    return found.get("channels", 3), found.get("dtype", "uint8")
+    return str(found.get("dtype", "uint8"))
 
 
 def checking(spec: str) -> str:
@@ -128,7 +128,7 @@ def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
     """
     rest, size, channels = [], None, 3
     for step in parsed(spec):
-        if not isinstance(step.function, ops.Change) or step.arguments["outkey"] != "image" or "value_range" in step.op:
+        if not isinstance(step.function, Change) or step.arguments["outkey"] != "image" or "value_range" in step.op:
             rest.append(step.text)
             continue
         found, channels = step.arguments, step.arguments.get("channels", channels)

@@ -174,9 +174,9 @@ class TestErrors:
         [
             ("missing.png", "missing.png: No such file"),
             ([IMAGE, np.zeros((4, 4, 3), np.uint8)], "1: (4, 4, 3) after preprocessing, others (8, 8, 3)"),
-            (np.zeros((8, 8, 7), np.uint8), "image 0: expected uint8 of (height, width, 3), found uint8 of (8, 8, 7)"),
+            (np.zeros((8, 8, 7), np.uint8), "0: the image has 7 channels; expected 3, the number given to decode"),
             (np.zeros((8, 8), np.complex64), "complex64"),
-            (np.full((8, 8), 200, np.uint16), "found uint16 of (8, 8)"),  # a picture of these numbers would be black
+            (np.full((8, 8, 3), 200, np.uint16), "the image has uint16 values, which uint8 does not hold"),
             (np.zeros((8, 8), np.float32), "found float32 of (8, 8)"),
             (np.zeros((0, 8, 3), np.uint8), "found uint8 of (0, 8, 3)"),
         ],

@@ -67,7 +67,7 @@ def picture(image: np.ndarray, alt: str) -> ET.Element:
         highest is white. One channel is gray; of other numbers than 3, the first is shown.
       alt: the text in place of the image.
     """
-    pixels = image
+    pixels = image if image.shape[-1] == 3 else image[..., :1]
     if pixels.dtype != np.uint8:
         finite = np.nan_to_num(pixels.astype(np.float64))
         low, high = finite.min(), finite.max()

@@ -274,6 +274,8 @@ def _mistakes(evaluation: Evaluation) -> ET.Element:
     text = "The images as the model saw them, after cropping and resizing."
     if any(mistake.image.dtype != "uint8" for mistake in mistakes):
         text += " Each is scaled to the range from black to white."
+    if (channels := mistakes[0].image.shape[-1]) not in (1, 3):
+        text += f" They show the first of {channels} channels."
     cards = [_card(evaluation, mistake) for mistake in mistakes]
     return tag(
         "div", tag("h3", "Most confident mistakes"), tag("p", text, class_="note"), tag("div", *cards, class_="cards")

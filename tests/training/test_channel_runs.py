@@ -1,0 +1,148 @@
+"""Runs on TIFFs of 13 channels of 16 bits: kill and resume, evaluation, prediction, and a start from RGB weights."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from trained_workdirs import load_params
+from training_runs import interrupted_before, same
+
+import dcvit
+import input_pipeline
+from dcvit import cli, evaluate, explore, predict, train
+from dcvit.config import load as configs
+from dcvit.errors import ConfigError
+from dcvit.runs import metrics
+from dcvit.training.tasks import ImageTask
+from input_pipeline.preprocess.builder import decoded_as, decoding
+
+tifffile = pytest.importorskip("tifffile")
+pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
+
+DECODE = 'decode(13, dtype="uint16")'
+VALUES = "value_range(-1, 1, 0, 5000)"
+LABELS = 'onehot({num_classes})|keep("image", "labels")'
+RGB = ("decode(precise=True)", "value_range(-1, 1)")
+
+
+def write(root, to_file):
+    """Write images of two classes to root/{train,val}/CLASS/N."""
+    rng = np.random.default_rng(0)
+    for split, number in (("train", 8), ("val", 4)):
+        for name, level in (("land", 3000), ("water", 600)):
+            (folder := root / split / name).mkdir(parents=True)
+            for i in range(number):
+                to_file(folder / str(i), rng.normal(level, 200, (20, 16, 13)).clip(0).astype(np.uint16))
+    return root
+
+
+@pytest.fixture(scope="module")
+def land(tmp_path_factory):
+    return write(
+        tmp_path_factory.mktemp("land") / "land",
+        lambda path, image: tifffile.imwrite(path.with_suffix(".tif"), np.moveaxis(image, 2, 0), metadata=None,
+                                             photometric="minisblack", planarconfig="separate", compression="zlib"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return write(
+        tmp_path_factory.mktemp("photos") / "photos",
+        lambda path, image: Image.fromarray((image[..., :3] // 16).astype(np.uint8)).save(path.with_suffix(".png")),
+    )
+
+
+def words(folder, workdir, *overrides, ops=(DECODE, VALUES), config="vit_folder:variant=ViT-mu/8,res=16,epochs=2"):
+    """The command line of a run of one layer and four steps."""
+    decode, values = ops
+    resized = f"{decode}|resize_pillow(16)|{values}"
+    common = {
+        "model.num_heads": 4, "model.depth": 1, "tensorboard": False, "log_steps": 1, "ckpt_steps": 2,
+        "input.pp": f"{decode}|random_crop(16)|flip_lr|{values}|{LABELS}", "pp_predict": resized,
+        "evals.val.pp": f"{resized}|{LABELS}", "evals.val.batch_size": 8, "input.batch_size": 8,
+    }  # fmt: skip
+    options = [*(f"--config.{key}={value}" for key, value in common.items()), *overrides]
+    return ["--config", f"{config},data_dir={folder}", *options, "--workdir", str(workdir)]
+
+
+@pytest.fixture(scope="module")
+def trained(land, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    with jax.numpy_dtype_promotion("standard"):
+        assert cli.run(train.main, words(land, workdir)) == 0
+    return workdir
+
+
+def test_a_killed_run_resumes_to_the_same_bits(trained, land, tmp_path, monkeypatch):
+    with interrupted_before(monkeypatch, 4) as steps:
+        assert cli.run(train.main, words(land, tmp_path / "run")) == 130
+    with interrupted_before(monkeypatch, None) as steps:
+        assert cli.run(train.main, words(land, tmp_path / "run")) == 0
+    assert steps == [3, 4]
+    assert same(load_params(trained), load_params(tmp_path / "run"))
+    assert (trained / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+
+
+def test_evaluation_and_prediction_of_files_and_arrays_agree(trained, land, tmp_path, capsys):
+    assert load_params(trained)["embedding"]["kernel"].shape == (8, 8, 13, 32)
+    report = tmp_path / "report.html"
+    assert cli.run(evaluate.main, ["--workdir", str(trained), "--report", str(report)]) == 0
+    assert f"{metrics.read(trained / 'metrics.jsonl')[-1]['val/top1']:.4f}" in capsys.readouterr().out
+    files = sorted(land.glob("val/*/*.tif"))
+    assert cli.run(predict.main, ["--workdir", str(trained), *map(str, files)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*map(str, files)]
+    model = dcvit.load(trained)
+    arrays = [np.moveaxis(tifffile.imread(file), 0, 2) for file in files]
+    expected = [[(p.label, p.probability) for p in row] for row in model.predict(files)]
+    assert [[(p.label, p.probability) for p in row] for row in model.predict(arrays)] == expected
+    with pytest.raises(dcvit.errors.InputError, match="12 channels; expected 13"):
+        model.predict(arrays[0][..., :12])
+    with pytest.raises(dcvit.errors.InputError, match="expected uint8, uint16 or int16 of"):
+        model.predict(arrays[0].astype(np.float64))
+
+
+def test_explorer_shows_the_first_channel_and_says_so(trained, land, tmp_path, capsys):
+    command = ["--workdir", str(trained), str(land / "val/water/0.tif"), "--out", str(tmp_path / "page.html")]
+    assert cli.run(explore.main, command) == 0
+    assert "the pictures show the first of 13 channels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pp", [DECODE, "decode(1, precise=True)", "decode(4)", "decode(2, dtype='float32')", "pad(1)"])
+def test_images_in_place_of_absent_data_are_those_that_decode_reads(pp):
+    image = ImageTask.stand_in(configs.load("vit_digits", [f"input.pp={pp}"]))[0]["image"]
+    channels, dtype = decoded_as(pp)
+    found = input_pipeline.Preprocess(decoding(pp) or "decode(precise=True)")(
+        {"image": image}, np.random.default_rng(0)
+    )["image"]
+    assert (found.shape, found.dtype) == ((375, 500, channels), dtype)
+
+
+@pytest.fixture(scope="module")
+def of_photos(photos, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("of_photos") / "run"
+    with jax.numpy_dtype_promotion("standard"):
+        assert cli.run(train.main, words(photos, workdir, ops=RGB)) == 0
+    return workdir
+
+
+def test_weights_of_rgb_start_a_run_of_13_channels_on_request(of_photos, land, tmp_path, capsys):
+    options = ["--config.total_steps=1", "--config.lr=0.0"]
+    start = words(land, tmp_path / "run", *options, config=f"transfer:init={of_photos}")
+    assert cli.run(train.main, start) == 2
+    assert re.search(r"embedding/kernel .*--config\.model_load\.channels=repeat\n$", capsys.readouterr().err)
+    assert cli.run(train.main, [*start, "--config.model_load.channels=sum"]) == 2
+    assert "channels='sum'; known: repeat, mean" in capsys.readouterr().err
+    lora = ["--config.model_load.channels=repeat", "--config.lora.rank=2", "--config.lora.targets='.*'"]
+    assert cli.run(train.main, [*start, *lora]) == 2
+    assert "without model_load.upcycle or channels" in capsys.readouterr().err
+    assert cli.run(train.main, [*start, "--config.model_load.channels=repeat"]) == 0
+    old, new = (load_params(run)["embedding"]["kernel"] for run in (of_photos, tmp_path / "run"))
+    np.testing.assert_allclose(new, np.asarray(old)[:, :, np.arange(13) % 3] * 3 / 13, rtol=1e-6)
+
+
+def test_a_language_model_has_no_channels(tmp_path):
+    with pytest.raises(ConfigError, match="no option 'channels'"):
+        dcvit.train("lm_stdlib", tmp_path, model_init="text", model_load={"channels": "repeat"})
