@@ -77,6 +77,8 @@ def check_data(
         decode = Preprocess(decoding(pp.replace(CLASSES, "1")))
     else:
         decode = Preprocess(checking(pp.replace(CLASSES, str(len(source.class_names or ())))))
+    if statistics and not decoding(pp.replace(CLASSES, "1")) and not isinstance(source[0].get("image"), np.ndarray):
+        raise InputError(f"the statistics of images need an op that decodes them, found the preprocessing {pp!r}")
     damaged, measured = list[Damage](), Statistics()
     rows = range(len(source))
     size = PIECE * PIECES * thread_count()

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dcvit.dcmha.shapes import Float
-from dcvit.errors import CheckpointError, ConfigError, nearest
+from dcvit.errors import CheckpointError, ConfigError, matches, nearest
 from dcvit.parallel.trees import Tensors
 
 RULES = ("repeat", "mean")
@@ -54,7 +54,7 @@ def with_channels(tensors: Tensors, channels: int, rule: str, dont_load: Sequenc
         return tensors  # no ViT, which the check of names reports
     if kernel.shape[2] == channels:
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: both have {channels} channels; omit it")
-    if any(re.fullmatch(pattern, KERNEL) for pattern in dont_load):
+    if any(matches(pattern, [KERNEL], "dont_load") for pattern in dont_load):
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: dont_load names {KERNEL}; omit one")
     shape = (*kernel.shape[:2], channels, kernel.shape[3])
 

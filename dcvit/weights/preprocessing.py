@@ -168,8 +168,15 @@ def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel that a preprocessing string applies to pixels in [0, 1].
 
     Raises:
-      CheckpointError: it clips, or has not exactly one `value_range` or `vgg_value_range`, of one or three channels.
+      CheckpointError: it clips, has not exactly one `value_range` or `vgg_value_range`, of one or three channels, or
+        images are not those of other libraries, gray or RGB of 8 bits.
     """
+    decoder: dict[str, object] = next((step.arguments for step in _steps(pp) if step.op in DECODERS), {})
+    channels, dtype = decoder.get("channels", 3), decoder.get("dtype", "uint8")
+    if channels not in (1, 3) or dtype != "uint8":
+        raise CheckpointError(
+            f"pp={pp!r:.200} decodes {channels} channels of {dtype}; other libraries read 1 or 3 of uint8"
+        )
     found = [step for step in _steps(pp) if step.op in RANGES]
     try:
         ((_, op, given, _),) = found

@@ -124,6 +124,12 @@ def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, 
     assert lines[-1] == f"vgg_value_range(({pixels.mean():.7g},), ({pixels.std():.7g},))"
 
 
+def test_statistics_without_an_op_that_decodes_are_refused(pets, capsys):
+    words = ["--config", f"vit_folder:data_dir={pets},res=32", "--statistics", "--config.input.pp=flip_lr"]
+    status, lines, err = check(capsys, *words)
+    assert (status, lines, "need an op that decodes them" in err) == (2, [], True)
+
+
 def test_statistics_of_text_are_refused(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some words " * 90)
     status, _, err = check(capsys, "--config", TEXT.format(tmp_path), "--statistics")

@@ -1,17 +1,19 @@
 """Runs on TIFFs of 13 channels of 16 bits: kill and resume, evaluation, prediction, and a start from RGB weights."""
 
 import re
+import runpy
 
 import jax
 import numpy as np
 import pytest
+from markdown_pages import ROOT
 from PIL import Image
 from trained_workdirs import load_params
 from training_runs import interrupted_before, same
 
 import dcvit
 import input_pipeline
-from dcvit import cli, evaluate, explore, predict, train
+from dcvit import cli, convert, evaluate, explore, predict, train
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics
@@ -118,6 +120,20 @@ def test_images_in_place_of_absent_data_are_those_that_decode_reads(pp):
         {"image": image}, np.random.default_rng(0)
     )["image"]
     assert (found.shape, found.dtype) == ((375, 500, channels), dtype)
+
+
+@pytest.mark.parametrize("ops", [DECODE, 'decode(1, dtype="float32", exif=True)', "decode(4)", "decode(1)", "decode"])
+def test_another_resolution_keeps_how_images_are_decoded(ops):
+    preprocessing = runpy.run_path(str(ROOT / "configs/transfer.py"))["preprocessing"]
+    for pp in preprocessing({"pp_predict": f"{ops}|resize(8)|{VALUES}"}, 32, None):
+        assert decoded_as(pp) == decoded_as(ops)
+        assert ("exif=True" in pp, VALUES in pp) == ("exif=True" in ops, True)
+
+
+def test_conversions_name_that_other_libraries_read_rgb(trained, tmp_path, capsys):
+    assert cli.run(convert.main, [str(trained), str(tmp_path / "timm"), "--to", "timm"]) == 2
+    assert cli.run(convert.main, [str(trained), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert "decodes 13 channels of uint16; other libraries read 1 or 3 of uint8" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
