@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,8 +36,8 @@ PARTS = {
     "embedded text": ("none", f"train --config lm_stdlib --workdir lm {SHORT}"),
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
-    "TIFF of channels": ("tiff", "check-data --config vit_digits --config.evals={} --config.input.data.kind=folder "
-                         "--config.input.data.data_dir=channels --config.input.pp=decode(2,dtype='uint16')"),
+    "TIFF of channels": ("tiff", "check-data --config vit_folder:data_dir=channels,val_fraction=0.5 "
+                         "--config.input.pp=decode(2,dtype='uint16') --config.evals.val.pp=decode(2,dtype='uint16')"),
     "tfds": ("data", "check-data --config vit_i1k"),
     "Parquet": ("data", "check-data --config vit_i1k:data=parquet"),
     "BPE tokenizer": ("lm", "train --config lm_text:data_dir=text,tokenizer=train,vocab_size=300 --workdir bpe "
@@ -73,6 +74,14 @@ def prepare(folder):
         path = folder / "images" / label / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes((ROOT / "tests" / "data" / f"{label}.png").read_bytes())
+    # A TIFF of 4×4 pixels of two channels of 16 bits, in one strip after the header.
+    tags = ((256, 4), (257, 4), (258, 16), (259, 1), (262, 1), (273, 8), (277, 2), (278, 4), (279, 64))
+    entries = b"".join(struct.pack("<HHIHH", tag, 3, 1, value, 0) for tag, value in tags)
+    tiff = struct.pack("<2sHI", b"II", 42, 72) + bytes(64) + struct.pack("<H", len(tags)) + entries + bytes(4)
+    for name in ("a", "b"):
+        path = folder / "channels" / "land" / f"{name}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tiff)
     for name in ("text", "zstd", "tasks"):
         (folder / name).mkdir()
     text = Path(__file__).read_text() * 8
