@@ -39,7 +39,7 @@ from dcvit.training import balance
 from dcvit.training.augment import Augmentation
 from dcvit.training.inputs import check_predict
 from input_pipeline import CorruptPolicy, Source, TokenSource
-from input_pipeline.preprocess.builder import decoded_dtype
+from input_pipeline.preprocess.builder import decoded_as
 
 Batch = dict[str, jax.Array]
 Params = Mapping[str, Any]
@@ -105,7 +105,7 @@ class ImageTask:
         pp, size = input_pipeline.after_resizing(config.input.get("pp", ""))
         if size is None:
             raise ConfigError(f"config.input.pp={config.input.get('pp')!r} does not resize images to one size")
-        dtype = decoded_dtype(config.input.get("pp", ""))
+        _, dtype = decoded_as(config.input.get("pp", ""))
         row = {"image": np.zeros(size, dtype), "label": 0, "labels": np.zeros(1, np.int64)}
         return StandIn(row), replaced(config, input={**config.input.to_dict(), "pp": pp})
 

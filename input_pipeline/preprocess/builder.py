@@ -89,14 +89,14 @@ def decoding(spec: str) -> str:
     return ""
 
 
-def decoded_dtype(spec: str) -> str:
-    """Return the dtype of the images that a preprocessing string decodes; "uint8" by default.
+def decoded_as(spec: str) -> tuple[int, str]:
+    """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
     """
     found = next((step.arguments for step in parsed(spec) if step.op == "decode"), {})
-    return str(found.get("dtype", "uint8"))
+    return found.get("channels", 3), found.get("dtype", "uint8")
 
 
 def checking(spec: str) -> str:
