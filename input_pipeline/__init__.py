@@ -13,14 +13,20 @@ from input_pipeline.errors import InputError, MissingDataError, MissingLibraryEr
 
 if TYPE_CHECKING:
     from input_pipeline.loader import CorruptPolicy, active_reads, batch_ids, eval_batches, train_batches
-    from input_pipeline.preprocess.builder import Preprocess, ValueRange, after_resizing, defer_value_range
+    from input_pipeline.preprocess.builder import (
+        Preprocess,
+        ValueRange,
+        after_resizing,
+        defer_value_range,
+        patch_sizes,
+    )
     from input_pipeline.source import KINDS, Source, TaskSource, TokenSource, open_source
 else:
     import importlib
 
     NAMES = {
         "loader": ("CorruptPolicy", "active_reads", "batch_ids", "eval_batches", "train_batches"),
-        "preprocess.builder": ("Preprocess", "ValueRange", "after_resizing", "defer_value_range"),
+        "preprocess.builder": ("Preprocess", "ValueRange", "after_resizing", "defer_value_range", "patch_sizes"),
         "source": ("KINDS", "Source", "TaskSource", "TokenSource", "open_source"),
     }
     MODULES = {name: module for module, names in NAMES.items() for name in names}
@@ -37,5 +43,5 @@ else:
 __all__ = [
     "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "MissingLibraryError", "Preprocess", "ReadingError",
     "Source", "TaskSource", "TokenSource", "ValueRange", "active_reads", "after_resizing", "batch_ids",
-    "defer_value_range", "eval_batches", "open_source", "train_batches",
+    "defer_value_range", "eval_batches", "open_source", "patch_sizes", "train_batches",
 ]  # fmt: skip

@@ -106,6 +106,20 @@ def resize(
     return pixels.astype(image.dtype)
 
 
+def resize_pillow(
+    image: Num[np.ndarray, "height width channels"], size: tuple[int, int]
+) -> Num[np.ndarray, "new_height new_width channels"]:
+    """Return an image resized to (height, width) by Pillow's antialiased bilinear filter, in its dtype."""
+    height, width = size
+    pixels = image if image.dtype == np.uint8 else image.astype(np.float32)  # which hold 16 bits
+    channels = [
+        np.asarray(Image.fromarray(pixels[..., c]).resize((width, height), Image.Resampling.BILINEAR))
+        for c in range(image.shape[-1])
+    ]
+    resized = np.stack(channels, axis=-1)
+    return (np.rint(resized) if image.dtype.kind in "ui" else resized).astype(image.dtype, copy=False)
+
+
 def sample_window(
     size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
 ) -> Window:

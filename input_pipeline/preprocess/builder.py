@@ -6,8 +6,9 @@ A string is parsed, never evaluated: arguments must be literals. Parts may be em
 import ast
 import dataclasses
 import inspect
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,13 +116,24 @@ def checking(spec: str) -> str:
     return "|".join([decoding(spec), *kept])
 
 
+def patch_sizes(spec: str) -> tuple[int, int] | None:
+    """Return the arguments `patch` and `max_tokens` of the op `patches` in a preprocessing string; None without it.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    return next(((s.arguments["patch"], s.arguments["max_tokens"]) for s in parsed(spec) if s.op == "patches"), None)
+
+
 def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
     """Return the part of a preprocessing string that an image of the final size still needs, and that size.
 
-    The part has no op on pixels but the ranges of values: decoding, crops, resizing and random changes need libraries.
+    The part has no op on pixels but `patches` and the ranges of values: decoding, crops, resizing and random changes
+    need libraries.
 
     Returns:
-      The part, and height, width and channels; None instead of them if images do not all get the same size.
+      The part, and height, width and channels; None instead of them if images do not all get the same size. Before
+      `patches`, they are those of the largest square.
 
     Raises:
       InputError: the string cannot be parsed, or an op or argument is invalid.
@@ -130,6 +142,8 @@ def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
     for step in parsed(spec):
         if not isinstance(step.function, Change) or step.arguments["outkey"] != "image" or "value_range" in step.op:
             rest.append(step.text)
+            if step.op == "patches":
+                size = (step.arguments["patch"] * math.isqrt(step.arguments["max_tokens"]),) * 2
             continue
         found, channels = step.arguments, step.arguments.get("channels", channels)
         if step.op == "pad" and size:
@@ -197,12 +211,26 @@ def parsed(spec: str) -> list[Step]:
                 f"preprocessing: {step.op} after {wide} needs {RANGES[step.op][0]}, whose default is that of 8 bits; "
                 "`dcvit check-data --statistics` prints a vgg_value_range to use"
             )
+    names = [step.op for step in steps]
+    if "patches" in names:
+        _check_after_patches(steps[names.index("patches") + 1 :])
     return steps
 
 
 def _gives(call: ast.Call, name: str, position: int) -> bool:
     """Return True if a call gives the argument `name`, which may also be the one at a position."""
     return len(call.args) > position or any(keyword.arg == name for keyword in call.keywords)
+
+
+def _check_after_patches(steps: Sequence[Step]) -> None:
+    """Raise InputError if an op after `patches` takes its result for an image, or drops the grid of the patches."""
+    for step in steps:
+        keys, in_and_out = step.arguments.get("keys", ()), [step.arguments.get(key) for key in ("inkey", "outkey")]
+        changes = isinstance(step.function, Change) and "image" in in_and_out
+        if step.op == "patches" or (changes and step.op not in RANGES):
+            raise InputError(f"preprocessing: {step.op} cannot follow patches, only {' and '.join(RANGES)} can")
+        if (step.op == "keep" and "image" in keys and "grid" not in keys) or (step.op == "drop" and "grid" in keys):
+            raise InputError(f"preprocessing: {step.text} drops 'grid', without which patches are no image; keep it")
 
 
 def _nodes(spec: str) -> list[ast.expr]:

@@ -12,7 +12,6 @@ keys of `onehot`, its error about a label that is out of range, and the addition
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from PIL import Image
 
 from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
@@ -21,10 +20,11 @@ from input_pipeline.images.limits import MAX_CHANNELS, jpeg_size
 from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
 from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
+from input_pipeline.preprocess.patches import patches
 
 __all__ = [
     "augmix", "central_crop", "color_jitter", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flatten",
-    "flip_lr", "inception_crop", "keep", "onehot", "pad", "randaug", "random_crop", "resize", "resize_long",
+    "flip_lr", "inception_crop", "keep", "onehot", "pad", "patches", "randaug", "random_crop", "resize", "resize_long",
     "resize_pillow", "resize_small", "three_augment", "value_range", "vgg_value_range",
 ]  # fmt: skip
 
@@ -157,18 +157,8 @@ def resize_pillow(size: int | Sequence[int]) -> Change:
     Args:
       size: height and width of the result, or one number for both.
     """
-    height, width = _checked_size("resize_pillow", size)
-
-    def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        pixels = image if image.dtype == np.uint8 else image.astype(np.float32)  # which hold 16 bits
-        channels = [
-            np.asarray(Image.fromarray(pixels[..., c]).resize((width, height), Image.Resampling.BILINEAR))
-            for c in range(image.shape[-1])
-        ]
-        resized = np.stack(channels, axis=-1)
-        return (np.rint(resized) if image.dtype.kind in "ui" else resized).astype(image.dtype, copy=False)
-
-    return Change(change)
+    target = _checked_size("resize_pillow", size)
+    return Change(lambda image, rng: decoding.resize_pillow(image, target))
 
 
 def central_crop(crop_size: int | Sequence[int] | None = None) -> Change:

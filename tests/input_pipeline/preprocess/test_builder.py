@@ -129,7 +129,7 @@ def test_bars_in_quotes_are_part_of_a_key():
     assert apply('keep("|")|', **{"|": 3}) == {"|": 3}
 
 
-@pytest.mark.parametrize("name", [name for name in ops.__all__ if not hasattr(keys, name)])
+@pytest.mark.parametrize("name", [name for name in ops.__all__ if not hasattr(keys, name) and name != "patches"])
 def test_every_op_on_one_value_reads_and_stores_the_named_keys(name):
     """`inkey` and `outkey` alone leave the other at "image", and `key` replaces both, as in big_vision."""
     needed = {"pad": [1], "random_crop": [2], "resize": [2], "resize_long": [4], "resize_pillow": [2]} | {
