@@ -35,7 +35,7 @@ class LayerInputs(NamedTuple):
     k: Float[Array, "B S _"] | None = None  # None: as q
     v: Float[Array, "B S _"] | None = None  # None: as k
     mask: Bool[Array, "#B _ #T #S"] | None = None
-    positions: Int[Array, "#B T"] | None = None
+    positions: Int[Array, "#B T"] | Float[Array, "B T 2"] | None = None
     cache: Cache | None = None  # the tokens before; see `Attention.decode`
     update: CacheUpdate | None = None
     segments: Segments | None = None
@@ -73,7 +73,7 @@ class Attention(VariantProjections):
         x_q: Float[Array, "B T M"],
         x_kv: Float[Array, "B S _"] | None = None,
         mask: Bool[Array, "#B 1 #T #S"] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "#B T"] | Float[Array, "B T 2"] | None = None,
         segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     ) -> Float[Array, "B T _"]:
         """Attend from `x_q` to `x_kv`, or to `x_q` itself.
@@ -82,7 +82,8 @@ class Attention(VariantProjections):
           x_q: inputs of the queries.
           x_kv: inputs of the keys and values; None means `x_q`.
           mask, segments: as `dcvit.dcmha.attention` takes them.
-          positions: positions of the tokens for a rotary embedding; None means 0 … T-1.
+          positions: positions of the tokens for a rotary embedding, None means 0 … T-1; or the coordinates of patches
+            in two dimensions, see `dcvit.models.projections.rotate_at`.
 
         Raises:
           ValueError: a field is invalid; the width, the heads, the key heads and the groups do not divide each other as

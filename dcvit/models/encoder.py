@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention
 from dcvit.models.fields import rematerialized
 from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
+from dcvit.models.packed_images import TokenPlaces
 from dcvit.parallel.mesh import BATCH, constrain
 
 
@@ -42,22 +43,24 @@ class Encoder1DBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T M"], drop_rate: Float[Array, ""] | None
+        self, x: Float[Array, "B T M"], places: TokenPlaces | None, drop_rate: Float[Array, ""] | None
     ) -> tuple[Float[Array, "B T M"], dict[str, Array]]:
         """Return the output, and the intermediates by name.
 
         Args:
           x: the input.
+          places: the places of the tokens of packed rows; None: each row is one image.
           drop_rate: probability that stochastic depth skips an example's residual branch; None: no stochastic depth.
         """
         attention = self.attention(layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(), x)
-        y = out["sa"] = self._scale("layer_scale_0", attention(y))
-        x = out["+sa"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
+        segments, coordinates = (None, None) if places is None else places
+        y = out["sa"] = self._scale("layer_scale_0", attention(y, positions=coordinates, segments=segments))
+        x = out["+sa"] = constrain(x + self._residual(y, segments, drop_rate), BATCH, None, None)
         y = in_float32(self.norm(), x)
         y = out["mlp"] = self._scale("layer_scale_1", self.mlp()(y, self.deterministic))
-        x = out["+mlp"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
+        x = out["+mlp"] = constrain(x + self._residual(y, segments, drop_rate), BATCH, None, None)
         return x, out
 
     def _scale(self, name: str, y: Array) -> Array:
@@ -67,13 +70,15 @@ class Encoder1DBlock(nn.Module):
         scale = self.param(name, nn.initializers.constant(self.layer_scale), y.shape[-1:])
         return y * scale.astype(y.dtype)[None, None]
 
-    def _residual(self, y: Array, drop_rate: Array | None) -> Array:
-        """Apply dropout, then stochastic depth (Huang et al., 2016), which drops examples and rescales the others."""
+    def _residual(self, y: Array, segments: Array | None, drop_rate: Array | None) -> Array:
+        """Apply dropout, then stochastic depth (Huang et al., 2016), which drops images and rescales the others."""
         y = nn.Dropout(self.dropout)(y, self.deterministic)
         if self.deterministic or drop_rate is None:
             return y
         keep = 1 - drop_rate
-        kept = jax.random.bernoulli(self.make_rng("dropout"), keep, (y.shape[0], 1, 1))
+        images = 1 if segments is None else segments.shape[1] + 1  # no id of a row is larger than its length
+        kept = jax.random.bernoulli(self.make_rng("dropout"), keep, (y.shape[0], images, 1))
+        kept = kept if segments is None else jnp.take_along_axis(kept, segments[..., None], axis=1)
         return jnp.where(kept, y / keep.astype(y.dtype), jnp.zeros_like(y))
 
 
@@ -102,8 +107,10 @@ class Encoder(nn.Module):
     last_norm: bool = True
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
-        """Return the output, and the intermediates by block."""
+    def __call__(
+        self, x: Float[Array, "B T M"], places: TokenPlaces | None = None, deterministic: bool = True
+    ) -> tuple[Float[Array, "B T M"], Outputs]:
+        """Return the output, and the intermediates by block; `places` are those of the tokens of packed rows."""
         out: Outputs = {}
         fields: dict[str, object] = {
             "attention": self.attention, "mlp": self.mlp, "norm": self.norm, "layer_scale": self.layer_scale,
@@ -112,32 +119,35 @@ class Encoder(nn.Module):
         period, repeats = self.layout
         rates = np.linspace(0, self.stochastic_depth, self.depth, dtype=np.float32)
         if repeats:
-            x, stacked = self._scan(x, fields, rates[: repeats * period].reshape(repeats, period))
+            x, stacked = self._scan(x, places, fields, rates[: repeats * period].reshape(repeats, period))
             for layer in range(repeats * period):
                 repeat, place = divmod(layer, period)
                 out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
         block_class = rematerialized(Encoder1DBlock, self.remat, scanned=False)
         for layer in range(repeats * period, self.depth):
             rate = jnp.asarray(rates[layer]) if rates[layer] else None
-            x, out[f"block{layer:02d}"] = block_class(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
+            x, out[f"block{layer:02d}"] = block_class(**fields, index=layer, name=f"encoderblock_{layer}")(
+                x, places, rate
+            )
         out["pre_ln"] = x
         return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
 
-    def _scan(self, x: Array, fields: dict[str, object], rates: np.ndarray) -> tuple[Array, list[dict[str, Array]]]:
+    def _scan(
+        self, x: Array, places: TokenPlaces | None, fields: dict[str, object], rates: np.ndarray
+    ) -> tuple[Array, list[dict[str, Array]]]:
         """Apply scanned blocks with drop `rates` (group, block); return the output, and each block's intermediates."""
         repeats, period = rates.shape
         block_class = rematerialized(Encoder1DBlock, self.remat, scanned=True)
         drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]
         scan = functools.partial(
             nn.scan, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
-            length=repeats,
+            length=repeats, in_axes=(nn.broadcast, 0),
         )  # fmt: skip
         if period == 1:
-            x, out = scan(block_class)(**fields, name="encoderblock")(x, drop_rates[0])
+            x, out = scan(block_class)(**fields, name="encoderblock")(x, places, drop_rates[0])
             return x, [out]
         blocks = [functools.partial(block_class, **fields, index=i) for i in range(period)]
-        group = scan(LayerGroup, in_axes=(nn.broadcast, 0))(blocks, name="encodergroup")
-        return group(x, (), drop_rates)
+        return scan(LayerGroup)(blocks, name="encodergroup")(x, (places,), drop_rates)
 
 
 class MAPHead(nn.Module):
@@ -157,14 +167,24 @@ class MAPHead(nn.Module):
     implementation: str | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B M"]:
-        """Return the output of the probe, one vector for each example."""
+    def __call__(
+        self, x: Float[Array, "B T M"], segments: Int[Array, "B T"] | None = None, images: int = 1
+    ) -> Float[Array, "B M"] | Float[Array, "B images M"]:
+        """Return the output of the probe, one vector for each example; with segments, one for each image of a row.
+
+        Args:
+          x: the tokens.
+          segments: the number of each token's image in its row; other numbers, from `images` on, are padding.
+          images: the number of images of a row.
+        """
         batch, _, width = x.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width)).astype(x.dtype)
-        probe = jnp.tile(probe, (batch, 1, 1))
+        probe = jnp.tile(probe, (batch, images, 1))
+        pair = None if segments is None else (jnp.tile(jnp.arange(images), (batch, 1)), segments)
         attention = Attention(
             self.num_heads, dtype=self.dtype, implementation=self.implementation, name="MultiHeadDotProductAttention_0"
         )
-        x = attention(probe, x)
+        x = attention(probe, x, segments=pair)
         y = in_float32(self.norm(), x)
-        return (x + self.mlp()(y))[:, 0]
+        x = x + self.mlp()(y)
+        return x[:, 0] if segments is None else x

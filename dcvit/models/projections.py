@@ -127,7 +127,9 @@ class Projections(AttentionFields):
                 in_float32(norm(epsilon=self.qk_norm_epsilon, param_dtype=self.param_dtype, name=name), x)
                 for name, x in zip(self.norm_names, (q, k), strict=True)
             )
-        if self.rotary_grid:
+        if self.rotary and positions is not None and positions.ndim == 3:
+            q, k = (rotate_at(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
+        elif self.rotary_grid:
             if positions is not None:
                 raise ValueError(f"rotary_grid={self.rotary_grid} gives the positions: pass none")
             q, k = (rotate_patches(x, self.rotary_grid, width=self.rotary, base=self.rotary_base) for x in (q, k))
@@ -262,6 +264,13 @@ def rotate_patches(x: Float[Array, "B T H D"], grid: tuple[int, int], *, width: 
     frequencies = 2 * np.pi * base ** (-np.arange(0, width, 4) / width)
     angles = np.concatenate([coordinates.reshape(-1, 1) * frequencies for coordinates in y_x], axis=1)
     return _rotate_by(x, jnp.asarray(np.pad(angles, [(before, 0), (0, 0)])[None], jnp.float32))
+
+
+def rotate_at(x: Float[Array, "B T H D"], centers: Float[Array, "B T 2"], *, width: int, base: float) -> Array:
+    """Apply the rotary embedding of `rotate_patches` to tokens at coordinates (y, x); those at 0 do not rotate."""
+    frequencies = jnp.asarray(2 * np.pi * base ** (-np.arange(0, width, 4) / width), jnp.float32)
+    angles = [centers[..., axis, None] * frequencies[None, None] for axis in (0, 1)]
+    return _rotate_by(x, jnp.concatenate(angles, axis=-1))
 
 
 def _rotate_by(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[Array, "B T H D"]:

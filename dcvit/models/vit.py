@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import CheckpointError
-from dcvit.models import Outputs, Params, head_settings
+from dcvit.models import Outputs, Params, head_settings, packed_images
 from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
 from dcvit.models.fields import (
@@ -34,6 +34,7 @@ from dcvit.models.fields import (
 )
 from dcvit.models.input_channels import channels_hint, with_channels
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
+from dcvit.models.packed_images import PackedImages
 from dcvit.parallel.mesh import BATCH, constrain
 from dcvit.parallel.trees import Tensors
 
@@ -105,37 +106,38 @@ class ViT(TransformerFields):
 
     @nn.compact
     def __call__(
-        self, image: Float[Array, "B height width channels"], *, train: bool = False
+        self, image: Float[Array, "B height width channels"] | PackedImages, *, train: bool = False
     ) -> tuple[Float[Array, "..."], Outputs]:
         """Return the logits B C, and a dict of all named intermediates, in float32 from `pre_logits` on.
 
         Without a head, the first result is the pooled features; with `pool_type="none"`, it has an axis of patches.
 
         Args:
-          image: a batch of images.
+          image: a batch of images, or images of different sizes in packed rows. Results of the latter equal those of
+            each image alone. Their intermediates before the pooling have rows in place of images, and those of every
+            patch, `pre_logits_2d` and `logits_2d`, are missing.
           train: enable dropout and stochastic depth, which need an rng "dropout".
 
         Raises:
           ValueError: a field is invalid, the patch size does not divide the image, or the heads do not divide the
             width.
+          ConfigError: see `dcvit.models.packed_images.check_packed`.
         """
-        check_fields(self, image.shape[1:3])
         dtype = jnp.dtype(self.dtype_mm)
         out: Outputs = {}
-        patch = tuple(self.patch_size)
-        x = out["stem"] = nn.Conv(
-            self.width, patch, strides=patch, padding="VALID", use_bias=not self.pre_norm, dtype=dtype, name="embedding"
-        )(image.astype(dtype))  # fmt: skip
-        batch, rows, columns, width = x.shape
-        x = x.reshape(batch, rows * columns, width)
-        if self.posemb != "rotary2d":
-            x = x + self._posemb(rows, columns).astype(dtype)
-        out["with_posemb"] = x
+        packed, grid = None, None
+        if isinstance(image, PackedImages):
+            packed = image.in_rows()
+            x = _embedded_rows(self, packed, dtype, out)
+        else:
+            x, grid = _embedded(self, image, dtype, out)
+        (batch, patch_count, width), images_of_row = x.shape, 1 if packed is None else packed.grids.shape[1]
         extra = self._extra_tokens(width)
-        x = jnp.concatenate([*(jnp.tile(t.astype(dtype), (batch, 1, 1)) for t in extra), x], axis=1)
+        x = jnp.concatenate([*(jnp.tile(t.astype(dtype), (batch, images_of_row, 1)) for t in extra), x], axis=1)
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
-        attention = self._attention((rows, columns), dtype)
+        attention = self._attention(grid, dtype)
+        places = None if packed is None else packed_images.token_places(packed, extra, rotary=self.posemb == "rotary2d")
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
         x = in_float32(norm(name="pre_norm"), x) if self.pre_norm else x
@@ -143,20 +145,23 @@ class ViT(TransformerFields):
             self.depth, self.in_layers(attention), functools.partial(mlp, dropout=self.dropout), norm,
             self.layer_scale, self.dropout, self.stochastic_depth, self.scan_layout(), self.remat,
             not self.pool_norm, name="Transformer",
-        )(x, deterministic=not train)  # fmt: skip
+        )(x, places, deterministic=not train)  # fmt: skip
         out["encoded"] = x
-        patches = x[:, x.shape[1] - rows * columns :]
+        patches = x[:, x.shape[1] - patch_count :]
         if self.pool_type == "map":
             pool = MAPHead(self.num_heads, mlp, norm, dtype, self.implementation, name="MAPHead_0")
-            x = pool(patches)
-        else:
+            x = pool(patches, None if packed is None else packed.segments, images_of_row)
+        elif packed is None:
             x = _pool(x, patches, self.pool_type)
-        if "+" in self.pool_type:
+        else:
+            x = packed_images.pooled(x, patches, packed, self.pool_type)
+        if packed is not None:
+            x = packed_images.in_batch_order(x, packed.slots)
+        elif "+" in self.pool_type:
             first = jnp.broadcast_to(out["encoded"][:, :1], patches.shape) if self.pool_type == "tok+gap" else patches
             patches = jnp.concatenate([first, patches], axis=-1)
-        x_2d = patches.reshape(batch, rows, columns, -1).astype(jnp.float32)
         x = out["head_input"] = x.astype(jnp.float32)
-        return self._head(x, x_2d, out)
+        return self._head(x, grid and patches.reshape(batch, *grid, -1).astype(jnp.float32), out)
 
     def _extra_tokens(self, width: int) -> list[Array]:
         """Return the parameters of the tokens before the patches: the class token and the registers."""
@@ -168,25 +173,28 @@ class ViT(TransformerFields):
             tokens.append(self.param("registers", init, (1, self.registers, width)))
         return tokens
 
-    def _head(self, x: Array, x_2d: Array, out: Outputs) -> tuple[Array, Outputs]:
-        """Apply `pool_norm`, `pre_logits` and `head` to the pooled x and patches x_2d; return x's result, and `out`."""
+    def _head(self, x: Array, x_2d: Array | None, out: Outputs) -> tuple[Array, Outputs]:
+        """Apply `pool_norm`, `pre_logits` and `head` to the pooled x, and to patches x_2d if they are given.
+
+        Return x's result, and `out`.
+        """
+        both = [x] if x_2d is None else [x, x_2d]
         if self.pool_norm:
-            norm = nn.LayerNorm(epsilon=self.norm_epsilon, name="pool_norm")
-            x, x_2d = norm(x), norm(x_2d)
+            both = [*map(nn.LayerNorm(epsilon=self.norm_epsilon, name="pool_norm"), both)]
         if self.rep_size:
             hidden = nn.Dense(self.width if self.rep_size is True else self.rep_size, name="pre_logits")
-            x, x_2d = nn.tanh(hidden(x)), nn.tanh(hidden(x_2d))
-        out["pre_logits"], out["pre_logits_2d"] = x, x_2d
+            both = [nn.tanh(hidden(each)) for each in both]
+        out |= dict(zip(("pre_logits", "pre_logits_2d"), both, strict=False))
         if self.num_classes:
             init = nn.initializers.zeros if self.head_zeroinit else nn.linear.default_kernel_init
             bias_init = nn.initializers.constant(self.head_bias_init)
             head = nn.Dense(self.num_classes, kernel_init=init, bias_init=bias_init, name="head")
-            out["logits_2d"] = head(x_2d)
-            x = out["logits"] = head(x)
-        return x, out
+            both = [head(each) for each in both]
+            out |= dict(zip(("logits", "logits_2d"), both, strict=False))
+        return both[0], out
 
-    def _attention(self, grid: tuple[int, int], dtype: DTypeLike) -> Callable[..., Attention]:
-        """Return a constructor of a layer's attention; `grid` is the numbers of rows and columns of patches."""
+    def _attention(self, grid: tuple[int, int] | None, dtype: DTypeLike) -> Callable[..., Attention]:
+        """Return a constructor of a layer's attention; `grid` is rows and columns of patches, None for packed rows."""
         attention = functools.partial(
             Attention,
             self.num_heads,
@@ -202,12 +210,41 @@ class ViT(TransformerFields):
         head_dim = self.width // self.num_heads
         return functools.partial(attention, rotary=head_dim, rotary_base=ROTARY_BASE, rotary_grid=grid)
 
-    def _posemb(self, rows: int, columns: int) -> Array:
-        if self.posemb == "sincos2d":
-            return posemb_sincos_2d(rows, columns, self.width)
-        init = nn.initializers.normal(1 / np.sqrt(self.width))
-        table: Array = self.param("pos_embedding", init, (1, rows * columns, self.width))
-        return table
+
+def _embedded(net: ViT, image: Array, dtype: DTypeLike, out: Outputs) -> tuple[Array, tuple[int, int]]:
+    """Return the embedded patches (B T M) of images, with positions, and the rows and columns of patches."""
+    check_fields(net, image.shape[1:3])
+    patch = tuple(net.patch_size)
+    x = out["stem"] = nn.Conv(
+        net.width, patch, strides=patch, padding="VALID", use_bias=not net.pre_norm, dtype=dtype, name="embedding"
+    )(image.astype(dtype))  # fmt: skip
+    batch, rows, columns, width = x.shape
+    x = x.reshape(batch, rows * columns, width)
+    if net.posemb == "sincos2d":
+        x = x + posemb_sincos_2d(rows, columns, width).astype(dtype)
+    elif net.posemb == "learn":
+        init = nn.initializers.normal(1 / np.sqrt(width))
+        x = x + net.param("pos_embedding", init, (1, rows * columns, width)).astype(dtype)
+    out["with_posemb"] = x
+    return x, (rows, columns)
+
+
+def _embedded_rows(net: ViT, packed: PackedImages, dtype: DTypeLike, out: Outputs) -> Array:
+    """Return the embedded patches of packed rows, with positions."""
+    check_fields(net, net.patch_size)
+    packed_images.check_packed(net, packed.patches.shape[2])
+    patch = (net.patch_size[0], net.patch_size[1])
+    embed = packed_images.PatchDense(net.width, patch, not net.pre_norm, dtype, name="embedding")
+    x = out["stem"] = embed(packed.patches.astype(dtype))
+    if net.posemb == "sincos2d":
+        x = x + packed_images.sincos(packed, net.width).astype(dtype)
+    elif net.posemb == "learn":
+        table: Array | None = net.get_variable("params", "pos_embedding")
+        if table is None:
+            raise ValueError("posemb='learn': initialize the model by an image, whose grid the embeddings get")
+        x = x + packed_images.resampled(packed, table).astype(dtype)
+    out["with_posemb"] = x
+    return x
 
 
 def _pool(x: Array, patches: Array, pool_type: str) -> Array:

@@ -171,7 +171,7 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     )
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
-    (_, out), _ = jit(block.init_with_output)(rngs, x, jnp.float32(0.25))
+    (_, out), _ = jit(block.init_with_output)(rngs, x, None, jnp.float32(0.25))
     added = np.asarray(out["+sa"] - x)
     dropped = ~added.reshape(2000, -1).any(axis=1)
     assert dropped.mean() == pytest.approx(0.25, abs=0.04)
@@ -259,7 +259,7 @@ def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_ne
 @pytest.mark.parametrize("layers", [(1, 3), (-1,)])
 def test_scanned_groups_of_blocks_have_the_drop_rates_of_their_numbers(layers, monkeypatch):
     """They are those of unrolled blocks. A branch is multiplied by 1 + rate instead of dropped at random."""
-    residual = lambda self, y, rate: y if rate is None else y * (1 + rate)  # noqa: E731
+    residual = lambda self, y, segments, rate: y if rate is None else y * (1 + rate)  # noqa: E731
     monkeypatch.setattr(encoder.Encoder1DBlock, "_residual", residual)
     net = vit.Model(7, **{**SMALL, "depth": 5}, compose="both", compose_layers=layers, stochastic_depth=0.8)
     params, scanned = random_params(param_shapes(net, IMAGES), std=0.3), net.clone(scan=True)
