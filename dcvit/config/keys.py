@@ -158,6 +158,12 @@ INPUT_KEYS = {
     "data": Key(dict, None, "Arguments of `input_pipeline.open_source`: `kind` and its options."),
     "batch_size": Key(int, None, "Examples in a step, over all devices."),
     "pp": Key(str, "", "Preprocessing string."),
+    "pack": Key(
+        dict,
+        {},
+        "With the op `patches`: images packed into rows; each `images` consecutive images of a batch fill `rows` rows "
+        "of `tokens` tokens. {}: each image has a row of its own.",
+    ),
     "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
     "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
 }

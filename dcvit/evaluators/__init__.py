@@ -18,13 +18,15 @@ from jax.sharding import Mesh
 import input_pipeline
 from dcvit.models import Outputs, Params
 from dcvit.models.flops import forward_flops
+from dcvit.models.packed_images import PackedImages
 from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
 
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "mean_recall", "loss", "n", "images_per_second")
 
 Batch: TypeAlias = Mapping[str, np.ndarray]  # arrays with a first axis of examples; `_mask` is 0 for padding
 DeviceBatch: TypeAlias = dict[str, jax.Array]
-Predict: TypeAlias = Callable[[Params, jax.Array], tuple[jax.Array, Outputs]]  # logits and named intermediates
+ModelInputs: TypeAlias = jax.Array | PackedImages
+Predict: TypeAlias = Callable[[Params, ModelInputs], tuple[jax.Array, Outputs]]  # logits and named intermediates
 Row: TypeAlias = dict[str, Any]  # a row of a table of results: strings, numbers and None
 
 

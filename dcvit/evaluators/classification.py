@@ -24,6 +24,7 @@ from dcvit.evaluators import (
     image_columns,
 )
 from dcvit.models import Params, losses, pixels
+from dcvit.models.packed_images import model_inputs
 
 ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is 0
 
@@ -96,7 +97,7 @@ class Evaluator:
         loss_fn = getattr(losses, options.loss)
 
         def score(params: Params, batch: DeviceBatch, present: jax.Array) -> DeviceBatch:
-            logits = jnp.where(present, predict(params, to_numbers(batch["image"]))[0], ABSENT_LOGIT)
+            logits = jnp.where(present, predict(params, model_inputs(batch, to_numbers))[0], ABSENT_LOGIT)
             labels = batch["labels"]
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0

@@ -24,6 +24,7 @@ from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError
 from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Params, pixels
+from dcvit.models.packed_images import model_inputs
 from dcvit.models.trees import intermediate
 
 BIAS = 100.0  # the value of the constant feature, large enough that the intercept is hardly regularised
@@ -97,9 +98,9 @@ class Evaluator:
         self.host_pp, to_numbers = pixels.split(options.pp)
 
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
-            images = to_numbers(batch["image"])
+            images = model_inputs(batch, to_numbers)
             features = intermediate(predict(params, images)[1], options.representation, "few-shot representation")
-            return features.reshape(len(images), -1).astype(jnp.float32)
+            return features.reshape(len(batch["image"]), -1).astype(jnp.float32)
 
         self.represent = TimedFunction(represent, mesh, options.batch_size, keep=("label",))
 

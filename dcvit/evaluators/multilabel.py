@@ -18,6 +18,7 @@ from dcvit.dcmha.shapes import Float
 from dcvit.errors import ConfigError
 from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Params, losses, pixels
+from dcvit.models.packed_images import model_inputs
 
 COLUMNS = ("gflops", "image_size", "mean_ap", "f1_macro", "f1_micro", "loss", "n", "images_per_second")
 THRESHOLD = 0.5  # probability from which a class is predicted
@@ -107,7 +108,7 @@ class Evaluator:
         self.classes: list[ClassResult] = []  # of the last call of `result`
 
         def score(params: Params, batch: DeviceBatch) -> DeviceBatch:
-            logits = predict(params, to_numbers(batch["image"]))[0].astype(jnp.float32)
+            logits = predict(params, model_inputs(batch, to_numbers))[0].astype(jnp.float32)
             return {"logits": logits, "loss": losses.sigmoid_xent(logits, batch["labels"])}
 
         self.score = TimedFunction(score, mesh, options.batch_size, keep=("labels",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -150,6 +151,8 @@ def image_example(
 ) -> jax.ShapeDtypeStruct:
     """Return the shape of one preprocessed image as a model input, (1, height, width, channels) float32.
 
+    See `image_shape` for images of different sizes.
+
     Args:
       source: the images; the first readable one is preprocessed.
       pp: the preprocessing string.
@@ -176,7 +179,19 @@ def image_example(
         raise ConfigError(f"{what} yields {classes} classes, config.num_classes={config.num_classes}")
     if target[1] and len(source.class_names or ()) > classes:
         raise ConfigError(f"{what}: the data has {len(source.class_names or ())} classes, config.num_classes={classes}")
-    return jax.ShapeDtypeStruct((1, *example["image"].shape), np.float32)
+    return jax.ShapeDtypeStruct((1, *image_shape(example)), np.float32)
+
+
+def image_shape(example: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+    """Return the shape (height, width, channels) of a preprocessed example's image.
+
+    With the op `patches`, whose images differ in size, it is that of the largest square image.
+    """
+    shape: tuple[int, ...] = example["image"].shape
+    if "grid" not in example or len(shape) != 3:
+        return shape
+    side = math.isqrt(shape[0]) * math.isqrt(shape[1])
+    return (side, side, shape[2])
 
 
 def tokenizer_of(config: ConfigDict, path: str | None = None) -> Tokenizer:

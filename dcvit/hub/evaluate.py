@@ -20,6 +20,7 @@ from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.hub.data import check_data, corrupt_hint, with_hints
 from dcvit.hub.kinds import check_loss, kind_of
 from dcvit.models import Params
+from dcvit.models.packed_images import PackedImages
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 
@@ -52,7 +53,7 @@ def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strateg
 def predictor(model: nn.Module) -> Predict:
     """Return the function (params, model inputs) -> (logits, named intermediates), without dropout."""
 
-    def predict(params: Params, inputs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def predict(params: Params, inputs: jax.Array | PackedImages) -> tuple[jax.Array, dict[str, Any]]:
         outputs: tuple[jax.Array, dict[str, Any]] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
         return outputs
 

@@ -21,7 +21,9 @@ from rich.cells import cell_len, set_cell_size
 from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
+from dcvit.hub.data import image_shape
 from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
+from dcvit.models.packed_images import PackedImages, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
 from input_pipeline.files import expand, read_regular
@@ -84,7 +86,7 @@ class ImageModel(LoadedModel):
 
     def classify(
         self,
-        batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]],
+        batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]],
         topk: int | None = None,
     ) -> Iterator[list[list[Prediction]]]:
         """Yield the predictions for each batch of up to `BATCH` preprocessed images with their names.
@@ -107,10 +109,11 @@ class ImageModel(LoadedModel):
         normalize = jax.nn.sigmoid if self.multilabel else jax.nn.softmax
         with self.on_devices():
             for names, images in map(self.checked, batches):
-                size = min(BATCH, 1 << (len(images) - 1).bit_length())  # few sizes, each of which is compiled
-                padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
-                logits = apply(self.module, self.params, jnp.asarray(padded))[0]
-                finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(images)]
+                size = min(BATCH, 1 << (len(names) - 1).bit_length())  # few sizes, each of which is compiled
+                rows = np.minimum(np.arange(size), len(names) - 1)  # the last image fills the batch
+                padded = jax.tree.map(lambda x, at=rows: jnp.asarray(x[at]), images)
+                logits = apply(self.module, self.params, padded)[0]
+                finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(names)]
                 if not finite.all():
                     raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
                 rows, reached = np.asarray(normalize(logits)), np.asarray(logits, np.float64) >= logit(least)
@@ -123,13 +126,19 @@ class ImageModel(LoadedModel):
         """Raise ConfigError: a model of images does not generate text."""
         raise ConfigError("an image model does not generate text: use predict")
 
-    def checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
+    def checked(
+        self, batch: tuple[Sequence[str], np.ndarray | PackedImages]
+    ) -> tuple[Sequence[str], np.ndarray | PackedImages]:
         """Return a batch (names, images) unchanged. Raise CheckpointError if the parameters do not fit its shape."""
-        one = jax.ShapeDtypeStruct((1, *batch[1].shape[1:]), np.float32)
-        self.check_inputs(one, "images from config.pp_predict")
+        images = batch[1]
+        if isinstance(images, PackedImages):
+            shape = image_shape({"image": np.asarray(images.patches[0, 0]), "grid": np.asarray(images.grids)})
+        else:
+            shape = images.shape[1:]
+        self.check_inputs(jax.ShapeDtypeStruct((1, *shape), np.float32), "images from config.pp_predict")
         return batch
 
-    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
+    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
         return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
 
 
@@ -211,7 +220,7 @@ class PredictionLines:
 
 def read_images(
     files: Sequence[Path], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"]]]:
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
     """Yield batches of up to `BATCH` files with their preprocessed images.
 
     Args:
@@ -228,17 +237,22 @@ def read_images(
 
 def preprocess_images(
     images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"]]]:
-    """Yield batches (names, images) as `read_images`, from pairs (name, function that reads the encoded bytes)."""
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
+    """Yield batches (names, images) as `read_images`, from pairs (name, function that reads the encoded bytes).
+
+    With the op `patches`, each image is a packed row of its own.
+    """
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
     preprocess = Preprocess(pp)
     names: list[str] = []
     batch: list[np.ndarray] = []
+    grids: list[np.ndarray] = []  # with the op `patches`
     shape: tuple[int, ...] | None = None
     for name, read in images:
         try:
-            image = preprocess({"image": read()}, np.random.default_rng(0))["image"]
+            example = preprocess({"image": read()}, np.random.default_rng(0))
+            image = example["image"]
         except (InputError, OSError) as e:
             on_error(f"{name}: {e.strerror if isinstance(e, OSError) else e}")
             continue
@@ -250,14 +264,23 @@ def preprocess_images(
             continue
         names.append(name)
         batch.append(image)
+        grids += [example["grid"]] if "grid" in example else []
         if len(names) == BATCH:
-            yield names, np.stack(batch)
-            names, batch = [], []
+            yield names, _stacked(batch, grids)
+            names, batch, grids = [], [], []
     if names:
-        yield names, np.stack(batch)
+        yield names, _stacked(batch, grids)
 
 
-def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
+def _stacked(images: Sequence[np.ndarray], grids: Sequence[np.ndarray]) -> np.ndarray | PackedImages:
+    """Return images as one array or, with the grids of their patches, as packed rows of one image each."""
+    if not grids:
+        return np.stack(images)
+    rows: PackedImages = jax.device_get(one_per_row(jnp.asarray(np.stack(images)), jnp.asarray(np.stack(grids))))
+    return rows
+
+
+def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray | PackedImages]]:
     """Return batches (names, preprocessed images) of given images; float32 arrays are preprocessed already."""
     if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
         batch = images[None] if images.ndim == 3 else images

@@ -27,6 +27,7 @@ from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
+from dcvit.models.packed_images import PackedImages
 from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
 from dcvit.parallel.trees import check_tree, shapes_of
@@ -125,13 +126,13 @@ class LoadedModel:
         devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
         return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
-    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
+    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
         """Return the given images or tokens as batches of model inputs."""
         raise NotImplementedError
 
-    def _intermediate(self, batch: np.ndarray, name: str) -> np.ndarray:
+    def _intermediate(self, batch: np.ndarray | PackedImages, name: str) -> np.ndarray:
         with self.on_devices():
-            outputs = apply(self.module, self.params, jnp.asarray(batch))[1]
+            outputs = apply(self.module, self.params, jax.tree.map(jnp.asarray, batch))[1]
         return np.asarray(intermediate(outputs, name))
 
     def _on_one_batch(
@@ -141,6 +142,8 @@ class LoadedModel:
         batches = list(self._batches(inputs))
         if len(batches) != 1:
             raise ConfigError(f"expected 1 … {BATCH} images at once")
+        if isinstance(batches[0], PackedImages):
+            raise ConfigError("arrays of a forward pass are of images of one size, not of the op patches; use features")
         with self.on_devices():
             try:
                 return function(self.module, self.params, jnp.asarray(batches[0]))
@@ -159,7 +162,7 @@ def of_kind(model: LoadedModel, kind: type[Kind], what: object) -> Kind:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array) -> tuple[Array, Outputs]:
+def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array | PackedImages) -> tuple[Array, Outputs]:
     """Run a module without dropout, and return its first result, such as the logits, and named intermediates."""
     found: tuple[Array, Outputs] = module.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
     return found

@@ -22,6 +22,7 @@ from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.contributions import average_contributions
 from dcvit.models.head_settings import VARIANTS
+from dcvit.models.packed_images import PackedImages
 from dcvit.pages.explorer import DIGITS, average_facts, render
 from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
@@ -155,9 +156,15 @@ def _image_samples(
     first = next(batches, None)
     if first is None:
         return [], iter(())
-    if (channels := first[1].shape[-1]) not in (1, 3):
+    shown = first[1]
+    if isinstance(shown, PackedImages):
+        raise ConfigError(
+            "the explorer shows images of one size, but config.pp_predict has the op patches: give --config CONFIG "
+            "with a config.pp_predict that resizes to a fixed size"
+        )
+    if (channels := shown.shape[-1]) not in (1, 3):
         LOG.info("the pictures show the first of %d channels", channels)
-    sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
+    sizes = zip(shown.shape[1:], module.patch_size, strict=False)
     tokens = extra + math.prod(size // patch for size, patch in sizes)
     label = (lambda i: str(model.class_names[i])) if module.num_classes else None
 

@@ -121,10 +121,10 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
 
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
     """Return the training step traced for the devices of a run's mesh, and the shapes of its state and batch."""
-    mesh = setup.model.mesh
+    data, mesh = setup.data, setup.model.mesh
     batch = {
-        key: jax.ShapeDtypeStruct((setup.data.batch_size, *row.shape), row.dtype, sharding=batch_sharding(mesh))
-        for key, row in setup.data.first().items()
+        key: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=batch_sharding(mesh))
+        for key, like in data.repeated().items()
     }
     with jax.set_mesh(mesh):
         state = state_shapes(setup)

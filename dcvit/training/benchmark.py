@@ -185,8 +185,8 @@ class Program:
             if self.mode == "forward":
                 return noise(example.shape[1:], example.dtype)
             return {
-                name: noise(x.shape, x.dtype) if name in ("image", "tokens") else jnp.broadcast_to(x, (rows, *x.shape))
-                for name, x in setup.data.first().items()
+                name: noise(x.shape[1:], x.dtype) if name in ("image", "tokens") else jnp.asarray(x)
+                for name, x in setup.data.repeated().items()
             }
 
         places, batch_places = self.places

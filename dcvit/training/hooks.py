@@ -19,6 +19,7 @@ from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run
 from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays
+from input_pipeline import patch_sizes
 
 
 class Hook:
@@ -43,7 +44,9 @@ class MetricsHook(Hook):
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
         self.intervals, self.total_steps = run.setup.plan.intervals, run.setup.plan.total_steps
-        self.peak = peak_examples_per_second(run.setup.model.module, run.setup.task.example, jax.devices())
+        module, example = run.setup.model.module, run.setup.task.example
+        same_size = patch_sizes(run.setup.data.pp) is None  # otherwise the operations for an example differ
+        self.peak = peak_examples_per_second(module, example, jax.devices()) if same_size else None
 
     def start(self, state: TrainState) -> None:
         """Write the row of step 0, with the parameter count and all evaluations, or a row that a resumed run lacks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -13,14 +14,16 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit.config.keys import INPUT_KEYS, OWN_TOKENIZER
-from dcvit.errors import ConfigError, nearest
-from dcvit.hub.data import TOKENIZER, check_data, corrupt_hint, stored_tokenizer, trains_tokenizer
+from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.hub.data import TOKENIZER, check_data, corrupt_hint, image_shape, stored_tokenizer, trains_tokenizer
+from dcvit.models.packed_images import PLACES
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
 from dcvit.runs.files import Folder
 from dcvit.runs.progress import stage
 from dcvit.runs.steps import saved_steps
 from input_pipeline import CorruptPolicy, Source, TokenSource
+from input_pipeline.preprocess.packing import Packing, place
 from input_pipeline.text.train_tokenizer import train_tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -35,19 +38,62 @@ class TrainingData:
     batch_size: int
     seed: int
     corrupt: CorruptPolicy
-
-    def first(self) -> dict[str, np.ndarray]:
-        """Return the first example, prepared as one row of a batch."""
-        (batch,) = itertools.islice(input_pipeline.train_batches(self.source, self.pp, 1, 0, threads=0), 1)
-        return {key: values[0] for key, values in batch.items()}
+    packing: Packing | None = None  # of the images into rows
 
     def batches(
         self, start_step: int, rows: Sequence[int] | None = None
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield the batches of the steps after `start_step`; `rows` are the rows that this process prepares of each."""
-        return input_pipeline.train_batches(
+        """Yield the batches of the steps after `start_step`; `rows` are the rows that this process prepares of each.
+
+        With `packing`, `rows` are complete groups of images, and the array `PLACES` has the places of the images.
+        """
+        batches = input_pipeline.train_batches(
             self.source, self.pp, self.batch_size, self.seed, start_step, rows=rows, corrupt=self.corrupt
         )
+        with contextlib.closing(batches):
+            for batch in batches:
+                if self.packing is not None:
+                    batch[PLACES] = place(np.prod(batch["grid"], axis=1).tolist(), self.packing)
+                yield batch
+
+    def repeated(self) -> dict[str, np.ndarray]:
+        """Return a batch, over all processes, that holds the first example in all rows; rows share their memory."""
+        (row,) = itertools.islice(input_pipeline.train_batches(self.source, self.pp, 1, 0, threads=0), 1)
+        batch = {key: np.broadcast_to(value, (self.batch_size, *value.shape[1:])) for key, value in row.items()}
+        if self.packing is not None:
+            batch[PLACES] = place(np.prod(batch["grid"], axis=1).tolist(), self.packing)
+        return batch
+
+
+def packing_of(config: ConfigDict) -> Packing | None:
+    """Return the rows of `config.input.pack`; None if it is empty.
+
+    Raises:
+      ConfigError: a key is unknown or missing, or a row does not hold enough images of one token.
+    """
+    options = dict(config.input.get("pack") or {})
+    if not options:
+        return None
+    check_call(Packing, options, "config.input.pack")
+    packing = Packing(**options)
+    if min(packing) < 1 or packing.tokens * packing.rows < packing.images:
+        raise ConfigError(f"config.input.pack={options}: expected 1 or more of each, and a token for each image")
+    return packing
+
+
+def check_packing(config: ConfigDict) -> None:
+    """Raise ConfigError if `config.input` packs images that are not cut into patches, or rows are too short for one."""
+    packing, sizes = packing_of(config), input_pipeline.patch_sizes(config.input.get("pp", ""))
+    if packing and sizes is None:
+        raise ConfigError("config.input.pack packs the patches of images: add the op patches to config.input.pp")
+    if packing and sizes and packing.tokens < sizes[1]:
+        raise ConfigError(
+            f"config.input.pack.tokens={packing.tokens} is less than max_tokens={sizes[1]} of the op patches"
+        )
+    mixing = {key: config[key] for key in ("mixup", "cutmix", "reprob") if config[key]}
+    if sizes and mixing:
+        shown = ", ".join(f"config.{key}={value!r}" for key, value in mixing.items())
+        raise ConfigError(f"{shown} is for images of one size, not for the op patches: set it to 0")
 
 
 def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
@@ -71,6 +117,12 @@ def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
         raise ConfigError(
             f"config.input.batch_size={batch_size} is not a multiple of grad_accum {config.grad_accum} × "
             f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
+        )
+    packing = packing_of(config)
+    if packing and batch_size % (packing.images * config.grad_accum * batch_shards(mesh)):
+        raise ConfigError(
+            f"config.input.batch_size={batch_size} is not a multiple of pack.images {packing.images} × grad_accum "
+            f"{config.grad_accum} × {batch_shards(mesh)} parts of config.mesh: each part packs its own images"
         )
     return batch_size, CorruptPolicy(options["corrupt"], options["corrupt_max"], corrupt_hint("config.input"))
 
@@ -137,7 +189,8 @@ def check_predict(pp: str, source: Source, shape: tuple[int, ...], corrupt: Corr
     preprocess = input_pipeline.Preprocess(pp)
     if not pp or corrupt.action == "skip" or not isinstance(image := source[0].get("image"), bytes):
         return  # the images are not encoded, or have another name
-    found = preprocess({"image": image}, np.random.default_rng(0))["image"]
-    if found.shape != shape or found.dtype != np.float32:
+    example = preprocess({"image": image}, np.random.default_rng(0))
+    found, dtype = image_shape(example), example["image"].dtype
+    if found != shape or dtype != np.float32:
         expected = f"config.input.pp float32 of {shape}"
-        raise ConfigError(f"config.pp_predict yields {found.dtype} of {found.shape}, {expected}")
+        raise ConfigError(f"config.pp_predict yields {dtype} of {found}, {expected}")

@@ -26,6 +26,7 @@ from dcvit.hub.evaluate import make_evaluators, mesh_of, predictor
 from dcvit.hub.kinds import make_model
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
+from dcvit.models.packed_images import check_packed
 from dcvit.models.trees import param_shapes
 from dcvit.parallel.sharding import Strategy, check_context
 from dcvit.runs.files import Folder
@@ -94,7 +95,9 @@ def make_setup(
         source = open_source(located.input.data, "config.input.data") if source is None else source
         task, completed = task_class(located).create(located, source, corrupt)  # names missing libraries
         check_batch(source, batch_size)
-        data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt)
+        if sizes := input_pipeline.patch_sizes(task.pp):
+            check_packed(module, sizes[0] ** 2)
+        data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt, task.packing)
         model = build_model(completed, module.clone(**task.model_fields), mesh, task.example)
         evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
         plan = make_plan(completed, data, model.trained, evaluators, module.depth)

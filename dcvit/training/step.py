@@ -19,6 +19,7 @@ from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models import Params
 from dcvit.models.lora import Adaptation
+from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.parallel.trees import by_name
@@ -108,8 +109,9 @@ def make_update(setup: Setup, places: Any = None) -> Update:
     """Return the training step: (state, batch) -> (state, metrics).
 
     The metrics are `loss`; `lr`; `grad_norm`, over trained parameters and before clipping; `nonfinite`, the number of
-    skipped steps; and `skipped`, if damaged examples may be skipped. A step with a non-finite loss or gradient
-    changes no parameter, average or optimizer state. The learning rate follows `state.step`, which counts it.
+    skipped steps; `skipped`, if damaged examples may be skipped; and those of packed images, `token_counts`. A step
+    with a non-finite loss or gradient changes no parameter, average or optimizer state. The learning rate follows
+    `state.step`, which counts it.
 
     Args:
       setup: the run.
@@ -144,6 +146,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
             rate = warm_rate(plan.ema_decay, updated) if plan.ema_warmup else 1 - plan.ema_decay
             ema = optax.incremental_update(params, ema, rate)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": plan.lr * plan.schedule(state.step)}
+        metrics |= token_counts(batch)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         params, opt_state, ema = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
@@ -169,7 +172,7 @@ def warm_rate(ema_decay: float, updates: jax.Array) -> jax.Array:
 
 
 def accumulate(
-    value_and_grad: ValueAndGrad, params: Params, batch: dict[str, jax.Array], key: jax.Array, parts: int
+    value_and_grad: ValueAndGrad, params: Params, batch: Batch, key: jax.Array, parts: int
 ) -> tuple[jax.Array, Params]:
     """Return loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 

@@ -35,13 +35,15 @@ from dcvit.hub.data import as_text, image_example, require, text_example, tokeni
 from dcvit.hub.kinds import check_loss, kind_of, with_text
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
+from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
-from dcvit.training.inputs import check_predict
+from dcvit.training.inputs import check_packing, check_predict, packing_of
 from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.preprocess.builder import decoded_as
+from input_pipeline.preprocess.packing import Packing
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays, or trees of arrays
 Params = Mapping[str, Any]
 Loss = Callable[[Params, Batch, jax.Array], jax.Array]  # (parameters, prepared batch, dropout key) -> mean loss
 STAND_IN_EXAMPLES = 1_000_000
@@ -65,6 +67,7 @@ class ImageTask:
     augmentation: Augmentation
     class_weights: balance.Weights | None = None
     pos_weight: balance.Weights | None = None
+    packing: Packing | None = None  # of images of different sizes into rows
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
@@ -79,6 +82,7 @@ class ImageTask:
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for language models")
         pp = config.input.get("pp", "")
+        check_packing(config)
         example = image_example(source, pp, config, "config.input.pp", corrupt)
         check_predict(config.pp_predict, source, example.shape[1:], corrupt)
         host_pp, to_float = pixels.split(pp)
@@ -91,8 +95,11 @@ class ImageTask:
             name: None if stands_in else count(config[name], source, classes)
             for name, count in (("class_weights", balance.class_weights), ("pos_weight", balance.pos_weight))
         }
-        fields, smoothing = {"num_classes": classes}, config.label_smoothing
-        return cls(example, fields, host_pp, to_float, config.loss, smoothing, augmentation, **weights), config
+        task = cls(
+            example, {"num_classes": classes}, host_pp, to_float, config.loss, config.label_smoothing, augmentation,
+            packing=packing_of(config), **weights,
+        )  # fmt: skip
+        return task, config
 
     @staticmethod
     def stand_in(config: ConfigDict) -> tuple[Source, ConfigDict]:
@@ -125,16 +132,20 @@ class ImageTask:
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """Return the batch for the loss: `image` as float32, augmented, `labels`, mixed and smoothed, and `scale`.
 
-        `scale` B is the factor of `losses.mean_scale` for the whole batch, which may then be split into parts.
+        `scale` B is the factor of `losses.mean_scale` for the whole batch, which may then be split into parts. Images
+        of different sizes are in packed rows; labels and `scale` then have a first axis of their groups.
         """
-        images, labels = self.to_float(batch["image"]), batch["labels"]
+        images, labels = model_inputs(batch, self.to_float, self.packing, key), batch["labels"]
         if self.loss_name == "softmax_xent":
             labels = losses.unlabeled_as_unknown(labels)
-        images, labels = self.augmentation(key, images, labels)
+        if not isinstance(images, PackedImages):
+            images, labels = self.augmentation(key, images, labels)
         scale = losses.mean_scale(self.loss_name, labels, self._weights().get("class_weights"))
         if self.label_smoothing:
             labels = losses.smooth(labels, self.label_smoothing)
-        return {"image": images, "labels": labels, "scale": jnp.broadcast_to(scale, len(labels))}
+        groups = images.slots.shape if isinstance(images, PackedImages) else labels.shape[:1]
+        scales = jnp.broadcast_to(scale, len(labels)).reshape(groups)
+        return {"image": images, "labels": labels.reshape(*groups, -1), "scale": scales}
 
     def _weights(self) -> dict[str, jax.Array]:
         """Return the weights of the loss that the config sets, as its arguments."""
@@ -149,7 +160,8 @@ class ImageTask:
             (logits, _), sown = net.apply(
                 {"params": params}, batch["image"], train=True, rngs={"dropout": key}, mutable=[LOSSES]
             )
-            return with_balance(jnp.mean(loss_fn(logits, batch["labels"]) * batch["scale"]), sown)
+            labels = batch["labels"].reshape(-1, batch["labels"].shape[-1])  # without the axis of groups
+            return with_balance(jnp.mean(loss_fn(logits, labels) * batch["scale"].reshape(-1)), sown)
 
         return loss_of
 
@@ -162,6 +174,7 @@ class TokenTask:
     model_fields: Mapping[str, Any]
     pp: str
     rate: tuple[str, int]
+    packing: ClassVar[None] = None
     loss_chunk: int | None
     z_loss: float
 
@@ -171,6 +184,8 @@ class TokenTask:
         for key in ("label_smoothing", "mixup", "cutmix", "reprob", "class_weights", "pos_weight"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
+        if config.input.get("pack"):
+            raise ConfigError("config.input.pack is for images: rows of text are packed always")
         if config.loss != "softmax_xent":
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
         example = text_example(source, config, "config.input.data")
