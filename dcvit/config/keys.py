@@ -45,6 +45,11 @@ KEYS = {
         "Train low-rank adapters of `model_init` and save nothing else: `rank`, `targets` (regex of the names of "
         "adapted matrices) and `alpha`. Parameters of `model_load.dont_load` are trained as a whole.",
     ),
+    "distill": Key(
+        dict, {},
+        "Image models: also learn from a trained model: `teacher` (anything that `dcvit.load` opens), `loss` (`kl` or "
+        "`hard`), `temperature`, `weight` of this loss against that of the labels, and `cache`; docs/distillation.md.",
+    ),
     "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
     "class_weights": Key(
         str | Sequence[float] | None, None,

@@ -29,12 +29,12 @@ from dcvit.models.vit import with_grid
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.parallel.trees import Tensors, check_tree, shapes_of
 from dcvit.runs import thresholds
-from dcvit.runs.files import Folder
+from dcvit.runs.files import Folder, folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.runs.thresholds import Thresholds
 from dcvit.runs.workdir import check_checkpoint, read_class_names
-from dcvit.weights.families import Weights
+from dcvit.weights.families import Weights, verified
 from dcvit.weights.family import Description, build, errors_name_file, example
 from dcvit.weights.preprocessing import at_size
 from input_pipeline.text.tokenizer import Tokenizer
@@ -298,6 +298,40 @@ def open_run(
     tokenizer = stored_tokenizer((run or source).path) if trains_tokenizer(found) else None
     workdir = run and (run.workdir or run.path)
     return TrainedModel(kind_of(found).complete(found, saved), source, tokenizer, image_size, workdir)
+
+
+def open_alone(name: str, image_size: tuple[int, int] | None = None) -> tuple[TrainedModel, Sequence[str]]:
+    """Open a model by anything that `dcvit.load` takes, without the evaluators of its run.
+
+    Args:
+      name: a run, a checkpoint, a model of the package or weights of another library.
+      image_size: height and width of images, if other than the model's.
+
+    Returns:
+      The model, and a name for each class; no names if they are not known.
+
+    Raises:
+      CheckpointError: the source is missing, damaged or of an unknown format.
+      ConfigError: the name or the config of the run is invalid, or the model is not one of images of this size.
+    """
+    try:
+        source = ModelSource(folder(pretrained.resolve(name)))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    workdir = source.workdir
+    if workdir is not None:
+        check_checkpoint(source.path)
+        config = ModelSource(workdir).config()
+        names = read_class_names(workdir, config[kind_of(config).outputs_key])
+        names = [] if names == [str(i) for i in range(len(names))] else names
+    else:
+        described = verified(source.open_weights())
+        config = ConfigDict(values.defaults() | described.config())
+        config[kind_of(config).outputs_key] = described.description.num_outputs or 0
+        names = [*described.description.class_names]
+    if image_size and config.model_name != "vit":
+        raise ConfigError("it is a language model, not one of images")
+    return TrainedModel(values.replaced(config, evals=ConfigDict()), source, image_size=image_size), names
 
 
 def _warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
+import numpy as np
 
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
@@ -24,9 +25,10 @@ from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
 from dcvit.runs.progress import stage
+from dcvit.training.distillation import TEACHER
 from dcvit.training.memory import program_bytes, shard_bytes
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import TrainState, jit_update, state_shapes
+from dcvit.training.step import TrainState, jit_update, make_objective, state_shapes
 
 LOG = logging.getLogger(__name__)
 FITS = "fits"
@@ -95,7 +97,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
         setup = load_setup(spec, overrides, devices=devices, stand_in=True)
     with stage(f"tracing the training step of {spec} for {topology}", LOG.info):
         lowered, state, batch = lower(setup)
-        activations = _activations(setup, state.params, batch)
+        activations = _activations(setup, state, batch)
     mesh, flops = setup.model.mesh, training_flops(setup.model.module, setup.task.example)
     result = CompiledStep(
         config=spec,
@@ -119,12 +121,20 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     return {**result, **_usage(compiled, activations, chip), "compile_seconds": seconds}
 
 
+def repeated_batch(setup: Setup) -> dict[str, np.ndarray]:
+    """Return a batch of the first example only, in all rows, with zeros as a teacher's logits if they are cached."""
+    batch, teacher = setup.data.repeated(), setup.task.distillation
+    if teacher and not teacher.in_state:
+        batch[TEACHER] = np.zeros((setup.data.batch_size, teacher.teacher.num_outputs), np.float32)
+    return batch
+
+
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
     """Return the training step traced for the devices of a run's mesh, and the shapes of its state and batch."""
-    data, mesh = setup.data, setup.model.mesh
+    mesh = setup.model.mesh
     batch = {
-        key: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=batch_sharding(mesh))
-        for key, like in data.repeated().items()
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh))
+        for key, array in repeated_batch(setup).items()
     }
     with jax.set_mesh(mesh):
         state = state_shapes(setup)
@@ -165,7 +175,7 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
     return chip, found.devices
 
 
-def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
+def _activations(setup: Setup, state: TrainState, batch: Shapes) -> int:
     """Return the bytes that a device stores from the forward to the backward pass, without the parameters."""
     model: Any = setup.model.module
     mesh, size = setup.model.mesh, setup.data.batch_size // setup.plan.grad_accum
@@ -174,12 +184,12 @@ def _activations(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
         model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def backward(params: Mapping[str, Any], batch: dict[str, jax.Array], key: jax.Array) -> object:
+    def backward(state: TrainState, batch: dict[str, jax.Array], key: jax.Array) -> object:
         prepared = setup.task.prepare(batch, key)
-        return jax.vjp(lambda p: setup.task.loss(model)(p, prepared, key), params)[1]
+        return jax.vjp(lambda p: make_objective(setup, model)(p, state, prepared, key), state.params)[1]
 
-    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, params, part, key)) if hasattr(x, "dtype")]
-    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
+    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, state, part, key)) if hasattr(x, "dtype")]
+    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state.params, state.base))]
     total = 0
     for leaf in residuals:
         if (leaf.shape, leaf.dtype) in excluded:

@@ -25,9 +25,9 @@ from dcvit.parallel import multihost, runtime, topologies
 from dcvit.parallel.sharding import batch_sharding, shardings, with_shardings
 from dcvit.runs.progress import stage
 from dcvit.training import kernels, memory
-from dcvit.training.aot import trace
+from dcvit.training.aot import repeated_batch, trace
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import init_params, initial_state
+from dcvit.training.step import TrainState, init_params, initial_state
 from dcvit.training.timing import interleaved
 
 LOG = logging.getLogger(__name__)
@@ -186,14 +186,19 @@ class Program:
                 return noise(example.shape[1:], example.dtype)
             return {
                 name: noise(x.shape[1:], x.dtype) if name in ("image", "tokens") else jnp.asarray(x)
-                for name, x in setup.data.repeated().items()
+                for name, x in repeated_batch(setup).items()
             }
 
         places, batch_places = self.places
         with jax.set_mesh(model.mesh):
             initial = jax.jit(lambda: init_params(setup, key), out_shardings=self.param_places)()
             if self.mode == "train":  # from a program that other modes and batch sizes share, in JAX's cache
-                state = functools.partial(initial_state, setup)
+                teacher = setup.task.distillation and setup.task.distillation.in_state
+
+                def state(params: PyTree) -> TrainState:
+                    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), teacher)
+                    return initial_state(setup, params, zeros)
+
                 initial = jax.jit(state, donate_argnums=0, out_shardings=places)(initial)
             return [initial, jax.jit(batch, out_shardings=batch_places)()]
 

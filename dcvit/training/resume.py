@@ -28,6 +28,7 @@ from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.watchdog import Watchdog
 from dcvit.training import kernels, memory
+from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
 from dcvit.weights import adapters
@@ -45,12 +46,14 @@ class Start:
       shapes: shapes and shardings of the state.
       loaded: the parameters that a new run (or any run with adapters) has loaded; None for each parameter that is to be
         initialized. `start_state` donates their memory to the state.
+      teacher: the parameters of the teacher that the training state holds; None without one.
     """
 
     step: int
     about: Mapping[str, Any]
     shapes: TrainState
     loaded: Params
+    teacher: Params | None = None
 
 
 @dataclasses.dataclass
@@ -107,14 +110,17 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     identity.check_accepted(accept)
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
+    if setup.task.distillation and setup.task.distillation.options.cache and not isinstance(folder, Path):
+        raise ConfigError(f"config.distill.cache: the teacher's logits need a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
-    about |= _base_of_adapters(setup, folder)
+    about |= _base_of_adapters(setup, folder) | _teacher(setup)
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
-        if changed := adapters.changed(start.about.get("base", {}), about.get("base", {})) if start.step else ():
-            raise CheckpointError(f"config.model_init has another {changed[0]} than when the run started")
+        for name, key in (("base", "model_init"), (TEACHER, "distill.teacher")):
+            if changed := adapters.changed(start.about.get(name, {}), about.get(name, {})) if start.step else ():
+                raise CheckpointError(f"config.{key} has another {changed[0]} than when the run started")
         writer = None
         if multihost.is_first():
             trackers = setup.options.trackers
@@ -136,19 +142,20 @@ def start_state(run: Run) -> TrainState:
     """
     start, setup = run.start, run.setup
     if start.step and setup.model.lora is None:
-        return _restored(run)
+        return _restored(run).replace(teacher=start.teacher)
 
     def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
         params = init_params(setup, jax.random.wrap_key_data(seed_words))
         params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=lambda x: x is None)
         return initial_state(setup, params)
 
-    places = jax.tree.map(lambda s: s.sharding, start.shapes)
+    places = jax.tree.map(lambda s: s.sharding, start.shapes.replace(teacher=None))
     words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
     run.watchdog("initializing the parameters")
     with stage("initializing the parameters", run.display.line):
         state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
-    return _restored(run).replace(base=state.base) if start.step else state
+    state = _restored(run).replace(base=state.base) if start.step else state
+    return state.replace(teacher=start.teacher)
 
 
 def _restored(run: Run) -> TrainState:
@@ -176,7 +183,15 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     loaded = jax.tree.map(lambda _: None, whole)
     if setup.model.load_initial and (shapes.base is not None or not saved):
         loaded = setup.model.load_initial(whole)
-    return Start(0, {}, shapes, loaded)
+    teacher = None
+    if setup.task.distillation and shapes.teacher is not None:
+        teacher = setup.task.distillation.load(setup.model.mesh, setup.model.strategy)
+    return Start(0, {}, shapes, loaded, teacher)
+
+
+def _teacher(setup: Setup) -> identity.Record:
+    """Return the entry of a checkpoint's description with the teacher's checksums; {} without one."""
+    return {TEACHER: setup.task.distillation.identity()} if setup.task.distillation else {}
 
 
 def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
@@ -223,7 +238,7 @@ def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
     """Warn before the first step if a checkpoint may not fit on the disk of a workdir, in the first process."""
     if not isinstance(folder, Path) or not multihost.is_first():
         return
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.items()))
     free = shutil.disk_usage(folder).free
     if free < needed:
         LOG.warning("%s has %.2f GB free, and a checkpoint takes up to %.2f GB", folder, free / 1e9, needed / 1e9)

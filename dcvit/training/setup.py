@@ -99,6 +99,8 @@ def make_setup(
             check_packed(module, sizes[0] ** 2)
         data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt, task.packing)
         model = build_model(completed, module.clone(**task.model_fields), mesh, task.example)
+        if task.distillation:
+            task.distillation.check_student(model.module, mesh)
         evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
         plan = make_plan(completed, data, model.trained, evaluators, module.depth)
         options = make_options(completed, evaluators, plan.total_steps, model.module)

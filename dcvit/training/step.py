@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.parallel.trees import by_name
+from dcvit.training.distillation import TEACHER
 from dcvit.training.optim import at_step, zero_frozen
 from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch
@@ -31,6 +33,7 @@ LORA = 1 << 30  # distinguishes the random key of adapters from those of the ste
 Metrics = dict[str, jax.Array]
 Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
 ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
+Objective = Callable[[Params, "TrainState", dict[str, jax.Array], jax.Array], jax.Array]
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -45,7 +48,9 @@ class TrainState(flax.struct.PyTreeNode):
     ema: Any  # averaged parameters; None if weights are not averaged
     skipped: Any  # number of damaged examples skipped so far, int32
     nonfinite: Any  # number of steps skipped because their loss or gradient was not finite, int32
-    base: PyTree = None  # all parameters, which adapters in `params` adapt; neither trained nor saved; else None
+    # Neither trained nor saved:
+    base: PyTree = None  # all parameters, which adapters in `params` adapt; else None
+    teacher: PyTree = None  # parameters of the teacher that the model is distilled from; else None
 
     def items(self) -> dict[str, Any]:
         """Return the trees that a checkpoint stores, by name: `params`, `ema` if present, and `rest`, all others."""
@@ -60,14 +65,15 @@ class TrainState(flax.struct.PyTreeNode):
         return self.params if self.ema is None else self.ema
 
 
-def initial_state(setup: Setup, params: Params) -> TrainState:
-    """Return the state before the first step; `params` are all parameters of the model."""
+def initial_state(setup: Setup, params: Params, teacher: Params | None = None) -> TrainState:
+    """Return the state before the first step, from all parameters of the model, and those of its teacher if any."""
     base, lora = None, setup.model.lora
     if lora is not None:
         base, params = params, lora.trained(params, jax.random.fold_in(jax.random.key(setup.seed), LORA))
     ema = jax.tree.map(jnp.copy, params) if setup.plan.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
-    return TrainState(params=params, opt_state=setup.plan.optimizer.init(params), ema=ema, base=base, **counts)
+    opt_state = setup.plan.optimizer.init(params)
+    return TrainState(params=params, opt_state=opt_state, ema=ema, base=base, teacher=teacher, **counts)
 
 
 def evaluated_params(setup: Setup, state: TrainState) -> Params:
@@ -90,7 +96,8 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
 
 def state_shapes(setup: Setup) -> TrainState:
     """Return the training state of a run with a shape, dtype and sharding in place of each array."""
-    shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes)
+    teacher = setup.task.distillation and setup.task.distillation.in_state
+    shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes, teacher)
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         shapes, shardings(shapes, setup.model.mesh, setup.model.strategy),
@@ -105,6 +112,22 @@ def jit_update(setup: Setup, shapes: TrainState) -> Any:
     return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.model.mesh)))
 
 
+def make_objective(setup: Setup, module: nn.Module) -> Objective:
+    """Return the function (trained parameters, state, prepared batch, dropout key) -> loss, with `module` as the model.
+
+    The state's parameters do not count. Its `base` is what the trained parameters adapt, and its `teacher` adds the
+    teacher's logits to the batch.
+    """
+    loss_of, lora, distillation = setup.task.loss(module), setup.model.lora, setup.task.distillation
+
+    def objective(params: Params, state: TrainState, batch: Batch, key: jax.Array) -> jax.Array:
+        if distillation is not None and state.teacher is not None:
+            batch = {**batch, TEACHER: distillation.logits(state.teacher, batch["image"])}
+        return loss_of(params if lora is None else lora.merged(state.base, params), batch, key)
+
+    return objective
+
+
 def make_update(setup: Setup, places: Any = None) -> Update:
     """Return the training step: (state, batch) -> (state, metrics).
 
@@ -117,16 +140,13 @@ def make_update(setup: Setup, places: Any = None) -> Update:
       setup: the run.
       places: the shardings of the gradients; None leaves them to the compiler.
     """
-    plan, lora = setup.plan, setup.model.lora
-    loss_of = setup.task.loss(setup.model.module)
+    plan = setup.plan
+    objective = make_objective(setup, setup.model.module)
 
-    def adapted_loss(params: Params, base: Params | None, batch: Batch, key: jax.Array) -> jax.Array:
-        return loss_of(params if lora is None or base is None else lora.merged(base, params), batch, key)
-
-    def value_and_grad(base: Params | None, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
+    def value_and_grad(state: TrainState, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         try:
             with fused_only() if setup.options.require_fused else contextlib.nullcontext():
-                loss, grads = jax.value_and_grad(adapted_loss)(params, base, batch, key)
+                loss, grads = jax.value_and_grad(objective)(params, state, batch, key)
         except NotFusedError as e:
             raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
@@ -135,7 +155,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
         prepare_key, dropout_key = jax.random.split(key)
         prepared = setup.task.prepare(batch, prepare_key)
-        loss_and_grad = functools.partial(value_and_grad, state.base)
+        loss_and_grad = functools.partial(value_and_grad, state)
         loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
         grads = zero_frozen(grads, plan.frozen)  # so that the compiler omits what only they need
         updates, opt_state = plan.optimizer.update(grads, at_step(state.opt_state, state.step), state.params)
@@ -157,7 +177,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         if setup.data.corrupt.action == "skip":
             metrics["skipped"] = skipped
         counts = {"step": state.step + 1, "skipped": skipped, "nonfinite": metrics["nonfinite"]}
-        return TrainState(params=params, opt_state=opt_state, ema=ema, base=state.base, **counts), metrics
+        return state.replace(params=params, opt_state=opt_state, ema=ema, **counts), metrics
 
     return update
 

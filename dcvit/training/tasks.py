@@ -12,6 +12,7 @@ and each task
   pp            preprocessing on the host
   rate          unit of speed, such as "tok/s", and how many of it an example is
   prepare       from a batch of the input pipeline to the arguments of the loss
+  distillation  the teacher of a distilled model, or None
   loss          the objective, a mean over examples: a batch may be split into equal parts
 """
 
@@ -38,6 +39,7 @@ from dcvit.models.head_variants import LOSSES, with_balance
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
+from dcvit.training.distillation import TEACHER, Distillation, heads_of, make_distillation
 from dcvit.training.inputs import check_packing, check_predict, packing_of
 from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.preprocess.builder import decoded_as
@@ -68,6 +70,7 @@ class ImageTask:
     class_weights: balance.Weights | None = None
     pos_weight: balance.Weights | None = None
     packing: Packing | None = None  # of images of different sizes into rows
+    distillation: Distillation | None = None
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
@@ -97,7 +100,7 @@ class ImageTask:
         }
         task = cls(
             example, {"num_classes": classes}, host_pp, to_float, config.loss, config.label_smoothing, augmentation,
-            packing=packing_of(config), **weights,
+            packing=packing_of(config), distillation=make_distillation(config, source, pp, example), **weights,
         )  # fmt: skip
         return task, config
 
@@ -145,7 +148,8 @@ class ImageTask:
             labels = losses.smooth(labels, self.label_smoothing)
         groups = images.slots.shape if isinstance(images, PackedImages) else labels.shape[:1]
         scales = jnp.broadcast_to(scale, len(labels)).reshape(groups)
-        return {"image": images, "labels": labels.reshape(*groups, -1), "scale": scales}
+        teacher = {name: batch[name] for name in (TEACHER,) if name in batch}
+        return {**teacher, "image": images, "labels": labels.reshape(*groups, -1), "scale": scales}
 
     def _weights(self) -> dict[str, jax.Array]:
         """Return the weights of the loss that the config sets, as its arguments."""
@@ -153,15 +157,28 @@ class ImageTask:
         return {name: jnp.asarray(value, jnp.float32) for name, value in weights.items() if value is not None}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the function (params, batch, key) -> mean of `config.loss`, plus the load-balance loss of heads."""
+        """Return the function (params, batch, key) -> mean of `config.loss`, plus the load-balance loss of heads.
+
+        With `distillation`, the batch also has the teacher's logits, and the loss is that of `Distillation.loss`.
+        """
         loss_fn = functools.partial(getattr(losses, self.loss_name), **self._weights())
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            (logits, _), sown = net.apply(
+            (logits, out), sown = net.apply(
                 {"params": params}, batch["image"], train=True, rngs={"dropout": key}, mutable=[LOSSES]
             )
             labels = batch["labels"].reshape(-1, batch["labels"].shape[-1])  # without the axis of groups
-            return with_balance(jnp.mean(loss_fn(logits, labels) * batch["scale"].reshape(-1)), sown)
+            scale = batch["scale"].reshape(-1)
+
+            def of_labels(logits: jax.Array) -> jax.Array:
+                found: jax.Array = loss_fn(logits, labels) * scale
+                return found
+
+            if self.distillation is None:
+                found = of_labels(logits)
+            else:
+                found = self.distillation.loss(of_labels, heads_of(net, params, logits, out), batch[TEACHER])
+            return with_balance(jnp.mean(found), sown)
 
         return loss_of
 
@@ -177,6 +194,7 @@ class TokenTask:
     packing: ClassVar[None] = None
     loss_chunk: int | None
     z_loss: float
+    distillation: ClassVar[None] = None
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
@@ -186,6 +204,8 @@ class TokenTask:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
         if config.input.get("pack"):
             raise ConfigError("config.input.pack is for images: rows of text are packed always")
+        if config.distill:
+            raise ConfigError("config.distill is for images")
         if config.loss != "softmax_xent":
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
         example = text_example(source, config, "config.input.data")

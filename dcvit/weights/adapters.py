@@ -72,7 +72,7 @@ def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dic
     layers = {name: tensor for name, tensor in layers.items() if name not in whole}
     expected = {name: tensor.shape for name, tensor in wanted.items() if name not in whole}
     check_tree({name: tensor.shape for name, tensor in layers.items()}, expected, what)
-    return {name: _crc(tensor.read()) for name, tensor in layers.items()}
+    return {name: crc(tensor.read()) for name, tensor in layers.items()}
 
 
 def single_layers(tensors: Tensors) -> dict[str, Tensor]:
@@ -98,14 +98,15 @@ def _adapted(base: Tensor, a: Tensor, b: Tensor, found: Adaptation) -> Tensor:
 def _checked(tensor: Tensor, name: str, known: Mapping[str, int], what: str) -> Tensor:
     def read() -> np.ndarray:
         array = tensor.read()
-        if name in known and _crc(array) != known[name]:
+        if name in known and crc(array) != known[name]:
             raise CheckpointError(f"{what} adapts another {name} than config.model_init has now")
         return array
 
     return Tensor(tensor.shape, read)
 
 
-def _crc(array: np.ndarray) -> int:
+def crc(array: np.ndarray) -> int:
+    """Return the CRC-32 of an array's bytes as float32."""
     return zlib.crc32(np.ascontiguousarray(array, np.float32).tobytes())
 
 

@@ -1,0 +1,378 @@
+"""Distillation: its losses, the teacher's view of a batch, runs that resume, kept logits, and invalid options."""
+
+import itertools
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import save_file
+from scipy.special import log_softmax, softmax
+from small_models import jit, param_shapes, random_params
+from sources import ListSource, numbered
+from trained_workdirs import load_params
+from training_runs import digits_command, interrupted_before, perturbed_params, refusal, same, small_setup
+
+import dcvit
+from dcvit import cli, evaluate
+from dcvit.errors import CheckpointError
+from dcvit.models import vit
+from dcvit.parallel import sharding
+from dcvit.parallel.trees import by_name
+from dcvit.runs import metrics, restoring
+from dcvit.training import distillation, step
+from dcvit.training.distillation import TEACHER, heads_of, normalizer
+from dcvit.training.inputs import TrainingData
+from dcvit.training.teacher_outputs import with_logits
+from input_pipeline import CorruptPolicy, Preprocess
+
+pytestmark = [pytest.mark.usefixtures("library_promotion")]
+
+FIELDS = {"width": 8, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": [4, 4], "head_zeroinit": False}
+PP = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)"
+FIXED = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'  # preprocessing without a random choice
+RNG = np.random.default_rng(0)
+TWO_HEADS = {"model.pool_type": "tok+reg", "model.registers": 1, "model.head_zeroinit": False}
+
+
+def save_teacher(folder, pp=PP, classes=10, names=(), seed=1, **fields):
+    """Write a small ViT with random parameters, as `dcvit convert --to safetensors` does; return its folder."""
+    fields = {**FIELDS, **fields}
+    net = vit.Model(classes, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    params = random_params(param_shapes(net, jnp.zeros((1, 8, 8, 1))), seed, 0.5)
+    folder.mkdir()
+    save_file({name: np.asarray(x) for name, x in by_name(params).items()}, folder / "model.safetensors")
+    described = {"model_name": "vit", "num_outputs": classes, "fields": fields, "pp": pp}
+    content = {"dcvit": {**described, "class_names": list(names), "end_tokens": []}}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+def oracle(loss, student, teacher, temperature=1.0):
+    """Return the loss of each example in float64."""
+    student, teacher = np.asarray(student, np.float64), np.asarray(teacher, np.float64)
+    if loss == "hard":
+        return -np.take_along_axis(log_softmax(student, -1), teacher.argmax(-1)[:, None], -1)[:, 0]
+    p = softmax(teacher / temperature, -1)
+    return temperature**2 * np.sum(p * (np.log(p) - log_softmax(student / temperature, -1)), -1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_losses_equal_their_formulas(temperature):
+    student, teacher = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, 7, 5)), jnp.float32)
+    found = distillation.kl(student, teacher, temperature)
+    np.testing.assert_allclose(found, oracle("kl", student, teacher, temperature), rtol=1e-5)
+    np.testing.assert_allclose(distillation.hard(student, teacher), oracle("hard", student, teacher), rtol=1e-5)
+    assert np.abs(distillation.kl(teacher, teacher, temperature)).max() < 1e-5
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_losses_and_gradients_equal_those_of_pytorch(temperature):
+    """`kl_div` as DeiT's `DistillationLoss` calls it, but as a mean over examples instead of numbers."""
+    import torch
+    from torch.nn import functional
+
+    student, teacher = np.random.default_rng(0).normal(0, 3, (2, 7, 5)).astype(np.float32)
+    ours, theirs = torch.tensor(student, requires_grad=True), torch.tensor(teacher)
+    logs = [functional.log_softmax(x / temperature, dim=1) for x in (ours, theirs)]
+    kl = functional.kl_div(*logs, reduction="batchmean", log_target=True) * temperature**2
+    for expected, loss in (
+        (kl, lambda x: distillation.kl(x, jnp.asarray(teacher), temperature)),
+        (functional.cross_entropy(ours, theirs.argmax(dim=1)), lambda x: distillation.hard(x, jnp.asarray(teacher))),
+    ):
+        (gradient,) = torch.autograd.grad(expected, ours)
+        found, of_student = jax.value_and_grad(lambda x, loss=loss: jnp.mean(loss(x)))(jnp.asarray(student))
+        np.testing.assert_allclose(found, expected.detach(), rtol=1e-5)
+        np.testing.assert_allclose(of_student, gradient, atol=1e-6)
+
+
+RANGES = ["value_range(-1, 1)", "value_range(0, 1)", "vgg_value_range", "value_range(-1, 1, 20, 230)",
+          "value_range(0, 1, [123.675, 116.28, 103.53], [182.07, 173.4, 160.905])"]  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs", RANGES)
+@pytest.mark.parametrize("ours", RANGES)
+def test_pixels_are_converted_to_the_teachers_range(ours, theirs):
+    image = np.random.default_rng(0).integers(0, 256, (6, 5, 3)).astype(np.uint8)
+    mine, expected = (Preprocess(pp)({"image": image}, RNG)["image"] for pp in (ours, theirs))
+    convert = normalizer(f"flip_lr|{ours}", f"decode|resize(7)|{theirs}", 3)
+    found = convert(jnp.asarray(mine)[None])[0]
+    np.testing.assert_allclose(found, expected, atol=2e-6 * max(1, np.abs(expected).max()))
+    if ours == theirs:
+        assert convert(mine) is mine
+
+
+def prepared_batch(setup):
+    """Return a batch for the loss and its dropout key, as the first step of a run computes them."""
+    batch = {k: jnp.asarray(v) for k, v in next(setup.data.batches(0)).items()}
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(setup.seed), 0))
+    return jit(setup.task.prepare)(batch, keys[0]), keys[1]
+
+
+def loss_of(setup, state, batch, key):
+    return jit(step.make_objective(setup, setup.model.module))(state.params, state, batch, key)
+
+
+def outputs(setup, params, batch):
+    return jit(setup.model.module.apply)({"params": params}, batch["image"])
+
+
+def loaded_state(setup):
+    mesh, strategy = setup.model.mesh, setup.model.strategy
+    return step.initial_state(setup, perturbed_params(setup), setup.task.distillation.load(mesh, strategy))
+
+
+VIEWS = {
+    "kl": {"distill.temperature": 2.0, "distill.weight": 0.3},
+    "teacher only": {"distill.weight": 1.0, "label_smoothing": 0.0},
+    "hard": {"distill.loss": "hard"},
+    "two heads": {"distill.loss": "hard", **TWO_HEADS},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VIEWS)
+def test_both_models_see_the_same_mixed_and_erased_images(tmp_path, name):
+    """The loss of a step equals the formula for the logits that both models compute for the augmented batch."""
+    folder = save_teacher(tmp_path / "teacher", PP.replace("(-1, 1)", "(0, 1)"))
+    options = {"mixup": 0.5, "cutmix": 0.5, "reprob": 0.5, "label_smoothing": 0.1, **VIEWS[name]}
+    setup = small_setup(**{"distill.teacher": folder, **options})
+    state, (batch, key) = loaded_state(setup), prepared_batch(setup)
+    found = loss_of(setup, state, batch, key)
+    logits, out = outputs(setup, state.params, batch)
+    mine = [np.asarray(logits)] * 2
+    if name == "two heads":
+        tokens, kernel, bias = out["encoded"], np.asarray(state.params["head"]["kernel"]), state.params["head"]["bias"]
+        mine = [2 * tokens[:, i] @ half + bias for i, half in enumerate(np.split(kernel, 2))]
+    theirs = dcvit.load(folder).features(np.asarray((batch["image"] + 1) / 2), "logits")
+    chosen = setup.task.distillation.options
+    of_labels = optax.softmax_cross_entropy(mine[0], batch["labels"])
+    of_teacher = oracle(chosen.loss, mine[1], theirs, chosen.temperature)
+    expected = np.mean((1 - chosen.weight) * of_labels + chosen.weight * of_teacher)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert abs(found - np.mean(of_labels)) > 1e-3
+
+
+@pytest.mark.slow
+def test_inference_averages_the_two_heads(teacher):
+    setup = small_setup(**{"distill.teacher": teacher, **TWO_HEADS})
+    params = perturbed_params(setup)
+    logits, out = outputs(setup, params, prepared_batch(setup)[0])
+    first, second = heads_of(setup.model.module, params, logits, out)
+    np.testing.assert_allclose((first + second) / 2, logits, atol=1e-5)
+    assert np.abs(first - second).max() > 0.1
+
+
+@pytest.mark.slow
+def test_no_gradient_reaches_the_teacher(teacher):
+    setup = small_setup(**{"distill.teacher": teacher})
+    state, (batch, key) = loaded_state(setup), prepared_batch(setup)
+    objective = step.make_objective(setup, setup.model.module)
+    of_teacher = jit(jax.grad(lambda x: objective(state.params, state.replace(teacher=x), batch, key)))(state.teacher)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(of_teacher)) == 0
+    other = state.replace(teacher=jax.tree.map(lambda x: 2 * x, state.teacher))
+    assert loss_of(setup, state, batch, key) != loss_of(setup, other, batch, key)
+
+
+@pytest.mark.slow
+def test_the_teacher_is_sharded_and_constant_and_not_saved(teacher):
+    options = {"distill.teacher": teacher, "model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16}
+    options |= {"optax_name": "trace", "optax": {"decay": 0.0}, "schedule": {"decay_type": "constant"}}
+    found = []
+    for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
+        setup = small_setup(**options, **mesh)
+        shapes = step.state_shapes(setup)
+        with jax.set_mesh(setup.model.mesh):
+            places = jax.tree.map(lambda s: s.sharding, shapes)
+            state = jax.device_put(loaded_state(setup), places)
+            before, update = jax.device_get(state.teacher), step.jit_update(setup, shapes)
+            batch = sharding.put_batch(next(setup.data.batches(0)), setup.model.mesh, 16)
+            for _ in range(2):
+                state, _ = update(state, batch)
+        assert same(jax.device_get(state.teacher), before)
+        assert not any("teacher" in name for name in by_name(state.items()))
+        found.append(state)
+    for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
+        np.testing.assert_allclose(many, one, atol=1e-5)
+    kernel = found[1].teacher["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
+    assert {"fsdp", "tensor"} <= {name for axis in kernel.sharding.spec for name in np.ravel(axis)}
+
+
+def distill(teacher, workdir, *words, **options):
+    """Train a tiny student as the command does; return the exit status."""
+    return digits_command(workdir, *words, **{"distill.teacher": teacher, "input.pp": FIXED, **options})
+
+
+@pytest.fixture(scope="module")
+def distilled(teacher, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("distilled") / "run"
+    assert distill(teacher, workdir) == 0
+    return workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True])
+def test_interrupted_run_resumes_to_the_same_bits_as_with_kept_logits(distilled, teacher, tmp_path, monkeypatch, cache):
+    with interrupted_before(monkeypatch, 5):
+        assert distill(teacher, tmp_path / "run", **{"distill.cache": cache}) == 130
+    assert (tmp_path / "run" / "teacher" / "logits.npy").exists() == cache
+    assert distill(teacher, tmp_path / "run", **{"distill.cache": cache}) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (distilled / "metrics.jsonl").read_bytes()
+    assert same(load_params(tmp_path / "run"), load_params(distilled))
+
+
+@pytest.mark.slow
+def test_a_student_is_opened_and_evaluated_without_its_teacher(teacher, tmp_path, capsys):
+    mine = shutil.copytree(teacher, tmp_path / "teacher")
+    assert distill(mine, tmp_path / "run", **TWO_HEADS) == 0
+    saved = restoring.open_params(tmp_path / "run")
+    assert saved.keys() == by_name(dcvit.load(tmp_path / "run").params).keys()
+    shutil.rmtree(mine)
+    model = dcvit.load(tmp_path / "run")
+    row = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    capsys.readouterr()
+    assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run"), "--format", "json"]) == 0
+    assert f"{row['test/top1']:.3f}"[:5] in capsys.readouterr().out
+    assert len(model.predict(np.zeros((8, 8, 1), np.float32), topk=1)[0]) == 1
+
+
+@pytest.mark.slow
+def test_another_teacher_is_refused(teacher, tmp_path, capsys):
+    mine = shutil.copytree(teacher, tmp_path / "teacher")
+    assert distill(mine, tmp_path / "run", total_steps=3, ckpt_steps=1) == 0
+    for seed, pp, named in ((2, PP, "Transformer/encoder_norm/bias"), (1, PP.replace("-1", "0"), "pp_predict")):
+        shutil.rmtree(mine)
+        save_teacher(mine, pp, seed=seed)
+        capsys.readouterr()
+        assert distill(mine, tmp_path / "run", total_steps=3, ckpt_steps=1) == 2
+        err = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"config.distill.teacher has another {named} than when the run started" in err, err
+
+
+@pytest.mark.slow
+def test_kept_logits_are_those_of_the_teacher_and_replaced_if_damaged(teacher, tmp_path, monkeypatch, caplog):
+    options = {"distill.cache": True, "distill.weight": 1.0, "label_smoothing": 0.0}
+    assert distill(teacher, tmp_path / "run", total_steps=1, **options) == 0
+    file = tmp_path / "run" / "teacher" / "logits.npy"
+    setup = small_setup(**{"distill.teacher": teacher, "input.pp": FIXED})
+    images = [Preprocess(FIXED)(setup.data.source[i], RNG)["image"] for i in (0, 700, 1436)]
+    expected = dcvit.load(teacher).features(np.stack(images), "logits")
+    np.testing.assert_allclose(np.load(file)[[0, 700, 1436]], expected, atol=1e-5)
+    good = file.read_bytes()
+    file.write_bytes(good[:-4] + b"\x00\x00\x80\x7f")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert distill(teacher, tmp_path / "run", total_steps=1, **options) == 0
+    assert file.read_bytes() == good
+    assert "is damaged, and is computed again: logits.npy differs" in caplog.text
+
+
+def test_kept_logits_are_those_of_the_examples_in_a_batch():
+    """The example that replaces a damaged one brings its own logits."""
+    source = ListSource(numbered([0] * 20, side=8), corrupt={3, 4, 19})
+    data = TrainingData(source, "keep('image')", 8, 0, CorruptPolicy("skip"))
+    rows, logits = [1, 2, 6, 7], np.arange(20, dtype=np.float32)[:, None]
+    batches = list(itertools.islice(with_logits(data.batches(2, rows), logits, data, rows, 2), 5))
+    assert sum(batch["_skipped"].sum() for batch in batches) > 2
+    for batch in batches:
+        np.testing.assert_array_equal(batch[TEACHER][:, 0], batch["image"][:, 0, 0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("posemb", ["learn", "sincos2d"])
+def test_a_teacher_of_another_image_size_is_adapted(tmp_path, posemb):
+    folder = save_teacher(tmp_path / "teacher", posemb=posemb)
+    setup = small_setup(**{"distill.teacher": folder, "input.pp": f"resize(12)|{FIXED}", "pp_predict": ""})
+    images = prepared_batch(setup)[0]["image"]
+    assert images.shape[1:] == (12, 12, 1)
+    found = jit(setup.task.distillation.logits)(loaded_state(setup).teacher, images)
+    expected = dcvit.load(folder, image_size=12).features(np.asarray(images), "logits")
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_class_names_that_are_all_others_are_a_warning(tmp_path, caplog):
+    folder = save_teacher(tmp_path / "teacher", names=[f"digit {i}" for i in range(10)])
+    with caplog.at_level(logging.WARNING):
+        small_setup(**{"distill.teacher": folder})
+    assert "class 0 is 'digit 0' there and '0' in the training data" in caplog.text
+
+
+BAD = {
+    "no teacher": ({"distill.loss": "kl"}, "config.distill: missing a required argument: 'teacher'"),
+    "empty": ({"distill.teacher": ""}, "config.distill.teacher is empty"),
+    "unknown option": ({"distill.temprature": 2.0}, "config.distill has no option 'temprature'; did you mean"),
+    "wrong type": ({"distill.cache": 1}, "config.distill: cache=1 should be of type bool"),
+    "loss": ({"distill.loss": "mse"}, "config.distill.loss='mse'; "),
+    "temperature": ({"distill.temperature": 0.0}, "config.distill.temperature=0.0 should be finite and above 0"),
+    "temperature without effect": (
+        {"distill.loss": "hard", "distill.temperature": 2.0}, "temperature=2.0 has no effect with loss='hard'",
+    ),
+    "weight": ({"distill.weight": 0.0}, "config.distill.weight=0.0 should be above 0 and at most 1"),
+    "labels without effect": (
+        {"distill.weight": 1.0, "label_smoothing": 0.1}, "config.label_smoothing=0.1 has no effect",
+    ),
+    "sigmoid": ({"loss": "sigmoid_xent"}, "config.distill needs config.loss='softmax_xent', found 'sigmoid_xent'"),
+    "language model": ({"distill.teacher": "text"}, "config.distill.teacher=text: it is a language model"),
+    "two heads with rep_size": ({**TWO_HEADS, "model.rep_size": True}, "set config.model.rep_size=False"),
+    "two heads without labels": (
+        {**TWO_HEADS, "distill.weight": 1.0, "label_smoothing": 0.0}, "the class token learns from the labels",
+    ),
+    "size": ({"input.pp": f"resize(10)|{FIXED}", "model.patch_size": (5, 5), "pp_predict": ""},
+             "patch_size=(4, 4) does not divide the image, 10x10"),
+    "cached crops": (
+        {"distill.cache": True, "input.pp": f"pad(1)|random_crop(8)|{FIXED}"}, "is random",
+    ),
+    "cached mixup": ({"distill.cache": True, "mixup": 0.2}, "needs the same image in every epoch: config.mixup=0.2"),
+    "tensor": (
+        {"mesh": (("data", 2), ("tensor", 4)), "sharding_strategy": "tensor", "model.num_heads": 4},
+        "tensor 4 does not divide num_heads 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_one_line(name, teacher):
+    overrides, message = BAD[name]
+    usual = {} if name == "no teacher" else {"distill.teacher": teacher, "input.pp": FIXED}
+    assert message in refusal(small_setup, **(usual | overrides))
+
+
+TEACHERS = {
+    "classes": ({"classes": 9}, "it has 9 classes, the training data 10"),
+    "numbering": ({"names": [*map(str, range(1, 10)), "0"]}, "it has other classes: class 0 is '1' there and '0' in"),
+    "no head": ({"classes": None}, "it is no classifier of images"),
+    "no preprocessing": ({"pp": "decode(1)|resize(8)"}, "should have one value_range"),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_teacher_that_does_not_fit_is_one_line(tmp_path, name):
+    options, message = TEACHERS[name]
+    folder = save_teacher(tmp_path / "teacher", **options)
+    found = refusal(small_setup, **{"distill.teacher": folder, "input.pp": FIXED})
+    assert message in found
+    assert found.startswith("config.distill.teacher=")
+
+
+def test_a_missing_teacher_is_named(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"^config.distill.teacher=absent: .*the models of the package are digits"
+    ):
+        small_setup(**{"distill.teacher": "absent"})
+
+
+def test_language_models_are_refused():
+    from training_runs import small_lm_setup
+
+    assert refusal(small_lm_setup, **{"distill.teacher": "digits"}) == "config.distill is for images"
