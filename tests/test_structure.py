@@ -115,6 +115,6 @@ def test_config_is_read_in_few_files():
         *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "model", "source")),
         "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
-        *(f"training/{name}.py" for name in ("inputs", "model", "plan", "run", "setup", "tasks")),
+        *(f"training/{name}.py" for name in ("distillation", "inputs", "model", "plan", "run", "setup", "tasks")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {"scripts/attack/fuzz_targets.py"}

@@ -43,11 +43,7 @@ from input_pipeline.files import expand
 Place: TypeAlias = Path | epath.Path  # a local folder, or one of an object store
 Commits: TypeAlias = Callable[[], Mapping[str, str]]  # returns what `huggingface.by_repository` does
 LOG = logging.getLogger(__name__)
-HUB_KEYS = (
-    "model_init",
-    "teacher",
-    "tokenizer",
-)  # keys whose value may be the name of a repository of the Hugging Face Hub
+HUB_KEYS = ("model_init", "teacher", "tokenizer")  # whose value may name a repository of the Hugging Face Hub
 # The folder with `configs`: the package in a wheel, or else the clone around it. In a wheel, the folder around the
 # package is site-packages, where `configs` and `docs` may be those of another package.
 PACKAGE = Path(__file__).parents[1]

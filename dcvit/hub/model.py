@@ -322,6 +322,8 @@ def open_alone(name: str, image_size: tuple[int, int] | None = None) -> tuple[Tr
     if workdir is not None:
         check_checkpoint(source.path)
         config = ModelSource(workdir).config()
+        if source.is_checkpoint:
+            source = ModelSource(step_folder(source.path))  # a running training may save a later one meanwhile
         names = read_class_names(workdir, config[kind_of(config).outputs_key])
         names = [] if names == [str(i) for i in range(len(names))] else names
     else:

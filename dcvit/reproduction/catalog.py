@@ -13,6 +13,7 @@ from dcvit.reproduction import (
     arms,
     circuits,
     costs,
+    distillation,
     downstream,
     equal_time,
     full,
@@ -175,6 +176,10 @@ ENTRIES = {
         "composition in ViTs on photographs of solar cells",
         f"a ViT and a DCViT on the images that scripts/solar_cells.py writes to {images.SOLAR_CELLS}",
         images.PHOTOGRAPHS,
+    ),
+    "distillation": unpublished(
+        "a DCViT distilled from a larger one on digits",
+        "a small DCViT alone, and with the package's model `digits` as teacher", distillation.DIGITS,
     ),
     "bfloat16_digits": unpublished(
         "accuracy with activations in bfloat16 on digits", "a ViT and a DCViT in float32 and in bfloat16",

@@ -37,6 +37,7 @@ class Experiment:
       overrides: config values of all models, by key.
       pairs: for each pair, the model fields of both its models.
       arms: the further fields of the two models of a pair; a difference is the second's metric minus the first's.
+      options: config values of one model of a pair alone, by arm and key.
       metric: "EVALUATOR/METRIC", a fraction of correct answers.
       steps: number of steps of a run.
       about: a sentence about the data and the models.
@@ -51,6 +52,7 @@ class Experiment:
     steps: int
     about: str
     arms: Mapping[str, Fields] = dataclasses.field(default_factory=lambda: COMPOSE)
+    options: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
 
     def runs(self, folder: Path, steps: int) -> dict[str, dict[str, Run]]:
         """Return the training runs of both models of each pair, by pair and then by arm."""
@@ -75,7 +77,8 @@ class Experiment:
                      Chart("model", "top-1 %", "± 95 %"))  # fmt: skip
 
     def _run(self, folder: Path, pair: str, arm: str, steps: int) -> Run:
-        overrides = {**self.overrides, **of_model({**self.pairs[pair], **self.arms[arm]}), "total_steps": steps}
+        overrides = {**self.overrides, **self.options.get(arm, {}), "total_steps": steps}
+        overrides |= of_model({**self.pairs[pair], **self.arms[arm]})
         return Run(folder / pair / arm, self.spec, overrides, self.metric)
 
     def _note(self, seeds: Sequence[int], steps: int) -> str:

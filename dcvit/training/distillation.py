@@ -37,14 +37,15 @@ from dcvit.hub.source import open_parameters
 from dcvit.models import Outputs, Params
 from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
+from dcvit.parallel import multihost
 from dcvit.parallel.sharding import Strategy, check_model
+from dcvit.training.augment import Augmentation
 from dcvit.weights import adapters, preprocessing
 from input_pipeline import InputError, Preprocess, Source, patch_sizes
 
 LOG = logging.getLogger(__name__)
 WHAT = "config.distill"
 TEACHER = "teacher"  # key of the teacher's logits, B C, in a batch
-RANDOM = ("mixup", "cutmix", "reprob")  # keys of a config that change the images of a batch at random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Distillation:
 
     def logits(self, params: Params, images: Float[Array, "B h w c"]) -> Float[Array, "B C"]:
         """Return the teacher's logits, which have no gradient, for images in the student's normalization."""
-        logits: Array = self.teacher.model.apply({"params": params}, self.to_teacher(images), train=False)[0]  # type: ignore[assignment]
+        logits: Array = self.teacher.model.apply({"params": params}, self.to_teacher(images), train=False)[0]
         return jax.lax.stop_gradient(logits)
 
     def loss(
@@ -151,7 +152,7 @@ class Distillation:
     def check_student(self, student: nn.Module, mesh: Mesh) -> None:
         """Raise ConfigError if the student has no two heads to average, or the mesh cannot split the teacher."""
         with _named(self.options.teacher):
-            check_model(mesh, self.teacher.model)  # type: ignore[arg-type]
+            check_model(mesh, self.teacher.model)
         if getattr(student, "pool_type", "") != "tok+reg":
             return
         if getattr(student, "rep_size", False):
@@ -188,7 +189,7 @@ def heads_of(
 
 
 def make_distillation(
-    config: ConfigDict, source: Source, pp: str, example: jax.ShapeDtypeStruct
+    config: ConfigDict, source: Source, pp: str, example: jax.ShapeDtypeStruct, augmentation: Augmentation
 ) -> Distillation | None:
     """Open the teacher of `config.distill`; return None without one.
 
@@ -197,6 +198,7 @@ def make_distillation(
       source: the training data.
       pp: its preprocessing string.
       example: shape and dtype of one preprocessed image.
+      augmentation: the augmentation of a batch.
 
     Raises:
       ConfigError: an option is invalid or has no effect, or the teacher has other classes or does not fit the images.
@@ -208,7 +210,7 @@ def make_distillation(
     options = Options(**config.distill.to_dict())
     _check_options(options, config)
     if options.cache:
-        _check_repeatable(config, source, pp)
+        _check_repeatable(augmentation, source, pp)
     with _named(options.teacher):
         teacher, class_names = open_alone(options.teacher, example.shape[1:3])
         model = teacher.model
@@ -245,12 +247,12 @@ def _check_options(options: Options, config: ConfigDict) -> None:
         raise ConfigError(f"{WHAT} is for images of one size, not for the op patches")
 
 
-def _check_repeatable(config: ConfigDict, source: Source, pp: str) -> None:
+def _check_repeatable(augmentation: Augmentation, source: Source, pp: str) -> None:
     """Raise ConfigError if an example's image in training is random, so that logits for it cannot be kept."""
     needed = f"{WHAT}.cache=True needs the same image in every epoch"
-    for key in RANDOM:
-        if config[key]:
-            raise ConfigError(f"{needed}: config.{key}={config[key]}")
+    for key, value in dataclasses.asdict(augmentation).items():
+        if value != getattr(Augmentation(), key):
+            raise ConfigError(f"{needed}: config.{key}={value}")
     for index in range(len(source)):
         rng = np.random.default_rng(0)
         before = rng.bit_generator.state
@@ -277,7 +279,8 @@ def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
     text = f"class {at} is {theirs[at]!r} there and {ours[at]!r} in the training data"
     if set(theirs) & set(ours):
         raise ConfigError(f"it has other classes: {text}")
-    LOG.warning("%s.teacher names its classes otherwise: %s", WHAT, text)
+    if multihost.is_first():
+        LOG.warning("%s.teacher names its classes otherwise: %s", WHAT, text)
 
 
 def normalizer(ours: str, theirs: str, channels: int) -> Callable[[Array], Array]:

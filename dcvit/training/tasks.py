@@ -98,9 +98,10 @@ class ImageTask:
             name: None if stands_in else count(config[name], source, classes)
             for name, count in (("class_weights", balance.class_weights), ("pos_weight", balance.pos_weight))
         }
+        distillation = make_distillation(config, source, pp, example, augmentation)
         task = cls(
             example, {"num_classes": classes}, host_pp, to_float, config.loss, config.label_smoothing, augmentation,
-            packing=packing_of(config), distillation=make_distillation(config, source, pp, example), **weights,
+            packing=packing_of(config), distillation=distillation, **weights,
         )  # fmt: skip
         return task, config
 

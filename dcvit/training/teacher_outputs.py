@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 import input_pipeline
+from dcvit.models import Params
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, put_batch, replicated
 from dcvit.runs import checksums
@@ -114,7 +115,7 @@ def _computed(run: Run) -> Iterator[Float[np.ndarray, "B C"]]:
     mesh, size = setup.model.mesh, data.batch_size
     params = distillation.load(mesh, setup.model.strategy)
 
-    def logits(params: object, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    def logits(params: Params, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
         return distillation.logits(params, setup.task.prepare(batch, key)["image"])
 
     compute = jax.jit(logits, out_shardings=replicated(mesh))
