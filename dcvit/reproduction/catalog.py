@@ -178,7 +178,7 @@ ENTRIES = {
         images.PHOTOGRAPHS,
     ),
     "distillation": unpublished(
-        "a DCViT distilled from a larger one on digits",
+        "a DCViT distilled from a larger one on few digits",
         "a small DCViT alone, and with the package's model `digits` as teacher", distillation.DIGITS,
     ),
     "bfloat16_digits": unpublished(

@@ -316,6 +316,32 @@ def test_a_teacher_of_another_image_size_is_adapted(tmp_path, posemb):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.interop
+def test_a_distilled_deit_of_transformers_is_a_teacher(tmp_path):
+    """Its logits for the student's batch are those of transformers for the same pixels in its own normalization."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
+    torch.manual_seed(0)
+    config = transformers.DeiTConfig(**sizes, **images, initializer_range=0.3)
+    model = transformers.DeiTForImageClassificationWithTeacher(config).eval()
+    model.save_pretrained(tmp_path / "deit")
+    processor = {"image_processor_type": "DeiTImageProcessor", "size": {"height": 8, "width": 8}, "resample": 3}
+    processor |= {"do_center_crop": False, "image_mean": [0.4], "image_std": [0.25]}
+    (tmp_path / "deit" / "preprocessor_config.json").write_text(json.dumps(processor))
+    setup = small_setup(**{"distill.teacher": tmp_path / "deit", "mixup": 0.5})
+    batch, _ = prepared_batch(setup)
+    found = jit(setup.task.distillation.logits)(loaded_state(setup).teacher, batch["image"])
+    pixels = ((np.asarray(batch["image"]) + 1) / 2 - 0.4) / 0.25
+    with torch.no_grad():
+        expected = model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    assert expected.std() > 0.2
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+
+
 def test_class_names_that_are_all_others_are_a_warning(tmp_path, caplog):
     folder = save_teacher(tmp_path / "teacher", names=[f"digit {i}" for i in range(10)])
     with caplog.at_level(logging.WARNING):
