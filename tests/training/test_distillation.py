@@ -25,7 +25,7 @@ from dcvit.models import vit
 from dcvit.parallel import sharding
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics, restoring
-from dcvit.training import distillation, step
+from dcvit.training import aot, distillation, step
 from dcvit.training.distillation import TEACHER, heads_of, normalizer
 from dcvit.training.inputs import TrainingData
 from dcvit.training.teacher_outputs import with_logits
@@ -426,3 +426,21 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     short = "--config.total_steps=2 --config.evals={} --config.model.depth=1 --config.model.compose=None"
     run_commands([f"{first} {short}", *rest], tmp_path, monkeypatch)
     assert "seven.png" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_teacher_adds_to_the_state_of_a_step_and_not_to_its_activations(teacher, cache):
+    """An ahead-of-time compilation counts both; kept logits come with the batch."""
+    usual = {"input.pp": FIXED, "model.depth": 2}
+    alone, distilled = (
+        small_setup(**usual, **more) for more in ({}, {"distill.teacher": teacher, "distill.cache": cache})
+    )
+    found = []
+    for setup in (alone, distilled):
+        _, state, batch = aot.trace(setup)
+        found.append(aot._activations(setup, state, batch))
+        assert (TEACHER in batch) == (cache and setup is distilled)
+        assert (state.teacher is not None) == (not cache and setup is distilled)
+    logits = 4 * 10 * alone.data.batch_size // alone.model.mesh.size
+    assert found[0] <= found[1] <= found[0] + 4 * logits
