@@ -261,9 +261,7 @@ def _check_repeatable(augmentation: Augmentation, source: Source, pp: str) -> No
         except InputError:  # the policy for damaged examples decides in training
             continue
         if rng.bit_generator.state != before:
-            raise ConfigError(
-                f"{WHAT}.cache=True needs the same image in every epoch: config.input.pp={pp!r} is random"
-            )
+            raise ConfigError(f"{needed}: config.input.pp={pp!r} is random")
         return
 
 
@@ -273,9 +271,10 @@ def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
     Names that are partly the same, or in another order, indicate another numbering. Names that are all different may
     be of another language, or WordNet's numbers instead of words.
     """
-    if not theirs or not ours or tuple(theirs) == tuple(ours):
+    pairs = enumerate(zip(theirs, ours, strict=False))  # the data may name fewer classes than there are
+    at = next((i for i, (one, other) in pairs if one != other), None)
+    if at is None:
         return
-    at = next(i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
     text = f"class {at} is {theirs[at]!r} there and {ours[at]!r} in the training data"
     if set(theirs) & set(ours):
         raise ConfigError(f"it has other classes: {text}")
