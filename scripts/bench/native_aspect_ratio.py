@@ -28,7 +28,7 @@ from dcvit.dcmha.selection import set_default
 from dcvit.models import losses, vit
 from dcvit.models.packed_images import PackedImages, one_per_row, pack
 from dcvit.parallel import runtime
-from dcvit.reproduction.rounds import device, interleaved
+from dcvit.training.timing import device, interleaved
 from input_pipeline.preprocess.packing import Packing, place
 from input_pipeline.preprocess.patches import grid_of
 

