@@ -352,15 +352,16 @@ def make(
     def descend(updates: PyTree, _: PyTree) -> PyTree:
         return jax.tree.map(lambda u, scale: -u * scale.astype(u.dtype), updates, scales)
 
-    return optax.chain(  # the order numbers the arrays of checkpoints
-        optax.stateless(freeze),
+    masked_freeze = optax.masked(optax.stateless(freeze), True)
+    return optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
+        masked_freeze,
         optax.clip_by_global_norm(options.grad_clip_norm) if options.grad_clip_norm else optax.identity(),
         optax.masked(TRANSFORMATIONS[options.optax_name](**options.optax), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),
         optax.stateless(descend),
-        optax.stateless(freeze),
+        masked_freeze,
     ), factor
 
 

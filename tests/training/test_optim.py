@@ -93,6 +93,15 @@ def test_frozen_parameters_have_no_optimizer_state():
     assert numbers() - numbers(frozen=["block/.*"]) == 2 * 4
 
 
+def test_the_state_has_the_structure_that_checkpoints_store():
+    """Empty nodes included, with any options: a run that an earlier version began is resumed."""
+    expected = ["Masked", "Empty", "Masked", "Empty", "Empty", "ScaleBySchedule", "Empty", "Masked"]
+    for options in (optim.Options(), optim.Options(wd=1e-4, grad_clip_norm=1.0, layer_decay=0.5, freeze_layers=0)):
+        params = {"embedding": {"kernel": jnp.zeros((2, 2))}, "head": {"kernel": jnp.zeros((2, 2))}}
+        state = optim.make(params, 10, options)[0].init(params)
+        assert [type(each).__name__ for each in state] == [f"{name}State" for name in expected]
+
+
 def test_schedules_have_their_defined_values_at_the_corners():
     def at(step, **options):
         return float(optim.schedule(100, **options)(step))
