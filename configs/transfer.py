@@ -49,6 +49,8 @@ def get_config(
     run = init_config or {}
     if run and run["model_name"] != "vit":
         raise ValueError(f"init={init} is a model of model_name={run['model_name']!r}; expected 'vit'")
+    if any(evaluator.get("type") == "multilabel" for evaluator in run.get("evals", {}).values()):
+        raise ValueError(f"init={init} has several labels for an image: use vit_manifest.py with config.model_init")
     pp_train, pp_eval = preprocessing(run, res, exif)
     train, evaluated, steps = sources(data, data_dir, val_fraction)
 
@@ -86,7 +88,7 @@ def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, s
     as_run = "pp" in run.get("input", {}) and res is None and exif is None
     res = res or RES
     if as_run:
-        pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
+        pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0].partition("|keep(")[0]
         return pp_train if pp_train.startswith("decode") else pp_eval, pp_eval  # the run's images may not be encoded
     ops = [op.strip() for op in run.get("pp_predict", "").split("|")]
     exif = "exif=True" in ops[0] if exif is None else exif

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="10^12 FLOP/s of a device, for the MFU; by default that of known TPUs and GPUs in dense bfloat16",
     )  # fmt: skip
     parser.add_argument("--out", type=cli.path, help="JSON file for the results")
-    parser.add_argument("--format", choices=(*cli.FORMATS, "markdown"), default="table", help="format of the output")
+    parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 

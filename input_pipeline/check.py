@@ -121,8 +121,10 @@ def _with_warnings(source: Source, rows: range, decode: Preprocess, measure: boo
     for row in rows:
         with remove_lines(JPEG_WARNING) as warnings:
             errors, image = _read(source, range(row, row + 1), decode, measure)
-        found += errors or [Damage(source.describe(row), f"decoded, but {line}") for line in warnings[:1]]
-        statistics.update(image)
+        damage = errors or [Damage(source.describe(row), f"decoded, but {line}") for line in warnings[:1]]
+        found += damage
+        if not damage:
+            statistics.update(image)
     return found, statistics
 
 

@@ -25,6 +25,7 @@ from dcvit.evaluators import (
 )
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
+from input_pipeline.source import labels_of
 
 ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is 0
 
@@ -168,9 +169,11 @@ class Evaluator:
         """Return the mask of the classes that may be predicted, bool of shape (classes,)."""
         if not self.present_classes_only:
             return np.ones(classes, bool)
-        pp = f"onehot({classes})|keep('labels')"  # keeps the image encoded
-        read = input_pipeline.eval_batches(
-            self.source, pp, self.batch_size, corrupt=self.corrupt
-        )  # every process reads all
+        labels = labels_of(self.source)
+        if labels is not None:
+            found = np.flatnonzero((labels > 0).any(axis=0)) if labels.ndim > 1 else np.unique(labels[labels >= 0])
+            return np.isin(np.arange(classes), found)
+        pp = f"onehot({classes}, ignore=-1)|keep('labels')"  # keeps the image encoded; every process reads all
+        read = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)
         present: np.ndarray = np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)
         return present

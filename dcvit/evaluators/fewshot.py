@@ -149,6 +149,8 @@ class Evaluator:
             real = (kept["_mask"] > 0) & (kept["label"] >= 0)  # the others are padding, or have no known label
             features.append(found[real])
             labels.append(kept["label"][real])
+        if not sum(map(len, labels)):
+            raise ConfigError("few-shot evaluation: no image of the data has a known label")
         return np.concatenate(features), np.concatenate(labels)
 
 

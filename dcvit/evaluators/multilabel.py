@@ -117,7 +117,7 @@ class Evaluator:
         """Return the metrics by name, over all known labels.
 
         They are `mean_ap` and `f1_macro`, means over the classes that have images, `f1_micro`, of all labels together,
-        `loss`, the sum over the classes of the mean over known labels in nats, and `n`, the number of images with a
+        `loss`, the number of classes times the mean over all known labels in nats, and `n`, the number of images with a
         known label.
 
         Raises:

@@ -29,7 +29,7 @@ from dcvit.models.vit import with_grid
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.parallel.trees import Tensors, check_tree, shapes_of
 from dcvit.runs import thresholds
-from dcvit.runs.files import Folder, folder
+from dcvit.runs.files import Folder, absolute, folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.runs.thresholds import Thresholds
@@ -109,10 +109,17 @@ class TrainedModel:
         """The names of the classes in the run's data, or their numbers."""
         return read_class_names(self.workdir, self.num_outputs)
 
+    @property
+    def is_of_run(self) -> bool:
+        """True for a checkpoint of the run in `workdir` with its image size, for which the workdir holds thresholds."""
+        place = self.source.workdir
+        is_inside = None not in (place, self.workdir) and absolute(place) == absolute(self.workdir)
+        return is_inside and self._image_size is None
+
     @functools.cached_property
     def thresholds(self) -> Thresholds | None:
         """The thresholds that the run's workdir stores for its multi-label evaluators; None without any."""
-        if self.workdir is None or not _multilabel_options(self._config):
+        if self.workdir is None or not self.is_of_run or not _multilabel_options(self._config):
             return None
         found = thresholds.read(self.workdir, self.class_names)
         if found and found.step != self.step:

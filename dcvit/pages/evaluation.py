@@ -57,6 +57,11 @@ def evaluate(
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(evaluators, thresholds)
+    if thresholds is not None and not trained.is_of_run:
+        raise ConfigError(
+            "--thresholds are stored for the checkpoints of a run at its image size: give --workdir without "
+            "--image-size and without a --checkpoint of another run"
+        )
     observed = reports.observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))

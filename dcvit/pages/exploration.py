@@ -230,6 +230,10 @@ def _averages(model: LoadedModel, data: str, limit: int) -> Json:
     def batches() -> Iterator[np.ndarray]:
         left = limit
         for batch in input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH):
+            if "grid" in batch:
+                raise ConfigError(
+                    f"--data {data}: the explorer shows images of one size, but its pp has the op patches"
+                )
             rows = (batch["tokens"][:, :-1] if is_text else batch["image"])[batch["_mask"] > 0][:left]
             left -= len(rows)
             if len(rows):

@@ -49,7 +49,9 @@ def read(workdir: Folder, class_names: Sequence[str]) -> Thresholds | None:
         if len(by_name) != len(class_names) or not all(0 <= value <= 1 for value in values):
             raise ValueError(f"expected a number from 0 to 1 for each of the {len(class_names)} classes")
     except KeyError as e:
-        raise ConfigError(f"{path}: no entry {e}; choose them again with dcvit evaluate --thresholds") from None
+        raise ConfigError(
+            f"{path}: no entry {e}; remove the file, and choose them again with dcvit evaluate --thresholds"
+        ) from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     return Thresholds(values, str(evaluation), step if isinstance(step, int) else None)

@@ -61,11 +61,11 @@ def _weights(key: str, value: str | Sequence[float] | None, source: Source, clas
     missing = positives if not positives.all() else negatives
     empty = np.flatnonzero(missing == 0)
     if len(empty) and (missing is positives or key == "pos_weight"):
-        names, kind = source.class_names or (), "no" if missing is positives else "only"
+        names, kind = source.class_names or (), "positive" if missing is positives else "negative"
         name = repr(names[empty[0]]) if empty[0] < len(names) else f"number {empty[0]}"
         raise ConfigError(
-            f"config.{key}='balanced': class {name} and {len(empty) - 1} other(s) have {kind} examples in the training "
-            f"data, so that their weights are unknown; give {classes} numbers"
+            f"config.{key}='balanced': {len(empty)} of {classes} classes, such as {name}, have no {kind} label in the "
+            f"training data, so that their weights are unknown; give {classes} numbers"
         )
     found = negatives / positives if key == "pos_weight" else positives.sum() / (classes * positives)
     return tuple(map(float, found))

@@ -146,7 +146,7 @@ def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | 
     Raises:
       InputError: a cell has an unknown class, or no cell has a class.
     """
-    if sep is not None and not sep.strip(" ") and sep != " ":
+    if sep is not None and not sep.strip():  # a cell with the separator alone, for no class, would be an empty one
         raise InputError(f"sep={sep!r}: expected the text between two class names, such as '|'")
     cells = [_cell(cell) for cell in table.columns[column]]
     listed = [[cell] if sep is None else [_cell(part) for part in cell.split(sep)] for cell in cells]

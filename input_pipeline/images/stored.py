@@ -139,6 +139,8 @@ def _png16(data: bytes, wanted: Wanted, size: tuple[int, int]) -> Pixels:
     wanted.check(*size, PNG_CHANNELS[data[25]], np.dtype(np.uint16))
     parts, at = [data[:8]], 8
     for _ in range(MAX_CHUNKS):
+        if at >= len(data):
+            break
         end = at + 12 + int.from_bytes(data[at : at + 4], "big")
         if data[at + 4 : at + 8] in PNG_CHUNKS:
             parts.append(data[at:end])

@@ -21,7 +21,8 @@ from input_pipeline.source import Example
 
 MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
-RANGES = {"value_range": ("in_max", 3), "vgg_value_range": ("mean", 0)}  # a name and position of an argument of 8 bits
+# Names and positions of arguments whose defaults are those of images of 8 bits.
+RANGES = {"value_range": {"in_max": 3}, "vgg_value_range": {"mean": 0, "std": 1}}
 KEYS = ("key", "inkey", "outkey")  # arguments of every op that changes one value
 EMPTY = re.compile(r"""('[^']*'|"[^"]*")|\|[\s|]*(?=\|)""")  # a quoted string, or bars that separate nothing
 
@@ -206,11 +207,12 @@ def parsed(spec: str) -> list[Step]:
     steps = [_step(node) for node in nodes]
     wide = next((each.text for each in steps if each.op == "decode" and each.arguments["dtype"] != "uint8"), None)
     for step, node in zip(steps, nodes, strict=True):
-        if wide and step.op in RANGES and not _gives(_call(node), *RANGES[step.op]):
-            raise InputError(
-                f"preprocessing: {step.op} after {wide} needs {RANGES[step.op][0]}, whose default is that of 8 bits; "
-                "`dcvit check-data --statistics` prints a vgg_value_range to use"
-            )
+        for name, position in RANGES.get(step.op, {}).items() if wide else ():
+            if not _gives(_call(node), name, position):
+                raise InputError(
+                    f"preprocessing: {step.op} after {wide} needs {name}, whose default is that of 8 bits; "
+                    "`dcvit check-data --statistics` prints a vgg_value_range to use"
+                )
     names = [step.op for step in steps]
     if "patches" in names:
         _check_after_patches(steps[names.index("patches") + 1 :])

@@ -49,6 +49,14 @@ def patches(patch: int = 16, max_tokens: int = 256, upscale: bool = False) -> Op
     return op
 
 
+def image_of_patches(patches: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Return the image (height, width, channels) whose patches the op `patches` has cut; `grid` is rows and columns."""
+    rows, columns = map(int, grid)
+    side = math.isqrt(patches.shape[1])
+    cut = patches[: rows * columns].reshape(rows, columns, side, side, -1)
+    return cut.swapaxes(1, 2).reshape(rows * side, columns * side, -1)
+
+
 def grid_of(size: tuple[int, int], patch: int, max_tokens: int, *, upscale: bool = False) -> tuple[int, int]:
     """Return the rows and columns of patches of an image of `size`, height and width; see `patches`."""
 

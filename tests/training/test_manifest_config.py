@@ -133,7 +133,7 @@ def test_predict_prints_the_classes_that_reach_their_thresholds(copied, data, ca
 
 @pytest.mark.parametrize(("content", "message"), [
     ("{", "cannot read .*thresholds.json: Expecting property name"),
-    ('{"evaluation": "val", "step": 20, "thresholds": {"blue": 0.5}}', "no entry 'green'; choose them again"),
+    ('{"evaluation": "val", "step": 20, "thresholds": {"blue": 0.5}}', "no entry 'green'; remove the file"),
     ('{"evaluation": "val", "step": 20, "thresholds": {"blue": 2, "green": 0, "red": 0}}', "expected a number from 0"),
     ('{"evaluation": "val", "step": 20, "thresholds": [1, 2, 3]}', "cannot read .*thresholds.json"),
 ])  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 
 from dcvit.evaluators import DeviceBatch
 from dcvit.pages.report.temperatures import BINS, Temperatures, bin_of
+from input_pipeline.preprocess.patches import image_of_patches
 
 MISTAKES = 24  # kept with their images
 
@@ -75,6 +76,7 @@ class Outcomes:
             "mistake_row": rows,
             "mistake_labels": labels[rows],
             "mistake_image": batch["image"][rows],
+            **({"mistake_grid": batch["grid"][rows]} if "grid" in batch else {}),
         }
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
@@ -108,6 +110,8 @@ class Outcomes:
             row = int(found["mistake_row"][i])
             labels = tuple(map(int, np.flatnonzero(found["mistake_labels"][i])))
             image = found["mistake_image"][i].copy()  # a view would keep the images of the whole batch
+            if "mistake_grid" in found:
+                image = image_of_patches(image, found["mistake_grid"][i])
             prediction, confidence = int(found["prediction"][row]), float(found["confidence"][row])
             self.mistakes.append(Mistake(self.rows + row, labels, prediction, confidence, image))
         self.mistakes.sort(key=lambda mistake: (-mistake.confidence, mistake.example))

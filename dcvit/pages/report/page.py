@@ -340,7 +340,7 @@ def _multilabel(evaluation: MultiLabelEvaluation, number: int) -> ET.Element:
         ("Mean AP", percent(row["mean_ap"]), "mean of the average precisions of the classes that have images"),
         ("F1, macro", percent(row["f1_macro"]), "mean of the classes that have images"),
         ("F1, micro", percent(row["f1_micro"]), "of all labels together"),
-        ("Loss", f"{loss:.4f}" if isinstance(loss, float) else NONE, "sum over the classes, in nats"),
+        ("Loss", f"{loss:.4f}" if isinstance(loss, float) else NONE, "of all classes, in nats"),
         ("Labels for an image", f"{positives / max(1, n if isinstance(n, int) else 1):.2f}", f"{positives:,} in all"),
         ("Images", f"{n:,}", f"{labels:,} known labels of {len(found):,} classes"),
     ]

@@ -96,6 +96,9 @@ def convert(
             raise ConfigError(f"{target} is inside of {place}; give a path outside")
     opened = [open_saved(place) for place in sources]
     weights = combine(opened) if combine else opened[0]
+    evaluators = weights.record.get("evals", {}).values()
+    if to != "dcvit" and any(evaluator.get("type") == "multilabel" for evaluator in evaluators):
+        log.warning("%s does not say that an image may have several labels: programs that read it use a softmax", to)
     try:
         with _new_folder(target) as folder:
             _write(weights, folder, to)
