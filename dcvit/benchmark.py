@@ -103,14 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = benchmark.Options((args.mode,) if args.mode else benchmark.MODES, args.batch_size, args.rounds)
     found = benchmark.benchmark(args.config, overrides, options._replace(peak=args.peak_tflops))
     rows = [dataclasses.asdict(row) for row in found]
-    if args.out and multihost.is_first():
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    results = json.dumps(rows, indent=1)
     if args.format == "markdown":
         print("\n".join(markdown(rows)))
     else:
         if args.format == "table":
             rows = [{name: None if value is None else _short(value) for name, value in row.items()} for row in rows]
         cli.show(rows, args.format, title=device())
+    if args.out and multihost.is_first():
+        args.out.write_text(f"{results}\n")
     return int(all(row["error"] for row in rows))
 
 

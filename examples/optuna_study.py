@@ -89,6 +89,11 @@ def search(folder: Path, config: str, trials: int, steps: int) -> optuna.Study:
     return study
 
 
+def _percent(value: float | None) -> str:
+    """Return an accuracy in percent, or a dash for a trial that diverged before it had one."""
+    return "–" if value is None else f"{value:.2%}"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     for trial in finished(study):
         last = max(trial.intermediate_values, default=0)
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial.params.items())
-        print(f"trial {trial.number}: {trial.state.name.lower()}, {trial.value:.2%} after {last} steps, {shown}")
+        print(f"trial {trial.number}: {trial.state.name.lower()}, {_percent(trial.value)} after {last} steps, {shown}")
     best = study.best_trial
     print(f"best: trial {best.number}, {best.value:.2%}, {best.params}")
 

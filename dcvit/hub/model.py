@@ -173,13 +173,16 @@ class TrainedModel:
         model: Any = self.model
         return model, self.params()
 
-    def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
-        """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
+    def evaluators(self, *, stored_thresholds: bool = True) -> tuple[Mesh, Strategy, dict[str, Any]]:
+        """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`.
+
+        With `stored_thresholds`, multi-label evaluators have the thresholds of the workdir, if it has any.
+        """
         mesh, strategy = evaluation_mesh(self._config, self.model)
         with with_tokenizer(self._config, self._tokenizer) as config:
             evaluators = make_evaluators(config, predictor(self.model), mesh)
         for name in _multilabel_options(self._config).keys() & evaluators.keys():
-            if self.thresholds:
+            if stored_thresholds and self.thresholds:
                 evaluators[name].set_thresholds(self.thresholds.values, self.thresholds.origin)
         return mesh, strategy, evaluators
 

@@ -113,7 +113,7 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
 
     Raises:
       ConfigError: the repository exists, and is public although `private`.
-      InputError: the upload failed; nothing changed in the repository.
+      InputError: the upload failed; the repository has no new commit.
     """
     api = require(huggingface.LIBRARY).HfApi(library_name=huggingface.SENDER)
     with huggingface.one_line_errors(repository, "upload to"):

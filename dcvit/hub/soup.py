@@ -90,7 +90,7 @@ def _scorer(first: Weights, metric: str) -> Callable[[Weights], float]:
     if not first.workdir:
         raise ConfigError(f"{first.path} is not a run, whose config has evaluators for {metric}: give a run first")
     trained = open_trained(first.workdir)
-    mesh, strategy, evaluators = trained.evaluators()
+    mesh, strategy, evaluators = trained.evaluators(stored_thresholds=False)
     known = [f"{name}/{found}" for name, evaluator in evaluators.items() for found in evaluator.metrics]
     if metric not in known:
         raise ConfigError(f"no evaluation of {first.workdir} yields {metric!r}; {nearest(metric, known)}")

@@ -152,7 +152,11 @@ def grouped(runs: Iterable[RecordedRun], *, by_seed: bool) -> list[Group]:
         config = {key: value for key, value in run.config.items() if key != "seed"}
         alone = not by_seed or not config
         groups.setdefault(str(run.workdir) if alone else json.dumps(config, sort_keys=True), []).append(run)
-    return [(_common_name(found), found) for found in groups.values()]
+    names = [_common_name(found) for found in groups.values()]
+    unique = [
+        found[0].name if names.count(name) > 1 else name for name, found in zip(names, groups.values(), strict=True)
+    ]
+    return list(zip(unique, groups.values(), strict=True))
 
 
 def results(groups: Sequence[Group], metric: str | None = None) -> list[Row]:
@@ -194,7 +198,8 @@ def state(run: RecordedRun) -> str:
         if early.reason:
             return "stopped early"
     found = [re.fullmatch(r"nonfinite-(\d+)\.json", path.name) for path in run.workdir.glob("nonfinite-*.json")]
-    return "failed" if any(match and int(match[1]) > last for match in found) else "stopped"
+    failed = len(found) > (run.config.get("nonfinite_skip") or 0)
+    return "failed" if failed and any(match and int(match[1]) > last for match in found) else "stopped"
 
 
 def _result(run: RecordedRun, names: Sequence[str]) -> Row:

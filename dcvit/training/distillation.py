@@ -42,6 +42,7 @@ from dcvit.parallel.sharding import Strategy, check_model
 from dcvit.training.augment import Augmentation
 from dcvit.weights import adapters, preprocessing
 from input_pipeline import InputError, Preprocess, Source, patch_sizes
+from input_pipeline.preprocess.builder import decoded_as, parsed
 
 LOG = logging.getLogger(__name__)
 WHAT = "config.distill"
@@ -297,6 +298,8 @@ def normalizer(ours: str, theirs: str, channels: int) -> Callable[[Array], Array
     """
     if not theirs:
         raise ConfigError("it states no preprocessing (pp_predict), which has the range of its pixels")
+    if decoded_as(ours) == decoded_as(theirs) and len(_ranges(ours)) == 1 and _ranges(ours) == _ranges(theirs):
+        return lambda images: images
     try:
         (mean, std), (their_mean, their_std) = (
             np.asarray(preprocessing.mean_and_std(pp))[:, :channels] for pp in (ours, theirs)
@@ -310,6 +313,11 @@ def normalizer(ours: str, theirs: str, channels: int) -> Callable[[Array], Array
         raise ConfigError(f"its pixels have another range, and images of {channels} channels cannot be converted")
     factor, offset = (values.astype(np.float32)[None, None, None] for values in (scale, shift))
     return lambda images: images * factor + offset
+
+
+def _ranges(pp: str) -> list[str]:
+    """Return the ops of a preprocessing string that convert pixels to floats."""
+    return [step.text for step in parsed(pp) if step.op in ("value_range", "vgg_value_range")]
 
 
 @contextlib.contextmanager

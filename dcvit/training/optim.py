@@ -152,7 +152,7 @@ def frozen_parts(params: PyTree, patterns: Sequence[str], freeze_layers: int | N
       depth: L.
 
     Raises:
-      ValueError: `freeze_layers` is out of range, a regex matches no parameter, or all or none would be frozen.
+      ValueError: `freeze_layers` is out of range, a regex matches no parameter, or it freezes all or nothing.
     """
     if freeze_layers is not None and not 0 <= freeze_layers <= depth:
         raise ValueError(f"freeze_layers={freeze_layers} should be in 0 … {depth}, the number of blocks")

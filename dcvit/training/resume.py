@@ -119,7 +119,9 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
         for name, key in (("base", "model_init"), (TEACHER, "distill.teacher")):
-            if changed := adapters.changed(start.about.get(name, {}), about.get(name, {})) if start.step else ():
+            accepted = name == TEACHER and {"distill", key} & {*accept}
+            before, now = start.about.get(name, {}), about.get(name, {})
+            if changed := adapters.changed(before, now) if start.step and not accepted else ():
                 raise CheckpointError(f"config.{key} has another {changed[0]} than when the run started")
         writer = None
         if multihost.is_first():

@@ -6,6 +6,7 @@ The config key that enables a tracker is the name of a module here. Such a modul
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -105,7 +106,9 @@ class Trackers:
         try:
             action()
         except Exception as e:  # of any library
-            self.active.pop(name, None)
+            if tracker := self.active.pop(name, None):
+                with contextlib.suppress(Exception):  # otherwise the next run of this process would continue it
+                    tracker.close(failed=True)
             LOG.warning("%s failed, and training continues without it: %s", name, first_line_with_type(e))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 
 from dcvit.errors import ConfigError
 from dcvit.parallel.trees import flattened
@@ -19,6 +20,11 @@ def check(options: Options) -> None:
     for name in FURTHER:
         if name in options and not (isinstance(options[name], str) and options[name]):
             raise ConfigError(f"config.mlflow.{name}={options[name]!r} should be a string")
+    if "@" in urllib.parse.urlsplit(str(options.get("tracking_uri", ""))).netloc:
+        raise ConfigError(
+            "config.mlflow.tracking_uri has a user or password, which config.json would store: set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
 
 
 class Tracker:
@@ -29,7 +35,7 @@ class Tracker:
         self.mlflow, saved = library("mlflow"), run.saved_id("mlflow")
         if "tracking_uri" in options:
             self.mlflow.set_tracking_uri(options["tracking_uri"])
-        if "experiment" in options:
+        if "experiment" in options and not saved:
             self.mlflow.set_experiment(options["experiment"])
         arguments = {"run_name": run.workdir.name} | {k: v for k, v in options.items() if k not in FURTHER}
         self.run_id: str = self.mlflow.start_run(run_id=saved, **arguments).info.run_id

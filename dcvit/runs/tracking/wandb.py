@@ -20,6 +20,8 @@ def check(options: Options) -> None:
     if options.get("mode", "online") not in MODES:
         raise ConfigError(f"config.wandb.mode={options['mode']!r}; {nearest(str(options['mode']), MODES)}")
     check_options("wandb", options, init, OWN)
+    if isinstance(settings := options.get("settings"), Mapping) and "api_key" in settings:
+        raise ConfigError("config.wandb.settings has an api_key, which config.json would store: set WANDB_API_KEY")
 
 
 class Tracker:
@@ -35,7 +37,7 @@ class Tracker:
         identifier = saved or secrets.token_hex(4)
         run.save_id("wandb", identifier)
         given = options.get("settings")
-        settings = {"console": "off", **(given if isinstance(given, Mapping) else {})}
+        settings = {"console": "off", "reinit": "create_new", **(given if isinstance(given, Mapping) else {})}
         folder = run.workdir if isinstance(run.workdir, Path) else tempfile.mkdtemp()
         own = {"id": identifier, "dir": str(folder), "config": dict(run.config), "resume": "allow"}
         self.run = library("wandb").init(**{"name": run.workdir.name, **options, **own, "settings": settings})

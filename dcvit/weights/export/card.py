@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from dcvit.errors import MetricsError
-from dcvit.runs import metrics
+from dcvit.runs import metrics, steps
 from dcvit.versions import __version__
 from dcvit.weights import dcvit_hf
 from dcvit.weights.export import formats, tokenizer_files
@@ -127,7 +127,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
         load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"), version=__version__,
     )  # fmt: skip
     for section, column, rows in (
-        ("Data", "key", tokenizer_files.training_data(weights.record)), ("Metrics", "metric", values),
+        ("Data", "key", _without_folders(tokenizer_files.training_data(weights.record))), ("Metrics", "metric", values),
     ):  # fmt: skip
         if rows:
             card += SECTION.substitute(title=section, table=_table(rows, column))
@@ -153,7 +153,8 @@ def _results(weights: Weights, task: str, values: Mapping[str, object]) -> list[
     for name, evaluator in weights.record.get("evals", {}).items():
         data = tokenizer_files.training_data({"input": evaluator})
         dataset: Json = dict.fromkeys(("name", "type"), str(data.get("name") or data.get("kind") or name))
-        numbers = {key: float(str(value)) for key, value in values.items() if key.startswith(f"{name}/")}
+        own = {key: value for key, value in values.items() if key.startswith(f"{name}/")}
+        numbers = {key: float(str(value)) for key, value in own.items() if not isinstance(value, int)}  # not counts
         metrics = [
             {"name": key, "type": TYPES.get(kind := key.partition("/")[2], kind), "value": number}
             for key, number in numbers.items() if math.isfinite(number)
@@ -164,10 +165,15 @@ def _results(weights: Weights, task: str, values: Mapping[str, object]) -> list[
     return found
 
 
+def _without_folders(data: Mapping[str, object]) -> dict[str, object]:
+    """Return options of data with the last parts of absolute paths, whose folders are of the author's machine."""
+    return {key: Path(x).name if isinstance(x, str) and Path(x).is_absolute() else x for key, x in data.items()}
+
+
 def _origin(weights: Weights) -> str:
     """Return a phrase about the source of a model, for the text of the card."""
     if weights.averaged:
-        names = ", ".join(f"`{path.name}`" for path in weights.averaged)
+        names = ", ".join(f"`{huggingface.title(path)}`" for path in weights.averaged)
         return f"the average of the parameters of {len(weights.averaged)} models ({names})"
     return "a run" if weights.workdir else f"weights of the family `{weights.family}`"
 
@@ -206,10 +212,15 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
 
 
 def _metrics(weights: Weights) -> dict[str, object]:
-    """Return the last value of each metric of a run, by name; {} if its file is damaged or the model is of no run."""
+    """Return the last value of each metric of a run, up to its checkpoint, by name.
+
+    There is none if the file is damaged, or the model is of no run.
+    """
     workdir = None if weights.averaged else weights.workdir
     try:
         rows = metrics.read(workdir / "metrics.jsonl") if workdir else []
+        name = steps.step_folder(weights.path).name if workdir else ""
+        rows = [row for row in rows if not steps.is_step(name) or row["step"] <= int(name)]
     except MetricsError:
         rows = []
     values: dict[str, object] = {}
