@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--include_path: no folder {args.include_path}")
     cli.check_model(args, overrides)
 
-    from dcvit.hub.source import ModelSource
     from dcvit.inference import harness_tasks
     from dcvit.inference.loading import open_model
     from dcvit.inference.texts import LanguageModel
+    from input_pipeline.huggingface import cached
 
     cli.start_jax(forward_only=True)
     if args.out:
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_model, names, include_path=args.include_path, allow_code=args.allow_code, num_fewshot=args.num_fewshot,
         limit=args.limit,
     )  # fmt: skip
-    results["config"]["model"] = str(ModelSource(args.checkpoint or args.workdir))
+    place = args.checkpoint or args.workdir
+    results["config"]["model"] = str(cached(place) or place)
     if args.out:
         args.out.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     cli.show(harness_tasks.table_rows(results), args.format)

@@ -61,7 +61,7 @@ class TrainedModel:
           image_size: height and width of images, if other than those of the config.
           workdir: the folder of the run, with its class names and thresholds.
         """
-        self._pp, self._image_size = config.pp_predict, image_size
+        self._pp, self.image_size = config.pp_predict, image_size
         if image_size:
             config = _at_image_size(config, image_size)
         self._config, self._kind, self._tokenizer = config, kind_of(config), tokenizer
@@ -109,17 +109,10 @@ class TrainedModel:
         """The names of the classes in the run's data, or their numbers."""
         return read_class_names(self.workdir, self.num_outputs)
 
-    @property
-    def is_of_run(self) -> bool:
-        """True for a checkpoint of the run in `workdir` with its image size, for which the workdir holds thresholds."""
-        place = self.source.workdir
-        is_inside = None not in (place, self.workdir) and absolute(place) == absolute(self.workdir)
-        return is_inside and self._image_size is None
-
     @functools.cached_property
     def thresholds(self) -> Thresholds | None:
         """The thresholds that the run's workdir stores for its multi-label evaluators; None without any."""
-        if self.workdir is None or not self.is_of_run or not _multilabel_options(self._config):
+        if self.workdir is None or not has_run_thresholds(self) or not _multilabel_options(self._config):
             return None
         found = thresholds.read(self.workdir, self.class_names)
         if found and found.step != self.step:
@@ -149,14 +142,14 @@ class TrainedModel:
 
         if self.source.weights:
             _warn_of_other_function(self.source.weights, self.model, self._pp)
-        return load_params(self.source, make_like, self._at_size if self._image_size else None)
+        return load_params(self.source, make_like, self._at_size if self.image_size else None)
 
     def _at_size(self, tensors: Tensors) -> Tensors:
         """Return `tensors`, the parameters, with position embeddings interpolated to images of `image_size`."""
-        assert self._image_size
+        assert self.image_size
         description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
         with errors_name_file(self.source.path):
-            return at_image_size(description, tensors, self._image_size)[1]
+            return at_image_size(description, tensors, self.image_size)[1]
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
         """Raise CheckpointError if names or shapes of parameters do not fit the model for inputs of this shape."""
@@ -174,10 +167,7 @@ class TrainedModel:
         return model, self.params()
 
     def evaluators(self, *, stored_thresholds: bool = True) -> tuple[Mesh, Strategy, dict[str, Any]]:
-        """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`.
-
-        With `stored_thresholds`, multi-label evaluators have the thresholds of the workdir, if it has any.
-        """
+        """Return mesh, sharding strategy and evaluators of `config.evals`, with or without the workdir's thresholds."""
         mesh, strategy = evaluation_mesh(self._config, self.model)
         with with_tokenizer(self._config, self._tokenizer) as config:
             evaluators = make_evaluators(config, predictor(self.model), mesh)
@@ -202,6 +192,13 @@ class TrainedModel:
     def _check_language_model(self) -> None:
         if self._config.model_name != "lm":
             raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
+
+
+def has_run_thresholds(trained: TrainedModel) -> bool:
+    """Return True for a checkpoint of the run in `trained.workdir` with its image size, which has its thresholds."""
+    place, workdir = trained.source.workdir, trained.workdir
+    is_inside = place is not None and workdir is not None and absolute(place) == absolute(workdir)
+    return is_inside and trained.image_size is None
 
 
 def thresholds_of(trained: TrainedModel) -> float | Sequence[float] | None:

@@ -63,9 +63,9 @@ def mean_scale(
 
     Without class weights and unknown labels, the factor is 1.
     """
-    known = labels >= 0
+    known = ~(labels < 0)  # also NaN, which makes the loss NaN
     if name == "sigmoid_xent":
-        counted, size = jnp.sum(known, dtype=jnp.float32), labels.size
+        counted, size = jnp.sum(known, dtype=jnp.int32).astype(jnp.float32), labels.size
     else:
         labels, size = jnp.where(jnp.all(known, axis=-1, keepdims=True), labels, 0), len(labels)
         mass, total = (jnp.sum(x, axis=-1) for x in (labels, _weighted(labels, class_weights)))
@@ -75,7 +75,7 @@ def mean_scale(
 
 def unlabeled_as_unknown(labels: Float[Array, "B C"]) -> Float[Array, "B C"]:
     """Return labels for softmax_xent with -1 everywhere in examples with an unknown label or without labels."""
-    unknown = jnp.any(labels < 0, axis=-1, keepdims=True) | ~jnp.any(labels > 0, axis=-1, keepdims=True)
+    unknown = jnp.any(labels < 0, axis=-1, keepdims=True) | jnp.all(labels == 0, axis=-1, keepdims=True)
     return jnp.where(unknown, -1, labels)
 
 

@@ -123,8 +123,8 @@ class ViT(TransformerFields):
             width.
           ConfigError: see `dcvit.models.packed_images.check_packed`.
         """
-        dtype = jnp.dtype(self.dtype_mm)
-        out: Outputs = {}
+        check_fields(self, self.patch_size if isinstance(image, PackedImages) else image.shape[1:3])
+        dtype, out = jnp.dtype(self.dtype_mm), Outputs()
         packed, grid = None, None
         if isinstance(image, PackedImages):
             packed = image.in_rows()
@@ -213,7 +213,6 @@ class ViT(TransformerFields):
 
 def _embedded(net: ViT, image: Array, dtype: DTypeLike, out: Outputs) -> tuple[Array, tuple[int, int]]:
     """Return the embedded patches (B T M) of images, with positions, and the rows and columns of patches."""
-    check_fields(net, image.shape[1:3])
     patch = tuple(net.patch_size)
     x = out["stem"] = nn.Conv(
         net.width, patch, strides=patch, padding="VALID", use_bias=not net.pre_norm, dtype=dtype, name="embedding"
@@ -231,7 +230,6 @@ def _embedded(net: ViT, image: Array, dtype: DTypeLike, out: Outputs) -> tuple[A
 
 def _embedded_rows(net: ViT, packed: PackedImages, dtype: DTypeLike, out: Outputs) -> Array:
     """Return the embedded patches of packed rows, with positions."""
-    check_fields(net, net.patch_size)
     packed_images.check_packed(net, packed.patches.shape[2])
     patch = (net.patch_size[0], net.patch_size[1])
     embed = packed_images.PatchDense(net.width, patch, not net.pre_norm, dtype, name="embedding")

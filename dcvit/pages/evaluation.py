@@ -13,7 +13,7 @@ import jax
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
 from dcvit.evaluators import multilabel as multilabels
-from dcvit.hub.model import TrainedModel
+from dcvit.hub.model import TrainedModel, has_run_thresholds
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, MultiLabelEvaluation, render
@@ -56,12 +56,7 @@ def evaluate(
     mesh, strategy, evaluators = trained.evaluators()
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
-    multilabel = _multilabel(evaluators, thresholds)
-    if thresholds is not None and not trained.is_of_run:
-        raise ConfigError(
-            "--thresholds are stored for the checkpoints of a run at its image size: give --workdir without "
-            "--image-size and without a --checkpoint of another run"
-        )
+    multilabel = _multilabel(trained, evaluators, thresholds)
     observed = reports.observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
@@ -92,8 +87,19 @@ def evaluate(
     return [{key: row.get(key) for key in columns} for row in rows], page
 
 
-def _multilabel(evaluators: Mapping[str, object], thresholds: str | None) -> dict[str, multilabels.Evaluator]:
-    """Return the multi-label evaluators by name. Raise ConfigError if `thresholds` is none of them."""
+def _multilabel(
+    trained: TrainedModel, evaluators: Mapping[str, object], thresholds: str | None
+) -> dict[str, multilabels.Evaluator]:
+    """Return the multi-label evaluators by name.
+
+    Raises:
+      ConfigError: `thresholds` is none of them, or the model is not one for which the workdir stores thresholds.
+    """
+    if thresholds is not None and not has_run_thresholds(trained):
+        raise ConfigError(
+            "--thresholds are stored for the checkpoints of a run at its image size: give --workdir without "
+            "--image-size and without a --checkpoint of another run"
+        )
     found = {name: e for name, e in evaluators.items() if isinstance(e, multilabels.Evaluator)}
     if thresholds is not None and thresholds not in found:
         hint = f"; {nearest(thresholds, found)}" if found else " in config.evals"

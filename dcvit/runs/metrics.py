@@ -187,6 +187,7 @@ class MetricWriter:
         self.timing.flush()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, and the trackers of a run that failed before it closed them."""
         self.metrics.close()
         self.timing.close()
+        self.trackers.close(failed=True)

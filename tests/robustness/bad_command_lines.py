@@ -80,7 +80,7 @@ COMPARE = {
     "compare without runs": bad(command("compare"), "runs"),
     "compare a missing workdir": bad(command("compare", "no/such/run"), "no/such/run"),
     "compare a workdir without metrics": bad(command("compare", "{folder}"), "metrics.jsonl"),
-    "compare by an unknown metric": bad(command("compare", "{vit}", "--metric", "test/top2"), "test/top1"),
+    "compare by an unknown metric": bad(command("compare", "{vit}", "--metric", "test/mean_recal"), "test/mean_recall"),
     "compare by an unknown group": bad(command("compare", "{vit}", "--group", "lr"), "--group"),
     "curves in another format": bad(command("compare", "{vit}", "--out", "{folder}/c.gif"), ".png"),
     "curves in a missing folder": bad(command("compare", "{vit}", "--out", "{folder}/no/such/c.png"), "no/such"),

@@ -105,8 +105,11 @@ def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(to, folders
             with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
                 read(folder)
         path.unlink()
-        with pytest.raises(CheckpointError, match=f"{folder} is damaged"):
+        if path.suffix == ".py":  # the Hub's downloads leave code out, and nothing here runs it
             open_saved(folder)
+        else:
+            with pytest.raises(CheckpointError, match=f"{folder} is damaged"):
+                open_saved(folder)
         path.write_bytes(data)
     (folder / "notes.txt").write_text("a file of the author's")
     assert open_saved(folder).size == open_saved(folders["vit"]).size
