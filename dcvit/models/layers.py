@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
@@ -74,6 +75,16 @@ class MlpBlock(nn.Module):
         hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, "context", "tensor"), deterministic)
         out: Array = dense(width, kernel_init=self.out_init or self.kernel_init, name=last)(hidden)
         return out
+
+
+def sincos(length: int, width: int) -> Float[np.ndarray, "length _"]:
+    """Return MoCo v3's fixed embedding of the positions 0 … length - 1 on one axis: width/4 sines, then cosines.
+
+    The frequencies are a geometric sequence from 1 to 1/10,000.
+    """
+    frequencies = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
+    angles = np.arange(length)[:, None] * frequencies
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class LayerGroup(nn.Module):

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float, Int, Shaped
 from dcvit.errors import ConfigError
+from dcvit.models import layers
 from input_pipeline.preprocess.packing import Packing
 
 POOLS = ("gap", "map", "tok", "tok+gap", "tok+reg")  # the others take a patch by its position, or all patches
@@ -238,11 +238,9 @@ def resampled(packed: PackedImages, table: Float[Array, "1 S M"]) -> Float[Array
     return jnp.matmul(both.reshape(*both.shape[:2], side**2), table[0], precision=EXACT)
 
 
-def sincos(packed: PackedImages, width: int) -> Float[Array, "rows T M"]:
+def posemb_sincos_2d(packed: PackedImages, width: int) -> Float[Array, "rows T M"]:
     """Return `dcvit.models.vit.posemb_sincos_2d` at each token's position in its image."""
-    frequencies = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
-    angles = np.arange(packed.patches.shape[1])[:, None] * frequencies  # no position is larger
-    table = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
+    table = jnp.asarray(layers.sincos(packed.patches.shape[1], width))  # no position is larger
     return jnp.concatenate([table[packed.positions[..., axis]] for axis in (1, 0)], axis=-1)
 
 

@@ -33,7 +33,7 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.input_channels import channels_hint, with_channels
-from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
+from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32, sincos
 from dcvit.models.packed_images import PackedImages
 from dcvit.parallel.mesh import BATCH, constrain
 from dcvit.parallel.trees import Tensors
@@ -235,7 +235,7 @@ def _embedded_rows(net: ViT, packed: PackedImages, dtype: DTypeLike, out: Output
     embed = packed_images.PatchDense(net.width, patch, not net.pre_norm, dtype, name="embedding")
     x = out["stem"] = embed(packed.patches.astype(dtype))
     if net.posemb == "sincos2d":
-        x = x + packed_images.sincos(packed, net.width).astype(dtype)
+        x = x + packed_images.posemb_sincos_2d(packed, net.width).astype(dtype)
     elif net.posemb == "learn":
         table: Array | None = net.get_variable("params", "pos_embedding")
         if table is None:
@@ -324,11 +324,9 @@ def decode_variant(variant: str | None) -> dict[str, Any]:
 
 
 def posemb_sincos_2d(rows: int, columns: int, width: int) -> Float[Array, "1 T M"]:
-    """Return MoCo v3's fixed embedding: sine and cosine of x, then of y, at width/4 frequencies from 1 to 1/10,000."""
-    y, x = (grid.reshape(-1, 1) for grid in np.mgrid[:rows, :columns])
-    frequencies = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
-    table = [f(position * frequencies) for position in (x, y) for f in (np.sin, np.cos)]
-    return jnp.asarray(np.concatenate(table, axis=1)[None], jnp.float32)
+    """Return MoCo v3's fixed embedding of a grid: `sincos` of the column of each patch, then of its row."""
+    y, x = (grid.ravel() for grid in np.mgrid[:rows, :columns])
+    return jnp.asarray(np.concatenate([sincos(columns, width)[x], sincos(rows, width)[y]], axis=1)[None])
 
 
 def resample_grid(old: Float[Array, "1 S M"], grid: tuple[int, int], new: tuple[int, int]) -> Float[Array, "1 T M"]:

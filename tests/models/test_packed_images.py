@@ -7,7 +7,7 @@ import pytest
 
 from dcvit.errors import ConfigError
 from dcvit.models import losses, vit
-from dcvit.models.packed_images import PackedImages, one_per_row, pack, resampled, sincos
+from dcvit.models.packed_images import PackedImages, one_per_row, pack, posemb_sincos_2d, resampled
 from dcvit.parallel import hlo
 from dcvit.parallel.sharding import batch_sharding, make_mesh
 from input_pipeline import Preprocess
@@ -205,7 +205,7 @@ def test_embeddings_of_an_oblong_grid_are_refused(sequences):
 def test_position_embeddings_of_an_image_with_the_grid_of_the_table_are_exact(sequences):
     packed, width = one_per_row(*sequences).in_rows(), 16
     table = jax.random.normal(jax.random.key(0), (1, SIDE**2, width))
-    learned, fixed = jax.jit(resampled)(packed, table), jax.jit(sincos, static_argnums=1)(packed, width)
+    learned, fixed = jax.jit(resampled)(packed, table), jax.jit(posemb_sincos_2d, static_argnums=1)(packed, width)
     for image, grid in enumerate(GRIDS):
         number = np.prod(grid)
         np.testing.assert_array_equal(fixed[image, :number], vit.posemb_sincos_2d(*grid, width)[0])
