@@ -18,23 +18,23 @@ from collections.abc import Mapping, Sequence
 from dcvit import cli
 from dcvit.parallel import multihost
 
-MARKDOWN = ("config", "mode", "batch", "attention", "ms", "per second", "TFLOP/s", "MFU %", "memory MB", "ratio")
+SUMMARY = ("config", "mode", "batch", "attention", "ms", "per second", "TFLOP/s", "MFU %", "memory MB", "ratio")
 Row = Mapping[str, object]  # a `dcvit.training.benchmark.Row`
 
 
-def markdown(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table; after the median of the milliseconds, its quartiles are in parentheses."""
-    lines = [f"| {' | '.join(MARKDOWN)} |", "|" + "---|" * len(MARKDOWN)]
+def summary(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return the cells of a short table; after the median of the milliseconds, its quartiles are in parentheses."""
+    found = []
     for row in rows:
-        cells = [_short(row[name]) for name in MARKDOWN[:4]]
+        cells = [_short(row[name]) for name in SUMMARY[:4]]
         if row["error"]:
             cells += [_short(row["error"]), *["–"] * 5]
         else:
             cells.append(f"{_short(row['ms'])} ({_short(row['ms_q1'])}–{_short(row['ms_q3'])})")
             cells.append(f"{_short(row['rate'])} {row['unit']}")
             cells += [_short(row[name]) for name in ("tflops", "mfu", "memory_mb", "ratio")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        found.append(dict(zip(SUMMARY, cells, strict=True)))
+    return found
 
 
 def _short(value: object) -> str:
@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = benchmark.benchmark(args.config, overrides, options._replace(peak=args.peak_tflops))
     rows = [dataclasses.asdict(row) for row in found]
     results = json.dumps(rows, indent=1)
+    shown: Sequence[Row] = rows
     if args.format == "markdown":
-        print("\n".join(markdown(rows)))
-    else:
-        if args.format == "table":
-            rows = [{name: None if value is None else _short(value) for name, value in row.items()} for row in rows]
-        cli.show(rows, args.format, title=device())
+        shown = summary(rows)
+    elif args.format == "table":
+        shown = [{name: None if value is None else _short(value) for name, value in row.items()} for row in rows]
+    cli.show(shown, args.format, title=device())
     if args.out and multihost.is_first():
         args.out.write_text(f"{results}\n")
     return int(all(row["error"] for row in rows))

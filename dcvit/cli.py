@@ -368,7 +368,7 @@ def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None =
     elif form == "csv":
         _show_csv(rows)
     elif form == "markdown":
-        _show_markdown(list(rows))
+        print("\n".join(markdown(list(rows))))
     else:
         _show_table(list(rows), title)
 
@@ -394,12 +394,11 @@ def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
         sys.stdout.flush()
 
 
-def _show_markdown(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a table in Markdown of the columns that have a value."""
+def markdown(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the lines of a Markdown table of rows that have the same keys, with the columns that have a value."""
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
     lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
-    for line in lines if names else []:
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines if names]
 
 
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:

@@ -82,7 +82,7 @@ def test_invalid_arguments_are_one_line_before_anything_compiles(words, message,
 
 
 def test_markdown_shows_three_digits_and_the_reason_of_a_row_without_figures():
-    _, _, measured, lacking = benchmark.markdown([ROW, LACK])
+    _, _, measured, lacking = cli.markdown(benchmark.summary([ROW, LACK]))
     assert measured == (
         "| vit_i1k | train | 1,024 | pallas_tpu | 1,234 (1,200–1,301) | 830 img/s | 22.9 | 1.45 | 9,876 | 1.00 |"
     )

@@ -19,7 +19,7 @@ from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-from dcvit import aot, benchmark, dcmha
+from dcvit import aot, benchmark, cli, dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
@@ -192,7 +192,7 @@ def steps_on_tpus():
 
 def benchmarks():
     if (ROOT / "docs" / "benchmark.json").is_file():
-        return benchmark.markdown(result("benchmark"))
+        return cli.markdown(benchmark.summary(result("benchmark")))
     return ["Not measured."]
 
 
