@@ -41,7 +41,7 @@ def nearest(name: str, valid_names: Iterable[str]) -> str:
     """Return the end of an error message: the valid name most similar to `name`, or the list of valid names."""
     name, valid_names = str(name), list(map(str, valid_names))
     close = difflib.get_close_matches(name, valid_names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(valid_names)}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(valid_names) or 'none'}"
 
 
 def check_split(kind: str, split: str, splits: Iterable[str]) -> None:
