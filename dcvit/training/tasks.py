@@ -81,6 +81,9 @@ class ImageTask:
         classes = len(source.class_names or ()) if classes is None else int(classes)
         config = with_classes(config, classes)
         check_loss(config.loss, "config.loss")
+        if classes == 1 and config.loss == "softmax_xent":
+            only = ", ".join(map(repr, source.class_names or ()))
+            raise ConfigError(f"config.num_classes=1 (class of the training data: {only}): a softmax needs two or more")
         for key in ("z_loss", "loss_chunk", "document_mask"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for language models")

@@ -1,6 +1,6 @@
 """Bad data: missing, empty, damaged or of another kind than the model needs."""
 
-from workspace import after, bad, broken_image, file, image_folder, text, vit, write_tokens
+from workspace import after, bad, broken_image, file, image_folder, one_class, text, vit, write_tokens
 
 NOT_UTF8 = b"good line\nbad \xff\xfe line\n" * 20
 PAIR = {"context": 16, "vocab_size": 257, "end_of_text": 3}
@@ -14,6 +14,9 @@ def tokens(**options):
 
 BAD_DATA = {
     "file that is not an image": bad(after(broken_image, image_folder()), "0.png", notice="images of 2 classes"),
+    "folder of one class": bad(
+        after(one_class, image_folder()), "config.num_classes=1", "'cat'", notice="images of 1 classes"
+    ),
     "preprocessing of 5000 ops": bad(vit("input.pp=" + "|".join(["flip_lr"] * 5000)), "preprocessing"),
     "text that is not UTF-8": bad(
         after(file("a.txt", NOT_UTF8), text("text", "{folder}/a.txt")), "a.txt:2: not UTF-8", "byte 5"

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import pickle
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,14 +235,19 @@ def npz(kind: str) -> Callable[[Workspace], Any]:
 PP = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)|onehot({num_classes})|keep('image', 'labels')"
 
 
-def broken_image(ws: Workspace) -> None:
-    """Write eight images of each of two classes for training, of which one is broken, and for validation."""
+def one_class(ws: Workspace, classes: Sequence[str] = ("cat",)) -> None:
+    """Write eight images of each class for training, and for validation."""
     from PIL import Image
 
-    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
+    for folder in (f"{split}/{name}" for split in ("train", "val") for name in classes):
         (ws.folder / "pets" / folder).mkdir(parents=True)
         for i in range(8):
             Image.new("L", (8, 8), i).save(ws.folder / "pets" / folder / f"{i}.png")
+
+
+def broken_image(ws: Workspace) -> None:
+    """Write eight images of each of two classes for training, of which one is broken, and for validation."""
+    one_class(ws, ("cat", "dog"))
     ws.write("pets/train/cat/0.png", "no image")
 
 
