@@ -269,10 +269,10 @@ def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG
 
 
 def _normalized(op: str, image: np.ndarray, center: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return (image - center) / scale in float32. Raises InputError if the image has another number of channels."""
+    """Return (image - center) / scale in float32. Raises ReadingError if the image has another number of channels."""
     for each in (center, scale):
         if each.ndim and each.size != image.shape[-1]:
-            raise InputError(f"{op}: {each.size} values for an image of {image.shape[-1]} channels")
+            raise ReadingError(f"{op}: {each.size} values for an image of {image.shape[-1]} channels")
     scaled = np.array(image, np.float32, order="C")
     scaled -= center
     scaled /= scale

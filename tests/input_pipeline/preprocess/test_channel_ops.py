@@ -60,7 +60,7 @@ def test_ranges_of_each_channel_are_those_of_numpy_in_float64(dtype):
     np.testing.assert_allclose(ranged, 2 * (image - low) / (high - low) - 1, rtol=1e-5, atol=1e-5)
     normed = apply(f"vgg_value_range({low.tolist()}, {high.tolist()})", image)
     np.testing.assert_allclose(normed, (image - low) / high, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ip.InputError, match=f"4 values for an image of {image.shape[2]} channels"):
+    with pytest.raises(ip.ReadingError, match=f"4 values for an image of {image.shape[2]} channels"):
         apply("value_range(0, 1, 0, (1, 2, 3, 4))", image)
 
 
