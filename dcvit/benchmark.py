@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.timing import device
 
     cli.start_jax(args)
+    if args.out and multihost.is_first():
+        args.out.open("a").close()  # an unwritable file is an error now instead of after the measurements
     options = benchmark.Options((args.mode,) if args.mode else benchmark.MODES, args.batch_size, args.rounds)
     found = benchmark.benchmark(args.config, overrides, options._replace(peak=args.peak_tflops))
     rows = [dataclasses.asdict(row) for row in found]
