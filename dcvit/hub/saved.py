@@ -63,7 +63,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
     ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
-    description = Description(name, outputs, fields, pp, tuple(names), ends)
+    description = Description(name, outputs, fields, pp, tuple(names), ends, trained.is_multilabel)
     source, arrays = trained.source, open_params(trained.source.path)
     params = open_parameters(source) if is_adapter(arrays) else _unrolled(arrays)
     adapts = functools.partial(_adapted, source.path) if is_adapter(arrays) else None

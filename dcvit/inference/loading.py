@@ -165,7 +165,7 @@ def _load_weights(
         )
         return LanguageModel(module, open_tokenizer=open_tokenizer, end_tokens=described.end_tokens, **common)
     names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
-    return ImageModel(module, pp=described.pp, class_names=names, **common)
+    return ImageModel(module, pp=described.pp, class_names=names, multilabel=described.multilabel, **common)
 
 
 def _mesh(sharding: str | None, module: nn.Module) -> Mesh | None:

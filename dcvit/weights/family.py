@@ -36,6 +36,7 @@ class Description(NamedTuple):
       pp: preprocessing of an image file, for `config.pp_predict`.
       class_names: a name for each class; empty if they have none.
       end_tokens: tokens that end a text, besides the field `end_of_text`.
+      multilabel: probabilities of classes are sigmoids of the logits, independent of each other, not their softmax.
     """
 
     model_name: str
@@ -44,6 +45,7 @@ class Description(NamedTuple):
     pp: str = ""
     class_names: tuple[str, ...] = ()
     end_tokens: tuple[int, ...] = ()
+    multilabel: bool = False
 
 
 def defaults(model_name: str, *others: str) -> Json:

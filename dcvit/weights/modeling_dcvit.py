@@ -57,6 +57,7 @@ TEXT_FIELDS = {
 }  # fmt: skip
 # The name of the cache in outputs: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+MULTILABEL = "multi_label_classification"  # problem type
 NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 
 
@@ -171,19 +172,23 @@ def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
     return x[..., :head_dim], x[..., head_dim:].transpose(1, 2).flatten(2)[..., :numbers]
 
 
-def mean_loss(logits: Tensor, labels: Tensor | None, count: Tensor | int | None) -> Tensor | None:
+def mean_loss(
+    logits: Tensor, labels: Tensor | None, count: Tensor | int | None, multilabel: bool = False
+) -> Tensor | None:
     """Return the mean cross-entropy for `labels`, which are classes or their probabilities; None without labels.
 
     `count` is the number of labels of all accumulated batches, by which the sum is divided; None: that of `labels`.
+    With `multilabel`, the cross-entropy is binary, for labels 1 and 0 of each class, B C.
     """
     if labels is None:
         return None
     labels = labels.to(logits.device)
+    entropy = functional.binary_cross_entropy_with_logits if multilabel else functional.cross_entropy
     if count is None:
-        return functional.cross_entropy(logits.float(), labels)
-    examples = count / labels.shape[-1] if labels.is_floating_point() else count  # Trainer counts all probabilities
-    examples = examples.to(logits.device) if isinstance(examples, Tensor) else examples
-    return functional.cross_entropy(logits.float(), labels, reduction="sum") / examples
+        return entropy(logits.float(), labels)
+    each = labels.shape[-1] if labels.is_floating_point() and not multilabel else 1  # Trainer counts all probabilities
+    count = count.to(logits.device) if isinstance(count, Tensor) else count
+    return entropy(logits.float(), labels, reduction="sum") * each / count
 
 
 def rotate(x: Tensor, positions: Tensor, width: int, base: float, scaling: list[float] | None) -> Tensor:
@@ -511,9 +516,9 @@ class DCViTForImageClassification(DCViTBody):
 
     def __init__(self, config: DCViTConfig):
         super().__init__(config)
-        if config.problem_type not in (None, "single_label_classification"):
+        if config.problem_type not in (None, "single_label_classification", MULTILABEL):
             raise ValueError(
-                f"the loss supports single labels and probabilities, not problem_type={config.problem_type!r}"
+                f"the loss supports labels and probabilities of classes, not problem_type={config.problem_type!r}"
             )
         if config.num_labels:
             self.head = nn.Linear(self.num_features, config.num_labels)
@@ -530,12 +535,13 @@ class DCViTForImageClassification(DCViTBody):
     ) -> ImageClassifierOutput:
         """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
 
+        With problem_type="multi_label_classification", `labels` are 1 and 0, B C, and the cross-entropy is binary.
         `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
         """
         encoded = self.encode(pixel_values, output_attentions, output_hidden_states)
         logits = self.head(encoded.pooler_output) if hasattr(self, "head") else encoded.pooler_output
         return ImageClassifierOutput(
-            loss=mean_loss(logits, labels, num_items_in_batch),
+            loss=mean_loss(logits, labels, num_items_in_batch, self.config.problem_type == MULTILABEL),
             logits=logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,

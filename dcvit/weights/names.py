@@ -1,4 +1,4 @@
-"""Names of classes and end-of-text tokens: in config files of transformers and timm, and as config keys here."""
+"""Meaning of outputs in config files of transformers and timm, and as config keys here: classes, end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dcvit.weights.family import Description
 from dcvit.weights.lm_fields import DEFAULTS
 from dcvit.weights.tensors import GENERATION, Json, read_json
 
+MULTILABEL = "multi_label_classification"  # transformers' `problem_type` of a sigmoid for each class
+
 
 def named(description: Description, config: Json) -> Description:
-    """Return a description with class names and end tokens from the config files, unless it already has them.
+    """Return a description with class names, end tokens and `multilabel` from config files, unless it already has them.
 
     Raises:
       CheckpointError: class names or tokens do not fit the model.
@@ -20,7 +22,9 @@ def named(description: Description, config: Json) -> Description:
     outputs = description.num_outputs
     if description.model_name == "lm":
         return description._replace(end_tokens=description.end_tokens or end_tokens(config, outputs or 0))
-    return description._replace(class_names=description.class_names or class_names(config, outputs or 0))
+    multilabel = description.multilabel or config.get("problem_type") == MULTILABEL
+    names = description.class_names or class_names(config, outputs or 0)
+    return description._replace(class_names=names, multilabel=multilabel)
 
 
 def class_names(config: Json, count: int) -> tuple[str, ...]:
@@ -74,6 +78,7 @@ def config(description: Description, tokenizer: Path | None) -> Json:
         "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
     }  # fmt: skip
     if description.model_name == "vit":
+        found |= {"loss": "sigmoid_xent"} if description.multilabel else {}
         return found | ({"pp_predict": description.pp} if description.pp else {})
     found["model"].setdefault("context", DEFAULTS["context"])  # otherwise that of the data
     # Without a tokenizer, the text is not known to be bytes.

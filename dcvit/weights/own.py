@@ -12,14 +12,16 @@ from dcvit.weights.tensors import OWN_KEY, Json, Tensors
 from dcvit.weights.torch_layers import in_all_layers
 
 ROOT = "params/"  # before each name in the files that big_vision reads
-# The types of a description; older files do not have the lists.
+# The types of a description. Older files do not have the lists, and `multilabel` is written if it is true.
 LISTS = {"class_names": Sequence[str], "end_tokens": Sequence[int]}
-TYPES = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str, **LISTS}
+OPTIONAL = {**LISTS, "multilabel": bool}
+TYPES = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str, **OPTIONAL}
 
 
 def to_json(description: Description) -> Json:
     """Return a description as JSON data."""
-    return {**description._asdict(), "fields": dict(description.fields)}
+    found: Json = {**description._asdict(), "fields": dict(description.fields)}
+    return {key: value for key, value in found.items() if key != "multilabel" or value}
 
 
 def metadata(description: Description) -> dict[str, str]:
@@ -35,8 +37,8 @@ def matches(tensors: Tensors, config: Json) -> bool:
 def describe(tensors: Tensors, config: Json) -> Description:
     """Return the model's description, which is the entry `OWN_KEY` of the file's header or config.json."""
     what, found = f"the entry {OWN_KEY!r}", config[OWN_KEY]
-    if not isinstance(found, dict) or found.keys() | LISTS.keys() != TYPES.keys():
-        raise CheckpointError(f"{what} should have {', '.join(key for key in TYPES if key not in LISTS)}")
+    if not isinstance(found, dict) or found.keys() | OPTIONAL.keys() != TYPES.keys():
+        raise CheckpointError(f"{what} should have {', '.join(key for key in TYPES if key not in OPTIONAL)}")
     for key, value in found.items():
         if not has_type(value, TYPES[key]):
             raise CheckpointError(f"{what} has {key}={value!r:.100}; expected {type_name(TYPES[key])}")

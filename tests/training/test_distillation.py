@@ -40,7 +40,7 @@ RNG = np.random.default_rng(0)
 TWO_HEADS = {"model.pool_type": "tok+reg", "model.registers": 1, "model.head_zeroinit": False}
 
 
-def save_teacher(folder, pp=PP, classes=10, names=(), seed=1, **fields):
+def save_teacher(folder, pp=PP, classes=10, names=(), seed=1, multilabel=False, **fields):
     """Write a small ViT with random parameters, as `dcvit convert --to safetensors` does; return its folder."""
     fields = {**FIELDS, **fields}
     net = vit.Model(classes, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
@@ -48,7 +48,7 @@ def save_teacher(folder, pp=PP, classes=10, names=(), seed=1, **fields):
     folder.mkdir()
     save_file({name: np.asarray(x) for name, x in by_name(params).items()}, folder / "model.safetensors")
     described = {"model_name": "vit", "num_outputs": classes, "fields": fields, "pp": pp}
-    content = {"dcvit": {**described, "class_names": list(names), "end_tokens": []}}
+    content = {"dcvit": {**described, "class_names": list(names), "multilabel": multilabel}}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
@@ -392,6 +392,7 @@ def test_bad_options_are_one_line(name, teacher):
 TEACHERS = {
     "classes": ({"classes": 9}, "it has 9 classes, the training data 10"),
     "numbering": ({"names": [*map(str, range(1, 10)), "0"]}, "it has other classes: class 0 is '1' there and '0' in"),
+    "several labels": ({"multilabel": True}, "it was trained with loss='sigmoid_xent'"),
     "no head": ({"classes": None}, "it is no classifier of images"),
     "no preprocessing": ({"pp": "decode(1)|resize(8)"}, "should have one value_range"),
 }

@@ -13,6 +13,7 @@ from training_runs import interrupted_before, same
 
 import dcvit
 from dcvit import cli, evaluate, predict, train
+from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics, thresholds
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -67,6 +68,10 @@ def test_a_stopped_run_resumes_bit_for_bit(data, trained, tmp_path, monkeypatch)
     assert same(load_params(tmp_path / "run"), load_params(trained))
     before, after = (metrics.read(w / "metrics.jsonl")[-1] for w in (trained, tmp_path / "run"))
     assert before == after
+
+
+def test_a_conversion_knows_that_labels_are_several(copied):
+    assert open_saved(copied).description.multilabel
 
 
 def test_a_changed_label_is_other_data(data, copied, tmp_path, capsys):

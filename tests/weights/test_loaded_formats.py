@@ -1,19 +1,24 @@
-"""`dcvit.load` reads what a conversion writes: names of classes, ends of texts and tokenizers."""
+"""`dcvit.load` reads what a conversion writes: classes, kind of probabilities, ends of texts and tokenizers."""
 
 import json
+import logging
 
 import conversion_models
+import numpy as np
 import pytest
 import small_models
 from conversion_models import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from scipy.special import expit, softmax
 
 import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
+from dcvit.weights.export import conversion
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 
 LETTERS = [*(chr(ord("a") + i) for i in range(small_models.VOCAB - 1)), "<end>"]
@@ -61,6 +66,54 @@ def test_transformers_reads_the_names(tmp_path):
         assert found.id2label == dict(enumerate(NAMES))
         assert found.label2id == {name: i for i, name in enumerate(NAMES)}
         assert found.num_labels == 10
+
+
+def several_labels(fields, folder, to, multilabel=True):
+    """Write a model whose probabilities are sigmoids; return it as `dcvit.load` reads it."""
+    model = described(conversion_models.image_model(depth=1, **fields)[2], multilabel=multilabel)
+    return dcvit.load(write(model, folder, to))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "fields"), [
+    ("dcvit", PLAIN), ("safetensors", PLAIN), ("npz", PLAIN), ("bv", PLAIN), ("hf", PLAIN), ("hf", {}),
+])  # fmt: skip
+def test_probabilities_of_several_labels_stay_sigmoids(to, fields, tmp_path):
+    image = np.random.default_rng(0).uniform(-1, 1, (16, 16, 3)).astype(np.float32)
+    for kind, multilabel in ((expit, True), (softmax, False)):
+        model = several_labels(fields, tmp_path / kind.__name__, to, multilabel)
+        found = {int(p.label): p.probability for p in model.predict(image, topk=10)[0]}
+        logits = model.features(image[None], "logits")[0]
+        np.testing.assert_allclose([found[c] for c in range(10)], kind(np.asarray(logits, np.float64)), atol=2e-6)
+        saved = open_saved(tmp_path / kind.__name__)
+        assert saved.config().get("loss") == ("sigmoid_xent" if multilabel else None)
+
+
+@pytest.mark.parametrize(("to", "multilabel", "warns"), [("timm", True, True), ("timm", False, False),
+                                                           ("hf", True, False)])  # fmt: skip
+def test_a_format_of_logits_only_is_a_warning(to, multilabel, warns, tmp_path, caplog, monkeypatch):
+    model = described(conversion_models.image_model(depth=1, **PLAIN)[2], multilabel=multilabel)
+    monkeypatch.setitem(conversion.WRITERS, to, refuse_to_write)
+    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="not written"):
+        conversion.convert([tmp_path / "model"], tmp_path / to, to, lambda _: model)
+    assert ("timm cannot say that probabilities are sigmoids of the logits" in caplog.text) == warns
+
+
+def refuse_to_write(weights, folder):
+    raise CheckpointError("not written")
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+def test_a_pipeline_of_transformers_computes_the_same_sigmoids(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    model = several_labels(PLAIN, tmp_path / "hf", "hf")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3)).astype(np.uint8))
+    classify = transformers.pipeline("image-classification", str(tmp_path / "hf"), device="cpu")
+    expected = {row["label"].removeprefix("LABEL_"): row["score"] for row in classify(picture, top_k=10)}
+    assert sum(expected.values()) > 1.5
+    for prediction in model.predict([picture], topk=10)[0]:
+        assert prediction.probability == pytest.approx(expected[prediction.label], abs=1e-5)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 import small_models
 
 from dcvit.hub.saved import open_saved
+from dcvit.models import losses
 from dcvit.weights import dcvit_hf
 from dcvit.weights import links as linking
 
@@ -386,7 +387,7 @@ def test_an_argument_is_honoured_or_refused(arguments, error, message):
         new_model()(**{"input_ids": PADDED["input_ids"][1:]} | arguments)
 
 
-@pytest.mark.parametrize("kind", ["text", "images"])
+@pytest.mark.parametrize("kind", ["text", "images", "several labels"])
 def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
     """In transformers' Trainer, one step of plain gradient descent. Labels of images are probabilities of classes."""
 
@@ -397,8 +398,11 @@ def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
             data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 19, (4, 6))]
         else:
             shape = dict(width=32, depth=1, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3)
-            model = modeling.DCViTForImageClassification(modeling.DCViTConfig(**shape))
-            data = [{"pixel_values": x, "labels": x.mean((1, 2)).softmax(-1)} for x in torch.randn(4, 3, 8, 8)]
+            several = kind == "several labels"
+            config = modeling.DCViTConfig(**shape, problem_type="multi_label_classification" if several else None)
+            model = modeling.DCViTForImageClassification(config)
+            labels = (lambda x: (x > 0).float()) if several else (lambda x: x.softmax(-1))
+            data = [{"pixel_values": x, "labels": labels(x.mean((1, 2)))} for x in torch.randn(4, 3, 8, 8)]
         before = {name: x.detach().clone() for name, x in model.named_parameters()}
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
@@ -448,6 +452,18 @@ def test_a_row_is_classified_by_its_last_real_token(tmp_path):
             found = classify(torch.cat([left, right], dim=1), attention_mask=mask).logits
             torch.testing.assert_close(found, expected.logits, rtol=0, atol=1e-5)
     assert expected.loss.item() == pytest.approx(-expected.logits.log_softmax(-1)[0, 2].item(), rel=1e-5)
+
+
+def test_the_loss_of_several_labels_is_that_of_training(tmp_path):
+    """`sigmoid_xent` is a sum over classes, transformers' loss a mean."""
+    _, _, model = conversion_models.image_model()
+    described = model.description._replace(multilabel=True)
+    loaded, _ = to_torch(model._replace(description=described), tmp_path)
+    images, labels = torch.randn(3, 3, 16, 16), (torch.rand(3, 10) < 0.4).float()
+    with torch.no_grad():
+        found = loaded(images, labels=labels)
+    expected = losses.sigmoid_xent(jnp.asarray(found.logits.numpy()), jnp.asarray(labels.numpy()))
+    assert found.loss.item() == pytest.approx(float(jnp.mean(expected)) / 10, rel=1e-5)
 
 
 def test_a_classifier_of_images_refuses_other_losses():

@@ -59,6 +59,7 @@ def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
         (dict(pp=5), "pp=5; expected str"),
         (dict(class_names=["a", "b"]), "has 2 class_names; expected 4"),
         (dict(end_tokens=["a"]), r"end_tokens=\['a'\]; expected Sequence\[int\]"),
+        (dict(multilabel="yes"), "multilabel='yes'; expected bool"),
         (dict(fields={"depth": 10**9}), "depth=1000000000 should be at most 4,096"),
         (dict(fields={"width": [1]}), r"width=\(1,\) should be of type int"),
         (dict(fields={"gate": "yes"}), "gate='yes' should be of type bool"),

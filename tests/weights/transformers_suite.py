@@ -87,5 +87,5 @@ class ImageTest(ModelTesterMixin, unittest.TestCase):
     @unittest.skip("a convolution embeds the patches")
     def test_model_get_set_embeddings(self): ...
 
-    @unittest.skip("the loss is that of one label or of probabilities; other problem types raise ValueError")
+    @unittest.skip("problem_type='regression' raises ValueError")
     def test_problem_types(self): ...

@@ -36,6 +36,7 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "savedmodel": programs.write_savedmodel,
     "stablehlo": programs.write_stablehlo,
 }
+LOGITS_ONLY = ("timm", "onnx", "savedmodel")  # formats that do not say whether probabilities are a softmax
 LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv", "tensorflow": "savedmodel"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
@@ -96,9 +97,8 @@ def convert(
             raise ConfigError(f"{target} is inside of {place}; give a path outside")
     opened = [open_saved(place) for place in sources]
     weights = combine(opened) if combine else opened[0]
-    evaluators = weights.record.get("evals", {}).values()
-    if to != "dcvit" and any(evaluator.get("type") == "multilabel" for evaluator in evaluators):
-        log.warning("%s does not say that an image may have several labels: programs that read it use a softmax", to)
+    if weights.description.multilabel and to in LOGITS_ONLY:
+        log.warning("%s cannot say that probabilities are sigmoids of the logits: programs may use a softmax", to)
     try:
         with _new_folder(target) as folder:
             _write(weights, folder, to)

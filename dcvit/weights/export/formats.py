@@ -154,7 +154,8 @@ def write_hf(weights: Weights, folder: Path) -> None:
         log.info("transformers has no class for the model: %s", native)
     log.info("class of the model: %s", config["architectures"][0])
     labels = names.id2label(weights.description.class_names) if weights.description.class_names else {}
-    _write_json(folder / "config.json", {**config, **_image_size(weights), **labels})
+    problem = {"problem_type": names.MULTILABEL} if weights.description.multilabel else {}
+    _write_json(folder / "config.json", {**config, **_image_size(weights), **labels, **problem})
     write_shards(folder, _theirs(name, weights), max_shard_bytes=SHARD_BYTES)
     if weights.description.model_name == "vit":
         try:
