@@ -88,7 +88,7 @@ def _parquet_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[
             kind = schema.field(_place(file, name, schema.names)).type
             kind = kind.value_type if types.is_dictionary(kind) else kind
             tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
-            if not any(test(kind) for test in tests):
+            if not any(test(kind) for test in (*tests, types.is_null)):  # a column without any value
                 raise InputError(f"{file}: the column {name!r} should have text, numbers or truth values, not {kind}")
         for group in range(len(opened.groups)):
             pages = check_pages(opened, group, names, f"{file}: row group {group}")

@@ -85,6 +85,8 @@ class File(NamedTuple):
 class Source:
     """Images of one split. An example is `image` (the bytes of the image file) and `label` (int).
 
+    The label is -1 if it is unknown: null, or -1 in the file.
+
     Class names are those of the metadata that the library `datasets` stores in a file. Parquet files usually contain
     no checksums; where they do, they are verified.
     """
@@ -162,10 +164,13 @@ class Source:
         group, row = self._locate(index)
         columns = _row_groups.get(group)
         image, label = columns.images[row], columns.labels[row].as_py()
-        if image is None or label is None:
-            raise InputError(f"the {'image' if image is None else 'label'} is null")
-        if self.class_names is not None and not 0 <= label < len(self.class_names):
-            raise InputError(f"{self.label}={label} is not one of the {len(self.class_names)} classes, from 0")
+        if image is None:
+            raise InputError("the image is null")
+        label = -1 if label is None else label
+        if self.class_names is not None and not -1 <= label < len(self.class_names):
+            raise InputError(
+                f"{self.label}={label} is not one of the {len(self.class_names)} classes, from 0, or -1 for unknown"
+            )
         return {"image": image, "label": label}
 
     def describe(self, index: int) -> str:

@@ -82,6 +82,16 @@ def test_several_classes_are_names_with_a_separator_or_columns(folder, listed, s
     assert "label" not in source[0]
 
 
+def test_a_column_without_any_label_is_unknown_in_each_format(folder, listed):
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    columns = {"path": [path for path, _ in listed], "red": ["1", "0"] * (COUNT // 2), "blue": [None] * COUNT}
+    parquet.write_table(pa.table(columns), folder / "labels.parquet")
+    manifests.write_csv(folder / "labels.csv", columns, [(p, r, "") for p, r, _ in zip(*columns.values(), strict=True)])
+    for suffix in ("parquet", "csv"):
+        labels = opened(folder / f"labels.{suffix}", labels=("red", "blue")).labels
+        np.testing.assert_array_equal(labels, [[1, -1], [0, -1]] * (COUNT // 2))
+
+
 def test_joined_names_without_a_separator_are_pointed_out(folder, listed, caplog):
     file = manifests.write_csv(folder / "labels.csv", ("path", "label"), [(p, "|".join(n)) for p, n in listed])
     assert "blue|green" in opened(file).class_names

@@ -317,7 +317,7 @@ def test_invalid_options_are_named(shared_root, options, message):
 
 @pytest.mark.parametrize(
     ("image", "label", "message"),
-    [(None, 0, "the image is null"), (b"a", None, "the label is null"), (b"a", -1, "label=-1 is not one of the 1000"),
+    [(None, 0, "the image is null"), (b"a", -2, "label=-2 is not one of the 1000 classes, from 0, or -1 for unknown"),
      (b"a", 1000, "label=1000 is not one of the 1000 classes")],
 )  # fmt: skip
 def test_row_without_a_valid_value_is_named_and_can_be_skipped(tmp_path, image, label, message):
@@ -327,6 +327,16 @@ def test_row_without_a_valid_value_is_named_and_can_be_skipped(tmp_path, image, 
         list(ip.eval_batches(source, "keep('label')", 4))
     (batch,) = ip.eval_batches(source, "keep('label')", 4, corrupt=ip.CorruptPolicy("skip"))
     assert batch["_mask"].tolist() == [1, 0, 1, 1]
+
+
+def test_an_unknown_label_is_that_of_a_manifest(tmp_path):
+    """Null and -1 are unknown; without `ignore`, they are an error."""
+    source = open_parquet(write(tmp_path, table([b"a"] * 4, [0, None, -1, 2], names=["a", "b", "c"]), shards=1))
+    assert [source[i]["label"] for i in range(4)] == labels_of(source).tolist() == [0, -1, -1, 2]
+    (batch,) = ip.eval_batches(source, "onehot(3, ignore=-1)|keep('labels')", 4)
+    assert batch["labels"].min(axis=1).tolist() == [0, -1, -1, 0]
+    with pytest.raises(ip.InputError, match=r"row 1: onehot\(3\): label=-1 is out of range; ignore=-1 ignores"):
+        list(ip.eval_batches(source, "onehot(3)|keep('labels')", 4))
 
 
 def test_null_struct_is_a_null_image(tmp_path):
