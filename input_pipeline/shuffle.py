@@ -30,9 +30,14 @@ class Blocks:
     window: int
 
     def part(self, examples: range | np.ndarray) -> "Blocks":
-        """Return the blocks of some of the examples, given by their increasing indices."""
+        """Return the blocks of some of the examples, given by their increasing indices.
+
+        Of a fold, which has some examples of every block, the window has as many examples less, so that it covers as
+        many blocks as before.
+        """
         sizes = np.diff(np.searchsorted(np.asarray(examples), np.cumsum(self.sizes)), prepend=0)
-        return Blocks(sizes[sizes > 0], self.window)
+        between = int(examples[-1]) - int(examples[0]) + 1
+        return Blocks(sizes[sizes > 0], max(1, self.window * len(examples) // between))
 
 
 @functools.lru_cache(maxsize=2)

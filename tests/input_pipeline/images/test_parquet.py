@@ -178,6 +178,16 @@ class TestOrder:
         assert len(set(reads)) == 12
         assert len(reads) <= 13  # the first example is read twice
 
+    @pytest.mark.slow
+    def test_a_fold_reads_each_row_group_once_in_an_epoch(self, tmp_path, reads):
+        rows = table([i.to_bytes(2000, "big") for i in range(1500)], [i % 10 for i in range(1500)])
+        source = open_parquet(write(tmp_path, rows, group=30), window=240, part="fold 1 of 5")
+        stream = ip.train_batches(source, "keep('label')", 20, seed=0, threads=0)
+        for _ in range(len(source) // 20):
+            next(stream)
+        assert len(set(reads)) > 40
+        assert len(reads) <= len(set(reads)) + 3
+
     def test_evaluation_reads_each_row_group_once_and_keeps_none(self, shared_root, reads):
         list(ip.eval_batches(open_parquet(shared_root, window=1), "keep('label')", 7))
         assert len(reads) <= 13
