@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from scipy.special import expit, logit
 
 import input_pipeline
-from dcvit.dcmha.shapes import Float
+from dcvit.dcmha.shapes import Float, Shaped
 from dcvit.errors import ConfigError
 from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Params, losses, pixels
@@ -80,8 +80,8 @@ class ClassResult(NamedTuple):
 class Evaluator:
     """Evaluator of a multi-label classifier. Labels below 0 are unknown and do not count.
 
-    The metrics are exact for any batch size and device count: the logits of all examples are kept in memory, 4 bytes
-    for each class and example.
+    The metrics are exact for any batch size and device count: logits and labels of all examples are kept in memory, 5
+    bytes for each class and example.
     """
 
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
@@ -102,8 +102,7 @@ class Evaluator:
             self._thresholds(len(self.source.class_names))  # before anything is compiled
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
-        self.logits: np.ndarray = np.zeros((0, 0), np.float32)  # of the last run, N C
-        self.labels: np.ndarray = np.zeros((0, 0), np.float32)  # of the last run, N C
+        self.logits, self.labels = _empty((0, 0))  # of the last run, N C, each class in the order of `rank`
         self.loss_sum = 0.0  # of the last run
         self.classes: list[ClassResult] = []  # of the last call of `result`
 
@@ -124,14 +123,18 @@ class Evaluator:
           ConfigError: there is not one threshold for each class.
         """
         self.score.reset_timer()
-        logits, labels, self.loss_sum = [], [], 0.0
-        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
+        n, self.loss_sum = 0, 0.0
+        self.logits, self.labels = _empty((0, 0))  # releases those of the run before
+        for number, batch in enumerate(batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt)):
             scores, kept = self.score(params, batch)
+            if not number:
+                self.logits, self.labels = _empty((len(self.source), scores["logits"].shape[-1]))
             known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
-            logits.append(scores["logits"][known])
-            labels.append(kept["labels"][known])
+            rows = slice(n, n := n + int(known.sum()))
+            self.logits[rows], self.labels[rows] = scores["logits"][known], np.sign(kept["labels"][known])
             self.loss_sum += float(scores["loss"][known].sum(dtype=np.float64))
-        self.logits, self.labels = np.concatenate(logits), np.concatenate(labels)
+        self.logits, self.labels = self.logits[:n], self.labels[:n]
+        rank(self.logits, self.labels)
         return self.result()
 
     def result(self) -> dict[str, float]:
@@ -173,14 +176,26 @@ def check_thresholds(thresholds: object, what: str) -> None:
         raise ConfigError(f"{what}={thresholds!r} should be a probability from 0 to 1, or one for each class")
 
 
+def _empty(shape: tuple[int, int]) -> tuple[Float[np.ndarray, "N C"], Shaped[np.ndarray, "N C"]]:
+    """Return uninitialized logits and labels, in which the values of a class follow each other."""
+    return np.empty(shape, np.float32, order="F"), np.empty(shape, np.int8, order="F")
+
+
+def rank(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> None:
+    """Sort the examples of each class by their logits, the highest first, in place; all functions below need this."""
+    for scores, known in zip(logits.T, labels.T, strict=True):
+        order = np.argsort(-scores, kind="stable")
+        scores[:], known[:] = scores[order], known[order]
+
+
 def measures(
-    logits: Float[np.ndarray, "N C"], labels: Float[np.ndarray, "N C"], thresholds: Sequence[float]
+    logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"], thresholds: Sequence[float]
 ) -> list[ClassResult]:
-    """Return the measures of each class; labels below 0 do not count."""
-    predicted, found = logits >= logit(np.asarray(thresholds, np.float64)), []
+    """Return the measures of each class, from the arrays of `rank`; labels below 0 do not count."""
+    lowest, found = logit(np.asarray(thresholds, np.float64)), []
     for c, threshold in enumerate(thresholds):
         known = labels[:, c] >= 0
-        positive, chosen = labels[known, c] > 0, predicted[known, c]
+        positive, chosen = labels[known, c] > 0, logits[known, c] >= lowest[c]
         hits, positives, predictions = (int(x.sum()) for x in (positive & chosen, positive, chosen))
         found.append(
             ClassResult(
@@ -202,15 +217,15 @@ def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> 
     """Return Σ_k (R_k - R_{k-1})·P_k, with precision and recall of the scores from the k-th highest different one on.
 
     Args:
-      scores: higher for examples that are more likely of the class.
+      scores: falling, and higher for examples that are more likely of the class.
       positive: True for the examples of the class, of which there is one at least.
     """
     hits, examples = _at_least(scores, positive)[1:]
     return float(np.sum(np.diff(hits, prepend=0) * hits / examples) / hits[-1])
 
 
-def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Float[np.ndarray, "N C"]) -> list[float | None]:
-    """Return the threshold with the highest F1 of each class; None for a class without images.
+def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> list[float | None]:
+    """Return the threshold with the highest F1 of each class, from the arrays of `rank`; None for one without images.
 
     It is halfway between the probabilities of two examples, so that rounding does not change a prediction. Of equal F1,
     the highest threshold is taken.
@@ -230,8 +245,6 @@ def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Float[np.ndarray, 
 
 
 def _at_least(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the different scores, falling, and of each the numbers of positives and of examples with at least it."""
-    order = np.argsort(-scores, kind="stable")
-    falling = scores[order]
-    ends = np.flatnonzero(np.append(np.diff(falling) != 0, True))
-    return falling[ends], np.cumsum(positive[order])[ends], ends + 1
+    """Return the different ones of falling scores; of each, the numbers of positives and examples with at least it."""
+    ends = np.flatnonzero(np.append(np.diff(scores) != 0, True))
+    return scores[ends], np.cumsum(positive)[ends], ends + 1

@@ -10,7 +10,7 @@ from sources import ListSource
 
 import input_pipeline
 from dcvit.errors import ConfigError
-from dcvit.evaluators.multilabel import Evaluator, Options, average_precision, best_thresholds, measures
+from dcvit.evaluators.multilabel import Evaluator, Options, average_precision, best_thresholds, measures, rank
 from dcvit.parallel.sharding import make_mesh
 
 N, CLASSES = 61, 5
@@ -28,6 +28,13 @@ THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
 def predict(params, images):
     """Look up the logits of example i in a table."""
     return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
+
+
+def ranked(logits, labels):
+    """Return copies in the order of `rank`."""
+    found = logits.copy(), labels.copy()
+    rank(*found)
+    return found
 
 
 def evaluator(monkeypatch, labels, devices=1, **options):
@@ -70,16 +77,16 @@ def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, device
     rows, overall = expected(labels, THRESHOLDS)
     assert got == pytest.approx(overall, rel=1e-6)
     assert got.keys() == set(built.metrics)
-    for found, (rank, f1, precision, recall, positives) in zip(built.classes, rows, strict=True):
+    for found, (area, f1, precision, recall, positives) in zip(built.classes, rows, strict=True):
         assert (found.f1, found.precision or 0, found.recall or 0) == pytest.approx((f1, precision, recall))
         assert found.positives == positives
-        assert found.average_precision == (pytest.approx(rank) if positives else None)
+        assert found.average_precision == (pytest.approx(area) if positives else None)
     assert sum(found.images for found in built.classes) == (labels >= 0).sum()
     assert built.run(PARAMS) == got
 
 
 def test_macro_f1_and_mean_precision_of_complete_labels_are_those_of_one_call():
-    classes = measures(LOGITS, LABELS, [0.5] * CLASSES)[:4]
+    classes = measures(*ranked(LOGITS, LABELS), [0.5] * CLASSES)[:4]
     whole = LABELS[:, :4], LOGITS[:, :4]
     mean = np.mean([each.average_precision for each in classes])
     assert mean == pytest.approx(metrics.average_precision_score(*whole, average="macro"))
@@ -91,11 +98,13 @@ def test_macro_f1_and_mean_precision_of_complete_labels_are_those_of_one_call():
 def test_average_precision_with_equal_scores(seed):
     rng = np.random.default_rng(seed)
     scores, positive = rng.integers(0, 4, 40).astype(np.float32), rng.random(40) < 0.3
-    assert average_precision(scores, positive) == pytest.approx(metrics.average_precision_score(positive, scores))
+    found, hit = ranked(scores[:, None], positive[:, None])
+    assert average_precision(found[:, 0], hit[:, 0]) == pytest.approx(metrics.average_precision_score(positive, scores))
 
 
 def test_no_other_threshold_has_a_higher_f1():
-    chosen = best_thresholds(LOGITS, MASKED)
+    arrays = ranked(LOGITS, MASKED)
+    chosen = best_thresholds(*arrays)
     assert chosen[4] is None
     for c, threshold in enumerate(chosen[:4]):
         known = MASKED[:, c] >= 0
@@ -104,7 +113,7 @@ def test_no_other_threshold_has_a_higher_f1():
         assert metrics.f1_score(true, scores >= threshold) == pytest.approx(max(every))
         assert np.abs(scores - threshold).min() > 1e-4  # not on an example
     kept = [0.5 if t is None else t for t in chosen]
-    fixed, best = (measures(LOGITS, MASKED, t) for t in ([0.5] * CLASSES, kept))
+    fixed, best = (measures(*arrays, t) for t in ([0.5] * CLASSES, kept))
     assert all(b.f1 >= f.f1 for f, b in zip(fixed, best, strict=True))
     assert sum(b.f1 for b in best) > sum(f.f1 for f in fixed)
 
@@ -128,6 +137,15 @@ def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):
     built.set_thresholds(THRESHOLDS, "")
     assert built.result() == pytest.approx(expected(MASKED, THRESHOLDS)[1], rel=1e-6)
     assert built.result()["mean_ap"] == first["mean_ap"]
+
+
+def test_five_bytes_for_each_label_are_sorted_once(monkeypatch):
+    built = evaluator(monkeypatch, MASKED)
+    first, expected_thresholds = built.run(PARAMS), best_thresholds(*ranked(LOGITS, MASKED))
+    assert built.logits.nbytes + built.labels.nbytes == 5 * CLASSES * first["n"]
+    monkeypatch.setattr(np, "argsort", None)
+    assert built.result() == first
+    assert best_thresholds(built.logits, built.labels) == expected_thresholds
 
 
 @pytest.mark.parametrize(("options", "message"), [
