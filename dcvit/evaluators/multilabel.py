@@ -90,16 +90,10 @@ class Evaluator:
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.
-
-        Raises:
-          ConfigError: there is not one threshold for each class.
-        """
+        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
         self.source = input_pipeline.open_source(**options.data)
         self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
         self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
-        if self.source.class_names:
-            self._thresholds(len(self.source.class_names))  # before anything is compiled
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
         self.logits, self.labels = _empty((0, 0))  # of the last run, N C, each class in the order of `rank`

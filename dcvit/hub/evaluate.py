@@ -101,10 +101,17 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     check_call(module.Options, kwargs, what, also=[f"log_{unit}" for unit in UNITS])
     with with_hints(kwargs["data"]):
         built = module.Evaluator(predict, mesh, module.Options(**kwargs))
+    check_thresholds(kwargs.get("thresholds"), config[known.outputs_key], f"{what}.thresholds")
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)
     built.example = known.evaluator_example(built, config, what)
     return built
+
+
+def check_thresholds(thresholds: object, classes: int | None, what: str) -> None:
+    """Raise ConfigError, which names them `what`, if several thresholds are not one for each class of the model."""
+    if isinstance(thresholds, list | tuple) and len(thresholds) != classes:
+        raise ConfigError(f"{what} has {len(thresholds)} number(s), but there are {classes} classes")
 
 
 def _evaluator_options(options: ConfigDict, what: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub import pretrained
 from dcvit.hub.data import check_tokenizer, stored_tokenizer, tokenizer_of, trains_tokenizer, with_tokenizer
-from dcvit.hub.evaluate import evaluation_mesh, make_evaluators, predictor
+from dcvit.hub.evaluate import check_thresholds, evaluation_mesh, make_evaluators, predictor
 from dcvit.hub.kinds import kind_of, make_model
 from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import Params
@@ -211,8 +211,7 @@ def thresholds_of(trained: TrainedModel) -> float | Sequence[float] | None:
     """
     options = _multilabel_options(trained._config)
     default = next((each.get("thresholds", 0.5) for each in options.values()), None)
-    if isinstance(default, list | tuple) and len(default) != trained.num_outputs:
-        raise ConfigError(f"thresholds has {len(default)} number(s), but there are {trained.num_outputs} classes")
+    check_thresholds(default, trained.num_outputs, "thresholds")
     return trained.thresholds.values if trained.thresholds else default
 
 

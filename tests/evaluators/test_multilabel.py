@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from scipy.special import expit
 from sklearn import metrics
 from sources import ListSource
 
 import input_pipeline
+from dcvit.config import load as configs
+from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
 from dcvit.evaluators.multilabel import Evaluator, Options, average_precision, best_thresholds, measures, rank
+from dcvit.hub.evaluate import make_evaluators
 from dcvit.parallel.sharding import make_mesh
 
 N, CLASSES = 61, 5
@@ -161,3 +165,17 @@ def test_invalid_options_are_refused(monkeypatch, options, message):
 def test_another_number_of_thresholds_than_classes_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"thresholds has 2 number.s., but there are 5 classes"):
         evaluator(monkeypatch, LABELS, thresholds=(0.5, 0.5)).run(PARAMS)
+
+
+@pytest.mark.parametrize("count", [10, 12])
+def test_thresholds_are_those_of_the_models_classes_also_if_the_data_names_fewer(count):
+    pp = "value_range(-1, 1)|onehot(12)|keep('image', 'labels')"
+    data = {"kind": "digits", "split": "test", "limit": 4}
+    options = {"type": "multilabel", "data": data, "pp": pp, "thresholds": [0.5] * count}
+    config = configs.load("vit_digits", ["num_classes=12", "loss=sigmoid_xent"])
+    config = replaced(config, evals=ConfigDict({"test": options}))
+    if count == 12:
+        assert make_evaluators(config, predict, make_mesh([("data", -1)]))["test"].thresholds == [0.5] * 12
+        return
+    with pytest.raises(ConfigError, match=r"config.evals.test.thresholds has 10 number\(s\), but there are 12 classes"):
+        make_evaluators(config, predict, make_mesh([("data", -1)]))

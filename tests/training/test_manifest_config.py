@@ -179,6 +179,7 @@ INVALID = [
     ("sep=|", {"loss": "softmax_xent", "pos_weight": None}, "type='multilabel' is for loss='sigmoid_xent'"),
     ("sep=|", {"loss": "softmax_xent"}, "config.pos_weight is for loss='sigmoid_xent', not 'softmax_xent'"),
     ("sep=|", {"evals.val.thresholds": "(0.5, 2)"}, "should be a probability from 0 to 1"),
+    ("sep=|", {"evals.val.thresholds": "(0.5, 0.2)"}, "config.evals.val.thresholds has 2 number(s), but there are 3"),
     ("sep=|", {"evals.val.data.split_column": "fold"}, "no column 'fold'"),
     ("sep=|,labels=colour", {}, "has no column 'colour'"),
     ("labels='red,blue'", {}, "has no column 'red'"),
