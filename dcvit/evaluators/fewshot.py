@@ -24,7 +24,7 @@ from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError
 from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Params, pixels
-from dcvit.models.packed_images import model_inputs
+from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.models.trees import intermediate
 
 BIAS = 100.0  # the value of the constant feature, large enough that the intercept is hardly regularised
@@ -43,7 +43,7 @@ class Options:
       l2_reg: λ of the ridge regression.
       num_seeds: number of draws of the shots, with seeds 0, 1, …
       representation: the intermediate that serves as features, "a/b" for b inside a. Axes after the first are
-        flattened.
+        flattened. Of images of different sizes (the op `patches`), it has to be one vector for each image.
       batch_size: rounded up to a multiple of the device count.
       corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
 
@@ -100,6 +100,11 @@ class Evaluator:
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
             images = model_inputs(batch, to_numbers)
             features = intermediate(predict(params, images)[1], options.representation, "few-shot representation")
+            if isinstance(images, PackedImages) and features.ndim > 2:
+                raise ConfigError(
+                    f"few-shot representation {options.representation!r} is of each token, with padding of the op "
+                    "patches: choose one of each image, head_input, pre_logits or logits"
+                )
             return features.reshape(len(batch["image"]), -1).astype(jnp.float32)
 
         self.represent = TimedFunction(represent, mesh, options.batch_size, keep=("label",))
@@ -115,7 +120,7 @@ class Evaluator:
         The fractions are NaN if a feature is not finite.
 
         Raises:
-          ConfigError: the model has no intermediate called `representation`.
+          ConfigError: the model has no intermediate called `representation`, or it is of tokens and padding.
         """
         self.represent.reset_timer()
         x, labels = self._features(self.source, params)

@@ -138,3 +138,20 @@ def test_features_that_are_not_finite_have_no_accuracy(sources):
     table[TEST[3], 2] = np.inf
     found = evaluate(table, shots=(1, 5))
     assert (found["n"], np.isnan(found["1shot"]), np.isnan(found["5shot"])) == (len(TEST), True, True)
+
+
+def test_features_of_padding_are_refused(monkeypatch):
+    """Images of different sizes have features of whole images only."""
+    examples = [{"image": np.full((2, 2 + i % 3, 3), i, np.uint8), "label": np.int32(i % 2)} for i in range(12)]
+    monkeypatch.setattr(input_pipeline, "open_source", lambda: ListSource(examples))
+
+    def predict(params, images):
+        tokens = images.in_rows().patches.mean(axis=2)
+        return jnp.zeros((len(tokens), 2)), {"pre_logits": tokens[:, 0], "encoded": tokens}
+
+    pp = "patches(1, 16)|value_range(0, 255)|keep('image', 'grid', 'label')"
+    options = {"data": {}, "test_data": {}, "shots": (2,), "batch_size": 12, "pp": pp}
+    mesh = make_mesh([("data", -1)], jax.devices()[:1])
+    assert Evaluator(predict, mesh, Options(**options)).run({})["n"] == 12
+    with pytest.raises(ConfigError, match="'encoded' is of each token, with padding of the op patches: choose one of"):
+        Evaluator(predict, mesh, Options(**options, representation="encoded")).run({})
