@@ -73,7 +73,8 @@ def decode_jpeg_and_inception_crop(
 
     Equal to `decode|inception_crop(…)` for JPEGs without subsampled colors (4:4:4). Of others (4:2:0, 4:2:2), libjpeg
     interpolates colors without the pixels outside of the crop, as in big_vision: in the columns at its left and right
-    edge, by up to 16 levels on 0.1 % of the pixels of a photograph. Formats other than JPEG are decoded completely.
+    edge, by up to 16 levels on 0.1 % of the pixels of a photograph. Formats other than JPEG are decoded completely,
+    except `.npy` files, which need `decode|inception_crop(…)`.
 
     Args:
       size: height and width of the result, or one number for both; by default the crop is not resized.
@@ -90,6 +91,10 @@ def decode_jpeg_and_inception_crop(
     def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
         if decoding.is_jpeg(data):
             return fit(decoding.decode_crop(data, sample(jpeg_size(data), rng), exif=exif))
+        if stored.is_array(data):
+            raise InputError(
+                "decode_jpeg_and_inception_crop reads no .npy file: use decode(channels)|inception_crop(size)"
+            )
         image = decoding.decode(data, exif=exif)
         return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
 

@@ -109,6 +109,12 @@ def test_transparency_of_a_palette_and_gray_arrays_are_read():
     np.testing.assert_array_equal(decode(npy(rgb), 3), rgb)  # `decode` alone, too
 
 
+def test_an_array_for_the_op_that_decodes_jpegs_names_another_op():
+    op = ip.Preprocess("decode_jpeg_and_inception_crop(8)")
+    with pytest.raises(ip.InputError, match=r"no \.npy file: use decode\(channels\)\|inception_crop\(size\)$"):
+        op({"image": npy(values("uint8", 3))}, np.random.default_rng(0))
+
+
 def test_files_of_8_bits_have_the_pixels_of_pillow():
     for kind in ("JPEG", "WEBP", "BMP"):
         picture = Image.fromarray(image_datasets.image_array(0))
