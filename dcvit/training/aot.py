@@ -20,7 +20,6 @@ import numpy as np
 
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
-from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
@@ -28,7 +27,7 @@ from dcvit.runs.progress import stage
 from dcvit.training.distillation import TEACHER
 from dcvit.training.memory import program_bytes, shard_bytes
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import TrainState, jit_update, make_objective, state_shapes
+from dcvit.training.step import TrainState, jit_update, make_objective, state_shapes, step_flops
 
 LOG = logging.getLogger(__name__)
 FITS = "fits"
@@ -98,7 +97,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     with stage(f"tracing the training step of {spec} for {topology}", LOG.info):
         lowered, state, batch = lower(setup)
         activations = _activations(setup, state, batch)
-    mesh, flops = setup.model.mesh, training_flops(setup.model.module, setup.task.example)
+    mesh, flops = setup.model.mesh, step_flops(setup)
     result = CompiledStep(
         config=spec,
         topology=topology,
@@ -123,8 +122,8 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
 
 def repeated_batch(setup: Setup) -> dict[str, np.ndarray]:
     """Return a batch of the first example only, in all rows, with zeros as a teacher's logits if they are cached."""
-    batch, teacher = setup.data.repeated(), setup.task.distillation
-    if teacher and not teacher.in_state:
+    batch, teacher = setup.data.repeated(), setup.cached_teacher
+    if teacher:
         batch[TEACHER] = np.zeros((setup.data.batch_size, teacher.teacher.num_outputs), np.float32)
     return batch
 

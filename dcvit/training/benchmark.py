@@ -19,19 +19,18 @@ from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import first_line
 from dcvit.hub.evaluate import predictor
 from dcvit.models import Params
-from dcvit.models.flops import forward_flops, training_flops
+from dcvit.models.flops import forward_flops
 from dcvit.parallel import multihost, runtime, topologies
 from dcvit.parallel.sharding import batch_sharding, shardings, with_shardings
 from dcvit.runs.progress import stage
 from dcvit.training import kernels, memory
 from dcvit.training.aot import repeated_batch, trace
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import TrainState, init_params, initial_state
+from dcvit.training.step import TrainState, init_params, initial_state, step_flops
 from dcvit.training.timing import interleaved
 
 LOG = logging.getLogger(__name__)
 MODES = ("train", "forward")
-FLOPS = {"train": training_flops, "forward": forward_flops}
 Step = Callable[[], None]
 
 
@@ -63,7 +62,8 @@ class Row:
       dtype: the dtype of the model's matrix products.
       attention: the implementations of attention that the program uses.
       parameters: the number of parameters.
-      gflops: 10⁹ operations for one image or token by `dcvit.models.flops`; training counts three forward passes.
+      gflops: 10⁹ operations for one image or token by `dcvit.models.flops`; training counts three forward passes, and
+        one of a teacher.
       ms: median milliseconds of a step.
       ms_q1, ms_q3: its quartiles.
       rate: images or tokens per second, by the median.
@@ -192,10 +192,11 @@ class Program:
         with jax.set_mesh(model.mesh):
             initial = jax.jit(lambda: init_params(setup, key), out_shardings=self.param_places)()
             if self.mode == "train":  # from a program that other modes and batch sizes share, in JAX's cache
-                teacher = setup.task.distillation and setup.task.distillation.in_state
+                teacher = setup.run_teacher
 
                 def state(params: PyTree) -> TrainState:
-                    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), teacher)
+                    shapes = teacher and teacher.shapes
+                    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
                     return initial_state(setup, params, zeros)
 
                 initial = jax.jit(state, donate_argnums=0, out_shardings=places)(initial)
@@ -264,7 +265,7 @@ def _describe(row: Row, setup: Setup) -> None:
     row.batch, row.unit = setup.data.batch_size, setup.task.rate[0]
     row.device, row.dtype = f"{len(devices)} × {devices[0].device_kind}", str(getattr(module, "dtype_mm", None))
     row.parameters = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
-    flops = FLOPS[row.mode](module, setup.task.example)
+    flops = step_flops(setup) if row.mode == "train" else forward_flops(module, setup.task.example)
     row.gflops = flops and flops / setup.task.rate[1] / 1e9
 
 

@@ -105,11 +105,6 @@ class Distillation:
     to_teacher: Callable[[Array], Array]
     shapes: Params
 
-    @property
-    def in_state(self) -> Params | None:
-        """Shapes of the parameters that the training state holds; None if the teacher's logits are cached."""
-        return None if self.options.cache else self.shapes
-
     def logits(self, params: Params, images: Float[Array, "B h w c"]) -> Float[Array, "B C"]:
         """Return the teacher's logits, which have no gradient, for images in the student's normalization."""
         logits: Array = self.teacher.model.apply({"params": params}, self.to_teacher(images), train=False)[0]

@@ -10,15 +10,13 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 
-from dcvit.models.flops import forward_flops, training_flops
 from dcvit.parallel import multihost, topologies
 from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run
-from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays
+from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays, step_flops
 from input_pipeline import patch_sizes
 
 
@@ -44,10 +42,8 @@ class MetricsHook(Hook):
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
         self.intervals, self.total_steps = run.setup.plan.intervals, run.setup.plan.total_steps
-        task, same_size = run.setup.task, patch_sizes(run.setup.data.pp) is None  # else operations for examples differ
-        teacher = task.distillation.teacher.model if task.distillation and task.distillation.in_state else None
-        peak = peak_examples_per_second(run.setup.model.module, task.example, jax.devices(), teacher)
-        self.peak = peak if same_size else None
+        same_size = patch_sizes(run.setup.data.pp) is None  # else operations for examples differ
+        self.peak = peak_examples_per_second(step_flops(run.setup), jax.devices()) if same_size else None
 
     def start(self, state: TrainState) -> None:
         """Write the row of step 0, with the parameter count and all evaluations, or a row that a resumed run lacks."""
@@ -227,15 +223,11 @@ def is_due(interval: int | None, step: int) -> bool:
     return bool(interval) and step % (interval or 1) == 0
 
 
-def peak_examples_per_second(
-    model: nn.Module, example: jax.ShapeDtypeStruct, devices: Sequence[jax.Device], teacher: nn.Module | None = None
-) -> float | None:
-    """Return the training examples per second if the devices ran the model's matrix products at their peak rate.
+def peak_examples_per_second(flops: int | None, devices: Sequence[jax.Device]) -> float | None:
+    """Return the training examples per second if the devices ran matrix products at their peak rate.
 
-    Model FLOPs utilization (MFU) is measured against it. None for devices that are not in `dcvit.parallel.topologies`.
-    The forward pass of a `teacher` counts too.
+    Model FLOPs utilization (MFU) is measured against it. None without `flops`, of `dcvit.training.step.step_flops`, or
+    for devices that are not in `dcvit.parallel.topologies`.
     """
-    chip, flops = topologies.chip(devices[0].device_kind), training_flops(model, example)
-    if flops and teacher is not None:
-        flops += forward_flops(teacher, example) or 0
+    chip = topologies.chip(devices[0].device_kind)
     return chip.peak * len(devices) / flops if chip and flops else None

@@ -19,6 +19,7 @@ from dcvit.dcmha.plan import NotFusedError, fused_only
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models import Params
+from dcvit.models.flops import forward_flops, training_flops
 from dcvit.models.lora import Adaptation
 from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
@@ -96,13 +97,23 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
 
 def state_shapes(setup: Setup) -> TrainState:
     """Return the training state of a run with a shape, dtype and sharding in place of each array."""
-    teacher = setup.task.distillation and setup.task.distillation.in_state
-    shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes, teacher)
+    teacher = setup.run_teacher
+    shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes, teacher and teacher.shapes)
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         shapes, shardings(shapes, setup.model.mesh, setup.model.strategy),
     )  # fmt: skip
     return placed
+
+
+def step_flops(setup: Setup) -> int | None:
+    """Return the operations of a training step for one example, also those of a teacher's forward pass in the step.
+
+    None if there is no formula for the model; see `dcvit.models.flops.training_flops`.
+    """
+    example, teacher = setup.task.example, setup.run_teacher
+    flops = training_flops(setup.model.module, example)
+    return flops and flops + ((forward_flops(teacher.teacher.model, example) or 0) if teacher else 0)
 
 
 def jit_update(setup: Setup, shapes: TrainState) -> Any:

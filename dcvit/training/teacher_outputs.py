@@ -38,9 +38,9 @@ def with_teacher(run: Run, batches: Batches) -> Batches:
       CheckpointError: the teacher's parameters cannot be loaded.
       InputError: see `input_pipeline.eval_batches`.
     """
-    distillation, data = run.setup.task.distillation, run.setup.data
-    if not distillation or distillation.in_state:
+    if not run.setup.cached_teacher:
         return batches
+    data = run.setup.data
     rows = local_rows(run.setup.model.mesh, data.batch_size)
     return with_logits(batches, _opened(run), data, rows, run.start.step)
 
@@ -110,7 +110,7 @@ def _write(run: Run, folder: Path, source: Mapping[str, object]) -> None:
 
 def _computed(run: Run) -> Iterator[Float[np.ndarray, "B C"]]:
     """Yield the teacher's logits of the training examples in order, in batches of the size of training."""
-    setup, data, distillation = run.setup, run.setup.data, run.setup.task.distillation
+    setup, data, distillation = run.setup, run.setup.data, run.setup.cached_teacher
     assert distillation is not None
     mesh, size = setup.model.mesh, data.batch_size
     params = distillation.load(mesh, setup.model.strategy)

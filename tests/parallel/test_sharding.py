@@ -346,10 +346,8 @@ def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text
 
 
-@pytest.mark.slow
 def test_peak_speed_is_that_of_known_devices(monkeypatch):
-    net, example = vit.Model(10, variant="S/16"), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    assert hooks.peak_examples_per_second(net, example, jax.devices()) is None  # CPUs
+    assert hooks.peak_examples_per_second(10**9, jax.devices()) is None  # CPUs
     monkeypatch.setattr(topologies, "chip", lambda _: topologies.CHIPS[1])
-    peak = hooks.peak_examples_per_second(net, example, jax.devices()[:4])
-    assert peak == pytest.approx(4 * 197e12 / hooks.training_flops(net, example))
+    assert hooks.peak_examples_per_second(None, jax.devices()) is None
+    assert hooks.peak_examples_per_second(10**9, jax.devices()[:4]) == pytest.approx(4 * 197e12 / 10**9)

@@ -25,7 +25,7 @@ from dcvit.models import vit
 from dcvit.parallel import sharding
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics, restoring
-from dcvit.training import aot, distillation, step
+from dcvit.training import aot, benchmark, distillation, step
 from dcvit.training.distillation import TEACHER, heads_of, normalizer
 from dcvit.training.inputs import TrainingData
 from dcvit.training.teacher_outputs import with_logits
@@ -427,6 +427,22 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     short = "--config.total_steps=2 --config.evals={} --config.model.depth=1 --config.model.compose=None"
     run_commands([f"{first} {short}", *rest], tmp_path, monkeypatch)
     assert "seven.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_operations_of_a_step_count_the_teacher_that_it_runs(teacher, cache):
+    """2 × multiply-adds of its 4 patches of 4×4 pixels, width 8, MLP 16 and 10 classes."""
+    patches, width, mlp = 4, 8, 16
+    block = 4 * patches * width**2 + 2 * patches**2 * width + 2 * patches * width * mlp
+    expected = 2 * (patches * 16 * width + block + 10 * width)
+    alone, distilled = (
+        small_setup(**{"input.pp": FIXED}, **more)
+        for more in ({}, {"distill.teacher": teacher, "distill.cache": cache})
+    )
+    assert step.step_flops(distilled) - step.step_flops(alone) == (0 if cache else expected)
+    for mode, counted in (("train", step.step_flops(distilled)), ("forward", step.step_flops(alone) / 3)):
+        benchmark._describe(row := benchmark.Row("config", mode), distilled)
+        assert row.gflops == pytest.approx(counted / 1e9)
 
 
 @pytest.mark.slow
