@@ -58,8 +58,8 @@ def with_logits(
       start: the step before the first batch.
     """
     for step, batch in enumerate(batches, start):
-        planned = input_pipeline.batch_ids(data.source, data.batch_size, data.seed, step)
-        at = np.array([planned[row]["index"] for row in rows]) + batch["_skipped"]
+        planned = input_pipeline.batch_ids(data.source, data.batch_size, data.seed, step, rows)
+        at = np.array([row["index"] for row in planned]) + batch["_skipped"]
         yield {**batch, TEACHER: logits[at % len(data.source)]}
 
 
