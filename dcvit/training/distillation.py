@@ -137,8 +137,7 @@ class Distillation:
     def identity(self) -> dict[str, int]:
         """Return CRC-32 checksums of the teacher: of each parameter by name, and of `model` and `pp_predict`."""
         with _named(self.options.teacher):
-            layers = adapters.single_layers(open_parameters(self.teacher.source))
-            found = {name: adapters.crc(tensor.read()) for name, tensor in layers.items()}
+            found = adapters.layer_checksums(open_parameters(self.teacher.source))
         record = self.teacher.record()
         of_config = {
             key: zlib.crc32(json.dumps(record[key], sort_keys=True).encode()) for key in ("model", "pp_predict")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -72,7 +72,20 @@ def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dic
     layers = {name: tensor for name, tensor in layers.items() if name not in whole}
     expected = {name: tensor.shape for name, tensor in wanted.items() if name not in whole}
     check_tree({name: tensor.shape for name, tensor in layers.items()}, expected, what)
-    return {name: crc(tensor.read()) for name, tensor in layers.items()}
+    return layer_checksums(base, layers)
+
+
+def layer_checksums(tensors: Tensors, names: Collection[str] | None = None) -> dict[str, int]:
+    """Return the CRC-32 of each parameter, or of `names`, in unrolled layers; an array of several is read once."""
+    places: dict[str, dict[str, int | None]] = {}  # layers by name, of each array
+    for name, (path, layer) in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
+        if names is None or name in names:
+            places.setdefault(path, {})[name] = layer
+    found: dict[str, int] = {}
+    for path, layers in places.items():
+        array = tensors[path].read()
+        found |= {name: crc(array if layer is None else array[layer]) for name, layer in layers.items()}
+    return found
 
 
 def single_layers(tensors: Tensors) -> dict[str, Tensor]:

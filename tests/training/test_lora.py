@@ -124,6 +124,23 @@ def test_a_damaged_description_of_adapters_is_refused(config, message):
         adapters.described({"config": config}, "run")
 
 
+def test_an_array_of_several_layers_is_read_once_for_its_checksums():
+    reads = []
+
+    def tensor(name, *shape):
+        array = np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+        return Tensor(shape, lambda: reads.append(name) or array)
+
+    shapes = {"Transformer/encoderblock/MlpBlock_0/Dense_0/kernel": (3, 2, 4), "head/bias": (5,)}
+    tensors = {name: tensor(name, *shape) for name, shape in shapes.items()}
+    expected = {name: adapters.crc(x.read()) for name, x in adapters.single_layers(tensors).items()}
+    reads.clear()
+    assert len(set(expected.values())) == 4
+    assert adapters.layer_checksums(tensors) == expected
+    assert reads == [*shapes]
+    assert adapters.layer_checksums(tensors, ["head/bias"]) == {"head/bias": expected["head/bias"]}
+
+
 def test_adapters_of_a_matrix_that_the_base_lacks_are_refused():
     one = Tensor((2, 2), lambda: np.ones((2, 2)))
     about = {"config": {"lora": {"rank": 2, "targets": ".*"}, "model_init": "x"}}
