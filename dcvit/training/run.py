@@ -50,7 +50,7 @@ def train(
     workdir: str | os.PathLike[str],
     *,
     accept: Sequence[str] = (),
-    on_row: Callable[[int, Mapping[str, float | None]], object] | None = None,
+    on_row: Callable[[int, Mapping[str, float]], object] | None = None,
     **overrides: object,
 ) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
@@ -62,8 +62,9 @@ def train(
       workdir: the folder of the run.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
       on_row: called with the step and the metrics of each new row of metrics.jsonl, such as {"loss": 0.3, "test/top1":
-        0.9}. An exception that it raises ends training and reaches the caller, for example to stop a run early; the
-        same call resumes the run from its latest checkpoint, and passes the rows that follow.
+        0.9}; a metric that is not finite is NaN or infinite, where the file has null. An exception that it raises ends
+        training and reaches the caller, for example to stop a run early; the same call resumes the run from its latest
+        checkpoint, and passes the rows that follow.
       **overrides: keys of the config, such as `lr=0.01, model={"depth": 2}`. A mapping sets the keys in it; a string is
         parsed as on the command line, such as `evals="{}"` to replace all evaluators.
 

@@ -46,7 +46,8 @@ def train(
       workdir: the run's folder.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
       preemption: the listener for stop signals; by default signals are not handled.
-      on_row: called with the step and the metrics of each row, in every process; its exceptions end the run.
+      on_row: called with the step and the metrics of each row, in every process; its exceptions end the run. Metrics
+        that are not finite are NaN or infinite.
 
     Returns:
       The last row of metrics; empty if no step was left.
