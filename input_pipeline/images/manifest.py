@@ -25,7 +25,7 @@ MAX_CLASSES_BYTES = 1 << 24  # of a file of class names
 
 
 class Labels(NamedTuple):
-    """Labels of all rows, N or N C as `input_pipeline.source.labels_of` describes them, and the class names."""
+    """Labels of some rows, N or N C as `input_pipeline.source.labels_of` describes them, and the class names."""
 
     array: np.ndarray
     class_names: tuple[str, ...]
@@ -75,9 +75,11 @@ class Source:
             raise InputError(f"labels={labels!r} are columns of classes: expected one or more, and no sep or classes")
         parts = PLACEHOLDER.findall(path) or [path]
         table = read_table(manifest, [*parts, *columns, *([] if split is None else [split_column])])
-        found = _truths(table, columns) if named is None else _named(table, named, sep, _class_list(classes))
         rows = _rows_of_split(table, split, split_column)
-        self.labels, self.class_names = found.array[rows], found.class_names
+        if named is None:
+            self.labels, self.class_names = _truths(table, columns, rows)
+        else:
+            self.labels, self.class_names = _named(table, named, sep, _class_list(classes), rows)
         self.root = os.path.abspath(table.file.parent if data_dir is None else expand(data_dir))  # noqa: PTH100 - no links
         files = _files(table, path, self.root)
         self.files = [files[row] for row in rows]
@@ -125,26 +127,28 @@ class Source:
             logger.warning("%s: %r is one class; several classes in a cell need sep='|'", what, joined[0])
 
 
-def _truths(table: Table, columns: Sequence[str]) -> Labels:
-    """Return the labels of columns of 1, 0 and unknown cells. Raises InputError for other cells."""
+def _truths(table: Table, columns: Sequence[str], rows: Sequence[int]) -> Labels:
+    """Return the labels of `rows` in columns of 1, 0 and unknown cells; InputError for another cell in any row."""
     if len(set(columns)) < len(columns):
         raise InputError(f"labels={columns!r}: a column occurs twice")
-    array = np.empty((len(table.numbers), len(columns)), np.int8)
+    array = np.empty((len(rows), len(columns)), np.int8)
     for number, column in enumerate(columns):
+        values = np.empty(len(table.numbers), np.int8)
         for row, cell in enumerate(table.columns[column]):
             value = TRUTH.get(cell.strip().lower())
             if value is None:
                 expected = "1, 0, or -1 or nothing for an unknown label"
                 raise InputError(f"{table.location(row)}: {column!r} is {cell[:40]!r}, expected {expected}")
-            array[row, number] = value
+            values[row] = value
+        array[:, number] = values[rows]
     return Labels(array, tuple(columns))
 
 
-def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | None) -> Labels:
-    """Return the labels of a column of class names or numbers, one in each cell, or several separated by `sep`.
+def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | None, rows: Sequence[int]) -> Labels:
+    """Return the labels of `rows` in a column of class names or numbers, one in each cell, or several with `sep`.
 
     Raises:
-      InputError: a cell has an unknown class, or no cell has a class.
+      InputError: a cell of any row has an unknown class, or no cell has a class.
     """
     if sep is not None and not sep.strip():  # a cell with the separator alone, for no class, would be an empty one
         raise InputError(f"sep={sep!r}: expected the text between two class names, such as '|'")
@@ -154,19 +158,20 @@ def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | 
     if not distinct:
         raise InputError(f"{table.file}: no row has a label in the column {column!r}")
     class_names, numbers = _numbered(distinct, classes)
-    shape = (len(cells),) if sep is None else (len(cells), len(class_names))
-    array = np.full(shape, 0, np.int32 if sep is None else np.int8)
-    for row, (cell, names) in enumerate(zip(cells, listed, strict=True)):
-        if cell in IGNORED:
-            array[row] = -1
+    if unknown := distinct - numbers.keys():
+        row, name = next((row, name) for row, names in enumerate(listed) for name in names if name in unknown)
+        raise InputError(f"{table.location(row)}: no class {name[:40]!r}; {nearest(name, class_names)}")
+    shape = (len(rows),) if sep is None else (len(rows), len(class_names))
+    array = np.zeros(shape, np.int32 if sep is None else np.int8)
+    for i, row in enumerate(rows):
+        if cells[row] in IGNORED:
+            array[i] = -1
             continue
-        for name in filter(None, names):
-            if name not in numbers:
-                raise InputError(f"{table.location(row)}: no class {name[:40]!r}; {nearest(name, class_names)}")
+        for name in filter(None, listed[row]):
             if sep is None:
-                array[row] = numbers[name]
+                array[i] = numbers[name]
             else:
-                array[row, numbers[name]] = 1
+                array[i, numbers[name]] = 1
     return Labels(array, class_names)
 
 

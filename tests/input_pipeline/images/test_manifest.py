@@ -1,6 +1,7 @@
 """Manifests: formats, classes, unknown labels, splits, and errors that name the line."""
 
 import shutil
+import tracemalloc
 
 import manifests
 import numpy as np
@@ -132,6 +133,21 @@ def test_splits_share_their_classes(folder, listed):
     assert (len(train), len(val)) == (10, 2)
     assert train.class_names == val.class_names == ("a", "b", "c")
     assert set(val.labels.tolist()) == {2}
+
+
+@pytest.mark.slow
+def test_labels_of_other_splits_take_no_memory(folder, listed):
+    """Complete labels of 3,000 rows and 3,000 classes have 9 MB."""
+    rows = [(f"images/none{i}.png", f"c{i}", "train") for i in range(3000)] + [(listed[0][0], "c7|c9", "val")]
+    file = manifests.write_csv(folder / "labels.csv", ("path", "label", "split"), rows)
+    tracemalloc.start()
+    source = opened(file, sep="|", split="val")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6
+    assert [source.class_names[c] for c in np.flatnonzero(source.labels[0])] == ["c7", "c9"]
+    with pytest.raises(ip.InputError, match=r"labels\.csv:3: no class 'c1'"):  # of another split
+        opened(file, sep="|", split="val", classes=[name for name in source.class_names if name != "c1"])
 
 
 def test_paths_are_built_from_columns_and_below_a_data_dir(folder, listed, tmp_path):
