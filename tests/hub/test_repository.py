@@ -1,5 +1,6 @@
 """Models of the Hugging Face Hub, against a local server with the Hub's protocol: download, commits, cache, upload."""
 
+import functools
 import json
 import os
 import re
@@ -271,11 +272,12 @@ def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp
 
 
 @pytest.mark.slow
-def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workdir, tmp_path):
+@pytest.mark.parametrize("key", ["model_init", "distill.teacher"])
+def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workdir, tmp_path, key):
     source = tmp_path / "source"
     conversion_models.convert(digits_workdir, source, "safetensors")
     old = hub.upload("owner/digits", source)
-    overrides = {**TINY, "model.width": 32, "model.depth": 1, "model.mlp_dim": 64, "model_init": "hf:owner/digits"}
+    overrides = {**TINY, "model.width": 32, "model.depth": 1, "model.mlp_dim": 64, key: "hf:owner/digits"}
     words = [f"--config.{key}={value}" for key, value in overrides.items()]
 
     def train(workdir):
@@ -283,7 +285,8 @@ def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workd
         return parameters(workdir)
 
     whole = train(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["model_init"] == f"hf:owner/digits@{old}"
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert functools.reduce(dict.get, key.split("."), record) == f"hf:owner/digits@{old}"
     hub.commit("owner/digits", {"model.safetensors": None, "pytorch_model.bin": b"x"})
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
     (tmp_path / "run" / "metrics.jsonl").write_text("")

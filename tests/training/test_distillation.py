@@ -1,5 +1,6 @@
 """Distillation: its losses, the teacher's view of a batch, runs that resume, kept logits, and invalid options."""
 
+import functools
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 from scipy.special import log_softmax, softmax
 from small_models import jit, param_shapes, random_params
 from sources import ListSource, numbered
-from trained_workdirs import load_params
+from trained_workdirs import TINY, load_params
 from training_runs import digits_command, interrupted_before, perturbed_params, refusal, same, small_setup
 
 import dcvit
@@ -207,6 +208,59 @@ def test_the_teacher_is_sharded_and_constant_and_not_saved(teacher):
         np.testing.assert_allclose(many, one, atol=1e-5)
     kernel = found[1].teacher["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
     assert {"fsdp", "tensor"} <= {name for axis in kernel.sharding.spec for name in np.ravel(axis)}
+
+
+def steps_of(setup, count=2):
+    """Return the state before and after some steps."""
+    state, update = loaded_state(setup), jax.jit(step.make_update(setup))
+    before = jax.device_get(state)
+    for batch in itertools.islice(setup.data.batches(0), count):
+        state, _ = update(state, jax.tree.map(jnp.asarray, batch))
+    return before, jax.device_get(state)
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_train_the_student_and_its_average_as_the_whole_batch_does(teacher):
+    options = {"distill.teacher": teacher, "mixup": 0.3, "input.batch_size": 16, "ema_decay": 0.75, "lr": 0.1}
+    options |= {"optax_name": "trace", "optax": {"decay": 0.0}, "schedule": {"decay_type": "constant"}}
+    found = [steps_of(small_setup(**options, grad_accum=parts), 1) for parts in (1, 2)]
+    for before, after in found:
+        assert same(before.teacher, after.teacher)
+        averages = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, before.params, after.params)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), after.ema, averages)
+    (before, whole), (_, parts) = found
+    largest = 0.0
+    for old, new, again in zip(*(jax.tree.leaves(state.params) for state in (before, whole, parts)), strict=True):
+        np.testing.assert_allclose(again, new, atol=1e-6)
+        largest = max(largest, np.abs(new - old).max())
+    assert largest > 1e-3
+
+
+@pytest.mark.slow
+def test_adapters_of_a_student_learn_from_the_teacher(teacher):
+    """The loss is that of the merged student, and neither it nor the teacher changes."""
+    sizes = {f"model.{name}": value for name, value in FIELDS.items()}
+    options = {"distill.teacher": teacher, "model_init": teacher, "input.pp": FIXED, **sizes, "distill.weight": 0.9}
+    lora = {"lora.rank": 2, "lora.targets": ".*/Dense_[01]/kernel", "lr": 0.05, "wd": 0.0}
+    setup, whole = small_setup(**options, **lora), small_setup(**options)
+    before, after = steps_of(setup, 12)
+    assert same((before.teacher, before.base), (after.teacher, after.base))
+    assert {name.rpartition("/")[2] for name in by_name(after.params)} == {"lora_a", "lora_b"}
+    batch, key = prepared_batch(setup)
+    losses = [float(loss_of(setup, state, batch, key)) for state in (before, after)]
+    assert losses[1] < 0.9 * losses[0]
+    merged = after.replace(params=step.evaluated_params(setup, after), base=None)
+    assert float(loss_of(whole, merged, batch, key)) == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_step_with_a_teacher_is_timed(teacher, cache):
+    words = [f"{name}={value}" for name, value in TINY.items()] + ["input.batch_size=16", f"input.pp={FIXED}"]
+    words += [f"distill.teacher={teacher}", f"distill.cache={cache}"]
+    (row,) = benchmark.benchmark(["vit_digits"], words, benchmark.Options(modes=["train"], rounds=1))
+    assert (row.error, row.batch, row.unit) == (None, 16, "img/s")
+    assert row.ms > 0
 
 
 def distill(teacher, workdir, *words, **options):

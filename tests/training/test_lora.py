@@ -12,7 +12,7 @@ from trained_workdirs import DIGITS, load_params
 from training_runs import interrupted_before, refusal, same, small_setup, steps_on_meshes
 
 import dcvit
-from dcvit import cli, evaluate, train
+from dcvit import cli, convert, evaluate, train
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.models.lora import Adaptation
@@ -98,6 +98,18 @@ def test_loaded_evaluated_and_converted_model_is_the_merged_one(adapted, digits_
     assert cli.run(evaluate.main, ["--workdir", str(adapted), "--format", "json"]) == 0
     row = metrics.read(adapted / "metrics.jsonl")[-1]
     assert f"{row['test/top1']:.3f}"[:5] in capsys.readouterr().out
+
+
+def test_a_soup_of_runs_with_adapters_is_that_of_the_merged_models(adapted, tmp_path):
+    early = adapted / "checkpoints" / "3"
+    words = [early, adapted, tmp_path / "soup", "--to", "dcvit", "--soup", "uniform"]
+    assert cli.run(convert.main, [str(word) for word in words]) == 0
+    one, other, found = (flatten_dict(load_params(path), sep="/") for path in (early, adapted, tmp_path / "soup"))
+    loaded = flatten_dict(jax.device_get(dcvit.load(tmp_path / "soup").params), sep="/")
+    assert any(np.any(one[name] != other[name]) for name in one)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, (one[name] + other[name]) / 2, atol=1e-7)
+        np.testing.assert_array_equal(loaded[name], value)
 
 
 def test_interrupted_run_resumes_to_the_same_bits(adapted, digits_workdir, tmp_path, monkeypatch):
