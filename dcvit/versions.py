@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -96,6 +97,25 @@ def on_cloud_tpu() -> bool:
     from jax._src import cloud_tpu_init
 
     return bool(cloud_tpu_init.running_in_cloud_tpu_vm)
+
+
+def cluster_size() -> int:
+    """Return the number of processes of the cluster in which JAX detects this process, and 1 if it detects none.
+
+    The public `jax.distributed.initialize` detects the cluster and waits for all its processes in one call, so it
+    cannot answer if there are several. Delete when the detection has a public name.
+
+    Raises:
+      Exception: an error of Kubernetes' API, which JAX asks in a pod of an Indexed Job.
+    """
+    from jax._src.clusters import ClusterEnv, K8sCluster
+
+    for cluster in ClusterEnv._cluster_types:
+        if cluster is K8sCluster and "JOB_COMPLETION_INDEX" not in os.environ:
+            continue  # JAX connects no other pods, but asks the API, or warns, in every pod
+        if not cluster.opt_in_only_method and cluster.is_env_present():
+            return int(cluster.get_process_count())
+    return 1
 
 
 def replace_backend(name: str, factory: Callable[[], object], priority: int) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -19,7 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcvit.errors import ConfigError, first_line
-from dcvit.versions import Value, on_cloud_tpu, process_state
+from dcvit.versions import Value, cluster_size, on_cloud_tpu, process_state
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 30  # silence of a process after which JAX aborts all others
 STOP, FAILURE = "dcvit/stop", "dcvit/failure"  # keys: request that all processes stop, message of the first failure
@@ -27,11 +31,13 @@ GATHER_SECONDS = 1800  # timeout of `gather`; other processes may take long to o
 POLL_SECONDS = 1  # interval at which `gather` checks if another process failed
 EXIT_SECONDS = 60  # how long a stopping process waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long the coordinator stays, so that the others can read its messages
+LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # variables with the number of processes that were started
+HINT = "; give --coordinator, --num_processes and --process_id"
 LOST_CONNECTION = re.compile("Gloo|NCCL|UNAVAILABLE|Connection (reset|closed|refused)|Socket closed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run of several processes; Slurm, Open MPI and Cloud TPU pods need none of them."""
+    """Add the options of a run of several processes; launchers that JAX detects need none of them."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 in a run of several processes")
     parser.add_argument("--num_processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process_id", type=int, metavar="I", help="0 to N-1")
@@ -51,7 +57,8 @@ def initialize(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--coordinator, --num_processes and --process_id must be given together; missing {', '.join(missing)}"
         )
-    if missing and not (in_cluster() or on_tpu_vm()):
+    detected = bool(missing) and in_cluster()
+    if missing and not (detected or on_tpu_vm()):
         return
     host, _, port = (given["coordinator"] or ":1").rpartition(":")
     is_address = host and port.isdecimal() and 0 < int(port) < 2**16
@@ -66,17 +73,35 @@ def initialize(args: argparse.Namespace) -> None:
             cluster_detection_method=None if missing else "deactivate", heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )  # fmt: skip
     except (RuntimeError, ValueError) as e:
-        if missing and not in_cluster():  # the metadata of this TPU VM list no other workers
+        if missing and not detected:  # the metadata of this TPU VM list no other workers
             return
-        raise ConfigError(f"cannot connect to the other processes: {first_line(e)}") from None
+        hint = HINT if missing else ""
+        raise ConfigError(f"cannot connect to the other processes: {first_line(e).rstrip('.')}{hint}") from None
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
 
 
 def in_cluster() -> bool:
-    """Return True if Slurm (`srun`) or Open MPI started this process as one of several."""
-    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
-    return any(count.isdigit() and int(count) > 1 for count in counts)
+    """Return True if a launcher that JAX detects started this process as one of several, except on Cloud TPU VMs.
+
+    The counts of Slurm and Open MPI have precedence. In a shell of `salloc`, JAX would wait for all tasks of the
+    allocation. Before version 0.12 it does not detect Open MPI 5, and connecting ends with an error.
+
+    Raises:
+      ConfigError: the detection fails, such as in a pod that may not ask Kubernetes for the number of pods.
+    """
+    counts = [int(count) for name in LAUNCHED if (count := os.environ.get(name, "")).isdecimal()]
+    if counts or on_cloud_tpu():
+        return max(counts, default=1) > 1
+    pod = os.environ.get("JOB_COMPLETION_INDEX", "")
+    if pod and not importlib.util.find_spec("kubernetes"):
+        if pod != "0":  # a Job of one pod needs no warning
+            logger.warning(f"pod {pod} of a Kubernetes Job runs alone{HINT} to connect the pods")
+        return False
+    try:
+        return cluster_size() > 1
+    except Exception as e:
+        raise ConfigError(f"cannot detect the other processes: {first_line(e).rstrip('.')}{HINT}") from None
 
 
 def on_tpu_vm() -> bool:

@@ -1,5 +1,6 @@
 """Runs of several processes on localhost, with JAX's own runtime."""
 
+import importlib.machinery
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from jax._src import distributed
+from jax._src.clusters import ClusterEnv, K8sCluster
 from trained_workdirs import TINY, load_params
 
 from dcvit import cli, train
@@ -34,13 +37,17 @@ ACROSS = BOTH | {"mesh": [("tensor", 2), ("data", 2), ("fsdp", 2)]}  # two proce
 PRINTED = re.compile(r"dcvit train: |step \d+/")
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 class Group:
     """The processes of one run; all are killed at the end."""
 
     def __init__(self, count, devices, command, *argv):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
+        address = f"localhost:{free_port()}"
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         self.processes = []
         for i in range(count):
@@ -269,22 +276,147 @@ def test_invalid_options_are_refused_in_one_line(tmp_path, capsys, monkeypatch, 
     assert err.count("\n") == 1
 
 
-ENVIRONMENTS = [
-    ({}, False),
-    ({"SLURM_STEP_NUM_TASKS": "1"}, False),
-    ({"SLURM_NTASKS": "8"}, False),  # the batch script itself, outside of srun
-    ({"SLURM_STEP_NUM_TASKS": "8"}, True),
-    ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
-]
+SLURM = {"SLURM_JOB_ID": "70000", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SALLOC = {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "localhost"}
+ORTE = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_RANK": "0"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "localhost"}
+ENVIRONMENTS = {
+    "no launcher": ({}, False),
+    "batch script": ({**SLURM, "SLURM_NTASKS": "8"}, False),
+    "shell of salloc in a step": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1"}, False),
+    "srun of one task": ({**SALLOC, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, False),
+    "srun of eight tasks": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "8"}, True),
+    "mpirun in a shell of salloc": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
+    "mpirun of Open MPI 4": ({**ORTE, "OMPI_COMM_WORLD_SIZE": "4"}, True),
+    "mpirun of Open MPI 5": ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+    "mpirun of one process": ({**ORTE, "OMPI_COMM_WORLD_SIZE": "1"}, False),
+    "pod": (POD, False),
+}
 
 
-@pytest.mark.parametrize(("environment", "several"), ENVIRONMENTS)
-def test_cluster_is_detected_by_its_environment(monkeypatch, environment, several):
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that replaces the variables of launchers by others."""
+
+    def replace(variables):
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_"))]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+@pytest.fixture
+def kubernetes(monkeypatch):
+    """A function that installs a client library which knows a Job of some pods, or refuses to answer."""
+
+    def install(pods):
+        def read_job(name, namespace):
+            assert (name, namespace) == ("train", "default")
+            if not pods:
+                raise Refused
+            return types.SimpleNamespace(spec=types.SimpleNamespace(parallelism=pods))
+
+        class Refused(Exception):  # noqa: N818 - like that of Kubernetes
+            status, reason = 403, "Forbidden"
+
+        pod = types.SimpleNamespace(metadata=types.SimpleNamespace(labels={"job-name": "train"}))
+        core = types.SimpleNamespace(list_namespaced_pod=lambda **_: types.SimpleNamespace(items=[pod]))
+        batch = types.SimpleNamespace(read_namespaced_job=read_job)
+        module = types.ModuleType("kubernetes")
+        module.__spec__ = importlib.machinery.ModuleSpec("kubernetes", None)
+        module.config = types.SimpleNamespace(load_incluster_config=lambda: None)
+        exceptions = types.SimpleNamespace(ApiException=Refused)
+        module.client = types.SimpleNamespace(CoreV1Api=lambda: core, BatchV1Api=lambda: batch, exceptions=exceptions)
+        monkeypatch.setitem(sys.modules, "kubernetes", module)
+
+    monkeypatch.setattr(K8sCluster, "_namespace", lambda: "default")
+    yield install
+    for cached in (K8sCluster._pod, K8sCluster._job):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_cluster_is_detected_by_its_environment(environment, name):
+    variables, several = ENVIRONMENTS[name]
+    environment(variables)
     assert multihost.in_cluster() is several
+
+
+@pytest.mark.parametrize(("pods", "several"), [(1, False), (4, True)])
+def test_pods_of_an_indexed_job_are_counted_by_the_client_of_kubernetes(environment, kubernetes, pods, several):
+    kubernetes(pods)
+    environment(POD)
+    assert not multihost.in_cluster()  # not a Job whose pods have an index
+    environment({**POD, "JOB_COMPLETION_INDEX": "0"})
+    assert multihost.in_cluster() is several
+
+
+def test_kubernetes_without_permission_is_one_line(environment, kubernetes, tmp_path, capsys):
+    kubernetes(None)
+    environment({**POD, "JOB_COMPLETION_INDEX": "1"})
+    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "Kubernetes API Error: 403 - Forbidden; give --coordinator, --num_processes and --process_id" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_pod_without_the_client_of_kubernetes_runs_alone_and_says_so(environment, monkeypatch, caplog, index):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    environment({**POD, "JOB_COMPLETION_INDEX": str(index)})
+    assert not multihost.in_cluster()
+    assert [record.message[:6] for record in caplog.records] == ["pod 1 "] * index
+
+
+def test_launcher_that_a_later_jax_detects_is_detected(environment, monkeypatch):
+    launcher = types.SimpleNamespace(opt_in_only_method=False, is_env_present=lambda: True, get_process_count=lambda: 2)
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [*ClusterEnv._cluster_types, launcher])
+    environment({})
+    assert multihost.in_cluster()
+
+
+def test_launcher_that_jax_does_not_detect_is_one_line(environment, tmp_path, capsys, monkeypatch):
+    start = distributed.State().initialize  # without the check that this process has not used a device yet
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: start(*args, **options))
+    environment(ENVIRONMENTS["mpirun of Open MPI 5"][0])
+    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "cannot connect to the other processes: " in err
+    assert err.endswith("give --coordinator, --num_processes and --process_id\n")
+    assert err.count("\n") == 1
+
+
+CONNECT = """
+import argparse
+from dcvit.parallel import multihost
+multihost.initialize(argparse.Namespace(coordinator=None, num_processes=None, process_id=None))
+print(multihost.gather("indices", multihost.index()))
+multihost.exit_process(0)
+"""
+TASKS = {
+    "srun": {**SALLOC, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "I", "SLURM_LOCALID": "I"},
+    "mpirun": {
+        **ORTE, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "I", "OMPI_COMM_WORLD_LOCAL_RANK": "I",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", TASKS)
+def test_tasks_of_a_launcher_connect_without_options(environment, launcher):
+    environment({})
+    port = str(free_port())
+
+    def start(index):
+        task = {name: index if value == "I" else value for name, value in TASKS[launcher].items()}
+        env = {**os.environ, **task, "JAX_COORDINATOR_PORT": port}
+        return subprocess.Popen([sys.executable, "-c", CONNECT], env=env, stdout=subprocess.PIPE, text=True)
+
+    processes = [start("0"), start("1")]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["[0, 1]", ""]
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 @pytest.fixture
