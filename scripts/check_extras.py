@@ -3,7 +3,8 @@
     python scripts/check_extras.py [--extras none,data,lm] [--no-constraints]
 
 Prints a table: "works", or the extra that the command's error names. Fails if a part does not work with its extra, or
-if its error without the extra is not one line that names it. Installations take about ten minutes.
+if its error without the extra is not one line that names it. "skypilot" is no extra: SkyPilot, which does not allow the
+versions of constraints.txt, reads its launch file in an environment of its own. Installations take about ten minutes.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("none", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs")
+EXTRAS = ("none", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs", "skypilot")
 TASK = """
 task: colors
 dataset_path: json
@@ -28,6 +29,14 @@ doc_to_text: "{{question}}"
 doc_to_choice: [red, green]
 doc_to_target: label
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+SKYPILOT = """
+import sky, yaml
+with open("scripts/launch/skypilot.yaml") as file:
+    task = sky.Task.from_yaml_config(yaml.safe_load(file), [("CONFIG", "vit_digits"), ("WORKDIR", "gs://bucket/run")])
+(resources,) = task.resources
+assert task.num_nodes == 2 and resources.use_spot, task
+assert resources.job_recovery["recover_on_exit_codes"] == [75], resources
 """
 SHORT = "--config.total_steps=2 --config.input.batch_size=4 --config.model.depth=1 --config.input.data.context=32"
 # name of the part -> its extra, and the arguments of `dcvit` in a folder with the files of `prepare`
@@ -113,11 +122,16 @@ def use(part, python, folder, installed):
 def check(installed, folder, constraints):
     """Install one extra and use all parts; return the cells of its column, and whether all are right."""
     venv = folder / "venv"
-    package = str(ROOT) if installed == "none" else f"{ROOT}[{installed}]"
+    package = {"none": str(ROOT), "skypilot": "skypilot>=0.12"}.get(installed, f"{ROOT}[{installed}]")
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    newest = installed == "trackio"  # Trackio 0.43 does not allow the Pillow 13 of constraints.txt
+    newest = installed in ("trackio", "skypilot")  # Trackio 0.43 does not allow the Pillow 13 of constraints.txt
     subprocess.run([*pip, *([] if newest else constraints), package], check=True)
+    if installed == "skypilot":
+        environment = {**os.environ, "HOME": str(folder)}
+        status, output = run([venv / "bin" / "python", "-c", SKYPILOT], cwd=ROOT, env=environment)
+        print(output, file=sys.stderr, end="")
+        return {"skypilot.yaml": "works" if status == 0 else "**fails**"}, status == 0
     prepare(folder)
     cells = {part: use(part, venv / "bin" / "python", folder, installed) for part in PARTS}
     if installed == "docs":
@@ -143,7 +157,7 @@ def main():
             right &= found
             print(f"{extra}: {columns[extra]}", flush=True)
     print("\n| part | " + " | ".join(f"`[{extra}]`" for extra in columns) + " |\n|---|" + "---|" * len(columns))
-    for part in (*PARTS, "documentation"):
+    for part in (*PARTS, "documentation", "skypilot.yaml"):
         print(f"| {part} | " + " | ".join(cells.get(part, "–") for cells in columns.values()) + " |")
     return 0 if right else 1
 

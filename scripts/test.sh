@@ -15,8 +15,8 @@ case ${1:-} in
   --fast) selection="not slow and $selection"; shift ;;
   --exhaustive) selection="exhaustive and not weekly and not interop"; shift ;;
   --interop) selection="interop and not exhaustive" extras=$extras,interop,wandb,mlflow; shift ;;
-  --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,wandb,mlflow; shift ;;
-  --all) selection="" extras=$extras,interop,wandb,mlflow; shift ;;
+  --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,launch,wandb,mlflow; shift ;;
+  --all) selection="" extras=$extras,interop,launch,wandb,mlflow; shift ;;
 esac
 bash scripts/setup.sh "$extras"
 status=0
