@@ -1,0 +1,182 @@
+"""Runs that the launch files and examples start, and that lose a process, end as a run without interruption."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from markdown_pages import ROOT
+from stand_ins import program
+from test_examples import load
+from test_launch import container_of, expand, manifest
+from trained_workdirs import TINY, load_params
+
+from dcvit.errors import ConfigError
+from dcvit.runs import metrics, steps
+from dcvit.runs.preemption import SAVED
+
+LONG = TINY | {
+    "total_steps": 400, "log_steps": 10, "ckpt_steps": 20, "ckpt_keep": 99, "evals.test.log_steps": 200,
+    "evals.test.batch_size": 50,
+}  # fmt: skip
+SECONDS = 300
+SET_BY_WORDS = ("--config", "--workdir")
+
+
+def words(workdir):
+    return ["--config", "vit_digits", "--workdir", str(workdir), *(f"--config.{k}={v}" for k, v in LONG.items())]
+
+
+def free_address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def train(workdir, *options):
+    """Train without interruption, by one process for each list of options."""
+    running = [subprocess.Popen([sys.executable, "-m", "dcvit.train", *words(workdir), *more]) for more in options]
+    assert [process.wait(SECONDS) for process in running] == [0] * len(options)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of two processes without interruption."""
+    several = ["--coordinator", free_address(), "--num_processes", "2", "--process_id"]
+    return train(tmp_path_factory.mktemp("whole") / "run", [*several, "0"], [*several, "1"])
+
+
+def reach(workdir, step):
+    """Return once a run has logged a step."""
+    deadline = time.monotonic() + SECONDS
+    while not (rows := metrics.read(workdir / "metrics.jsonl")) or rows[-1]["step"] < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check_same(one, other):
+    """Check that two runs have the same metrics and parameters, bit for bit."""
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    a, b = ({"/".join(k): v for k, v in flatten_dict(load_params(run)).items()} for run in (one, other))
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+@pytest.mark.weekly
+@pytest.mark.interop
+def test_run_on_ray_resumes_after_a_lost_worker_to_the_same_result(tmp_path, whole):
+    """Ray prints the lines of a worker with its process id."""
+    pytest.importorskip("ray")
+    command = [sys.executable, ROOT / "examples" / "ray_train.py", "--workers", "2", *words(tmp_path / "ray")]
+    env = {**os.environ, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}  # Ray writes to ~/ray_results
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lost, printed = None, []
+    with subprocess.Popen(command, env=env, **pipes) as driver:
+        for line in driver.stdout:
+            printed.append(line)
+            found = re.search(r"RayTrainWorker pid=(\d+)\).* step (\d+)/", line)
+            if found and not lost and int(found[2]) >= 50:
+                lost = int(found[1])
+                os.kill(lost, signal.SIGKILL)
+    assert driver.returncode == 0, "".join(printed[-40:])
+    workers = {int(pid) for pid in re.findall(r"RayTrainWorker pid=(\d+)\)", "".join(printed))}
+    assert lost in workers
+    assert len(workers) >= 3, "".join(printed)  # Ray has started others
+    assert max(steps.saved_steps(tmp_path / "ray")) == LONG["total_steps"]
+    check_same(whole, tmp_path / "ray")
+
+
+@pytest.mark.weekly
+@pytest.mark.interop
+def test_job_of_submitit_saves_and_resumes_to_the_same_result(tmp_path):
+    pytest.importorskip("submitit")
+    workdir = tmp_path / "job"
+    job = load("submitit_train").submit(words(workdir), "local", tmp_path / "submitit", timeout_min=10)
+    reach(workdir, 50)
+    (task,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()  # of submitit's controller
+    os.kill(int(task), signal.SIGUSR2)  # as Slurm does before the time limit
+    assert job.result() == 0
+    assert job.stdout().count("Starting with JobEnvironment") == 2  # it was requeued
+    assert "stopped by SIGTERM: step" in job.stderr()
+    check_same(train(tmp_path / "whole", []), workdir)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.interop
+def test_config_with_an_error_is_refused_before_ray_starts(tmp_path):
+    pytest.importorskip("ray")
+    words = ["--config", "vit_digits", "--workdir", str(tmp_path / "run"), "--workers", "2", "--config.learning_rate=8"]
+    with pytest.raises(ConfigError, match="learning_rate"):
+        load("ray_train").main(words)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.interop
+def test_submitit_asks_slurm_for_a_task_per_gpu_and_a_signal_before_the_time_limit(tmp_path, monkeypatch):
+    """A stand-in for sbatch receives the script of the job."""
+    pytest.importorskip("submitit")
+    program(tmp_path / "sbatch", 'cat "$1" >job; echo Submitted batch job 7', "/bin/bash")
+    program(tmp_path / "srun", "", "/bin/bash")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    load("submitit_train").main(["--nodes", "2", "--hours", "12", "--partition", "gpu", "--", *words(tmp_path / "run")])
+    script = (tmp_path / "job").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
+    expected = {"nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "time": "720", "signal": "USR2@120"}
+    assert expected.items() <= options.items()
+    assert options["partition"] == "gpu"
+    assert "--gpu-bind=none" in script
+
+
+def pods(workdir, folder):
+    """Start the containers of the JobSet for GPUs as processes, with the options of a small run."""
+    address = free_address()
+    for index in range(2):
+        values = {"COORDINATOR": "localhost", "JOB_COMPLETION_INDEX": str(index)}
+        args = [expand(word, values) for word in container_of(manifest("jobset_gpu"))["args"]]
+        args = [word.replace("localhost:8476", address) for word in args if not word.startswith(SET_BY_WORDS)]
+        yield subprocess.Popen([sys.executable, "-m", "dcvit", *args, *words(workdir)])
+
+
+def nodes(workdir, folder):
+    """Start the commands of SkyPilot's nodes as processes, with the options of a small run."""
+    address = free_address()
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    program(folder / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"', "/bin/bash")
+    config, workdir, *overrides = words(workdir)[1::2][:2] + words(workdir)[4:]
+    command = manifest("skypilot")["run"].replace(":8476", address.removeprefix("localhost"))
+    command = command.rstrip().replace("--config.ckpt_steps=500", shlex.join(overrides))
+    for rank in range(2):
+        env = {"SKYPILOT_NODE_IPS": "localhost\nlocalhost", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank)}
+        env = {**os.environ, **env, "CONFIG": config, "WORKDIR": workdir}
+        yield subprocess.Popen(["bash", "-c", command], cwd=folder, env=env)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("start", [pods, nodes])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_launched_run_that_lost_a_process_is_started_again_to_the_same_result(start, sent, whole, tmp_path):
+    """JobSet and SkyPilot start all processes again: without a limit after status 75, and else some times."""
+    workdir = tmp_path / "run"
+    first = [*start(workdir, tmp_path)]
+    reach(workdir, 50)
+    first[1].send_signal(sent)
+    statuses = [process.wait(SECONDS) for process in first]
+    if sent == signal.SIGTERM:
+        assert statuses == [SAVED] * 2
+    else:
+        assert statuses[1] == -signal.SIGKILL
+        assert statuses[0] in (1, -signal.SIGABRT)
+    again = [*start(workdir, tmp_path)]
+    assert [process.wait(SECONDS) for process in again] == [0, 0]
+    check_same(whole, workdir)
