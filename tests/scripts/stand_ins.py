@@ -132,7 +132,8 @@ class Sandbox:
 
     def __init__(self, folder):
         self.folder, self.path, self.checkout = folder / "sandbox", folder / "bin", folder / "checkout"
-        (self.checkout / "scripts" / "tpu").mkdir(parents=True)
+        for folder in ("tpu", "launch"):
+            (self.checkout / "scripts" / folder).mkdir(parents=True)
         self.folder.mkdir()
         self.path.mkdir()
         for tool in TOOLS:
@@ -140,7 +141,7 @@ class Sandbox:
         (self.path / "python3").symlink_to(sys.executable)
         program(self.path / "gcloud", GCLOUD)
         program(self.folder / "training", TRAINING)
-        for name in ("tpu/pod.sh", "slurm.sbatch"):
+        for name in ("tpu/pod.sh", "launch/slurm.sbatch"):
             shutil.copy(SCRIPTS / name, self.checkout / "scripts" / name)
         (self.checkout / "scripts" / "setup.sh").write_text(SETUP)
         git(self.checkout, "init", "-q")

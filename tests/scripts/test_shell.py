@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stand_ins import SCRIPTS
 
-SHELL_SCRIPTS = sorted([*SCRIPTS.rglob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
+SHELL_SCRIPTS = sorted([*SCRIPTS.rglob("*.sh"), SCRIPTS / "launch" / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_shellcheck_reports_nothing(script):
 
 @pytest.mark.slow
 def test_launch_commands_in_the_documentation_are_accepted(sandbox):
-    text = (SCRIPTS.parent / "docs" / "pods.md").read_text().replace("\\\n", " ")
+    text = (SCRIPTS.parent / "docs" / "launch.md").read_text().replace("\\\n", " ")
     commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     tried = 0
     for command in commands:
@@ -33,9 +33,9 @@ def test_launch_commands_in_the_documentation_are_accepted(sandbox):
         if "scripts/tpu/pod.sh" in words:
             words = words[words.index("scripts/tpu/pod.sh") + 1 :]
             status, out, err = sandbox.pod(words[0], "--dry-run", *words[1:])
-        elif "scripts/slurm.sbatch" in words:
-            words = words[words.index("scripts/slurm.sbatch") + 1 :]
-            status, out, err = sandbox.run("slurm.sbatch", "--dry-run", *words)
+        elif "scripts/launch/slurm.sbatch" in words:
+            words = words[words.index("scripts/launch/slurm.sbatch") + 1 :]
+            status, out, err = sandbox.run("launch/slurm.sbatch", "--dry-run", *words)
         else:
             continue
         assert (status, err) == (0, ""), command

@@ -1,4 +1,4 @@
-"""`scripts/slurm.sbatch` with stand-ins for srun and scontrol."""
+"""`scripts/launch/slurm.sbatch` with stand-ins for srun and scontrol."""
 
 import shutil
 import signal
@@ -30,7 +30,7 @@ def cluster(sandbox):
 
 def test_job_near_its_time_limit_is_requeued_once_and_ends_with_the_status_of_its_step(cluster, tmp_path):
     """Slurm runs a copy of the script with stdin closed."""
-    copy = Path(shutil.copy(SCRIPTS / "slurm.sbatch", tmp_path / "slurm_script"))
+    copy = Path(shutil.copy(SCRIPTS / "launch" / "slurm.sbatch", tmp_path / "slurm_script"))
     cluster.set(long="")
     job = cluster.start(copy, *RUN, "--", "--config.seed=1", **cluster.job)
     wait_for((cluster.folder / "srun").exists)
@@ -54,6 +54,6 @@ def test_job_near_its_time_limit_is_requeued_once_and_ends_with_the_status_of_it
     ],
 )  # fmt: skip
 def test_bad_options_are_one_line(cluster, words, job):
-    status, out, err = cluster.run("slurm.sbatch", *words, **{**cluster.job, **job})
+    status, out, err = cluster.run("launch/slurm.sbatch", *words, **{**cluster.job, **job})
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert not (cluster.folder / "srun").exists()
