@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
-from dcvit.training.seeds import parse_seeds
+from dcvit.runs.seeds import parse_seeds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

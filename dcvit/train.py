@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
-from dcvit.training.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
+from dcvit.runs.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
 
 __all__ = ["train"]  # noqa: F822 - a property of `_Module`
 

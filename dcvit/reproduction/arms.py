@@ -17,7 +17,7 @@ from dcvit.reproduction import speeds
 from dcvit.reproduction.seeded import Run, all_finals, folder_of, of_model
 from dcvit.reproduction.speeds import StepTimes
 from dcvit.reproduction.tables import Cell, Row
-from dcvit.training.seeds import summarize
+from dcvit.runs.seeds import summarize
 
 Values = Mapping[int, Mapping[str, float]]  # by seed and name
 

@@ -21,7 +21,7 @@ from dcvit.interpret.circuits import captured_variance, circuits, pair_terms
 from dcvit.models.lm import LM
 from dcvit.reproduction import arms, in_context
 from dcvit.reproduction.tables import Cell, Curves, Maps, Row, Table, grid
-from dcvit.training.seeds import workdir_of
+from dcvit.runs.seeds import workdir_of
 from input_pipeline.source import Example
 
 COMPOSITIONS = {"pre": ("scores", "composed_scores"), "post": ("weights", "composed_weights")}

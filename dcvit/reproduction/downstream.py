@@ -22,7 +22,7 @@ from dcvit.reproduction.arms import CONTEXT, METRIC, Mean
 from dcvit.reproduction.seeded import Run, all_finals, run_checksum, stored
 from dcvit.reproduction.tables import Cell, Chart, Row, Table
 from dcvit.runs.files import replace
-from dcvit.training.seeds import workdir_of
+from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.stdlib import Source
 
 CLOZE, CHOICE = "stdlib_cloze", "stdlib_choice"

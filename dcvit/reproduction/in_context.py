@@ -16,7 +16,7 @@ from dcvit.reproduction import arms
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import Run, all_finals, run_checksum, stored
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
-from dcvit.training.seeds import workdir_of
+from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.synthetic import Source
 from input_pipeline.text.synthetic_tasks import DOMAINS, TASKS
 

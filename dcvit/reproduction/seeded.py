@@ -26,7 +26,7 @@ from dcvit.errors import ConfigError, MetricsError, first_line
 from dcvit.hub.kinds import kind_of
 from dcvit.runs import identity, metrics
 from dcvit.runs.files import replace
-from dcvit.training.seeds import workdir_of
+from dcvit.runs.seeds import workdir_of
 
 Train = Callable[[Sequence[str]], int]  # the command `dcvit train`, which returns its exit status
 Value = TypeVar("Value", bound=object)

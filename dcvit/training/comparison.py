@@ -18,8 +18,8 @@ from dcvit.parallel.trees import flattened
 from dcvit.runs import curves, metrics
 from dcvit.runs.files import Folder
 from dcvit.runs.lock import is_locked
+from dcvit.runs.seeds import half_width, workdir_seeds
 from dcvit.runs.steps import saved_steps
-from dcvit.training.seeds import half_width, workdir_seeds
 
 # Metrics of evaluators that are better if lower; all others are better if higher.
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "nats_per_document")

@@ -14,8 +14,8 @@ from dcvit.inference.texts import LanguageModel
 from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
+from dcvit.runs.seeds import check_no_seeds
 from dcvit.training import trainer
-from dcvit.training.seeds import check_no_seeds
 from dcvit.training.setup import make_setup
 
 

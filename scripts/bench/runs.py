@@ -37,8 +37,8 @@ from dcvit.reproduction.seeded import Run, all_finals, final, machine, of_model,
 from dcvit.reproduction.speeds import step_times
 from dcvit.runs import metrics
 from dcvit.runs.files import replace
+from dcvit.runs.seeds import parse_seeds, workdir_of
 from dcvit.train import main as train
-from dcvit.training.seeds import parse_seeds, workdir_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]  # of a table, for JSON: see `collect`

@@ -34,8 +34,8 @@ from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
 from dcvit.parallel import runtime
+from dcvit.runs.seeds import summarize
 from dcvit.training import optim
-from dcvit.training.seeds import summarize
 from dcvit.training.timing import device, interleaved
 from input_pipeline.text import stdlib
 

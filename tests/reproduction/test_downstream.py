@@ -11,7 +11,7 @@ from dcvit.inference import harness_tasks
 from dcvit.reproduction import downstream, scaling
 from dcvit.reproduction.downstream import CHOICE, CLOZE
 from dcvit.reproduction.seeded import run_checksum, stored
-from dcvit.training.seeds import workdir_of
+from dcvit.runs.seeds import workdir_of
 
 TEXT = "import os\n\ndef path_of(name):\n    return path_of + os.path_of(name)\n    # path_of name with ten names\n"
 LINES = "".join(f"line {i} of other names\nand names of line {i}\n" for i in range(9))

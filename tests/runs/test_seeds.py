@@ -12,8 +12,8 @@ from training_runs import same
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
-from dcvit.runs import metrics
-from dcvit.training import progress, seeds
+from dcvit.runs import metrics, seeds
+from dcvit.training import progress
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
