@@ -1,7 +1,8 @@
 """The version, every switch by version of JAX 0.10 to 0.12, and every private name of JAX and Orbax that is used.
 
-The docstring of each function states why a public name does not suffice, and when the function can be deleted. All
-imports are inside functions: the modules that use this one also work where a library is not installed.
+The docstring of each function states why a public name does not suffice, and when the function can be deleted. No issue
+of JAX, Orbax or TensorStore is known that asks for a missing public name. All imports are inside functions: the modules
+that use this one also work where a library is not installed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _shard_alike() -> Primitive:
     """Return the JAX primitive of `shard_alike`: it returns (x, like), and is linear in both."""
     import jax
     from jax.extend.core import Primitive
+    from jax.extend.mlir.dialects import sdy
     from jax.interpreters import ad, batching, mlir
-    from jaxlib.mlir.dialects import sdy  # JAX has no public name for Shardy's operations
 
     primitive = Primitive("dcvit_shard_alike")
     primitive.multiple_results = True
@@ -85,7 +86,8 @@ def process_state() -> Value:
     """Return JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
 
     The public `jax.process_index` and `jax.process_count` set up the backend, which can block, and must not happen
-    before `jax.distributed.initialize`. The client of the key-value store has no public name. Delete when it has one.
+    before `jax.distributed.initialize`; `jax.distributed.is_initialized` tells only that there is a client. No public
+    name is known for the client, whose key-value store is used. Delete when it has one.
     """
     from jax._src import distributed
 
@@ -93,7 +95,7 @@ def process_state() -> Value:
 
 
 def on_cloud_tpu() -> bool:
-    """Return True on a Cloud TPU VM. JAX detects this by PCI devices, and has no public name for the result."""
+    """Return True on a Cloud TPU VM. JAX detects this by PCI devices; no public name is known for the result."""
     from jax._src import cloud_tpu_init
 
     return bool(cloud_tpu_init.running_in_cloud_tpu_vm)
@@ -119,19 +121,22 @@ def cluster_size() -> int:
 
 
 def replace_backend(name: str, factory: Callable[[], object], priority: int) -> None:
-    """Let JAX call `factory` for a backend, if it has initialized none yet, and skip the backend if `factory` raises.
+    """Let JAX call `factory` for a backend that it has not initialized, and skip the backend if `factory` raises.
 
-    The public setting, jax_platforms, cannot exclude one platform: it lists platforms that must all be available.
-    Delete when it can.
+    The setting jax_platforms cannot exclude one platform: it lists platforms that must all be available.
     """
-    from jax._src import xla_bridge
+    from jax.extend.backend import register_backend_factory
 
-    if not xla_bridge.backends_are_initialized():
-        xla_bridge.register_backend_factory(name, factory, priority=priority, fail_quietly=True)
+    with contextlib.suppress(RuntimeError):  # it is initialized
+        register_backend_factory(name, factory, priority=priority, fail_quietly=True)
 
 
 def interpret_gpu() -> object:
-    """Return the parameters that make `plgpu.kernel` interpret a kernel. Delete when JAX has a public name for them."""
+    """Return the parameters that make `plgpu.kernel` interpret a kernel.
+
+    `jax.experimental.pallas.tpu.InterpretParams` is the public name of those of TPUs; none is known for GPUs. Delete
+    when there is one.
+    """
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
@@ -178,13 +183,15 @@ def stablehlo_for_tensorflow() -> Iterator[None]:
 
     JAX chooses the version of a month before its own release, which an older TensorFlow cannot read, and has no option
     for it. From JAX 0.12, exact GELU calls an erfc whose shape TensorFlow 2.21 cannot infer from a symbolic one, except
-    with the highest accuracy. Delete when `jax2tf` asks TensorFlow, and TensorFlow infers these shapes.
+    with the highest accuracy. No public replacement is known: `jax.extend.mlir.dialects.stablehlo` and `jax.lax` hold
+    copies of the names, so that JAX does not see a change there. Delete when `jax2tf` asks TensorFlow, and TensorFlow
+    infers these shapes.
     """
     from unittest import mock
 
     import jax
     from jax._src.nn import functions
-    from jaxlib.mlir.dialects import stablehlo as written  # JAX has no public name for it
+    from jaxlib.mlir.dialects import stablehlo as written
     from tensorflow.compiler.mlir.stablehlo import stablehlo as read
 
     name = "get_version_from_compatibility_requirement"
@@ -205,7 +212,8 @@ def stop_leak_of_saves() -> None:
 
     TensorStore never frees the Python objects in the JSON that it returns. Orbax asks for such JSON once for each array
     that it saves, only to learn the default fields of the folder's spec, and twice for each item, only to log a rate.
-    Delete when TensorStore frees them: `tests/runs/test_checkpoint.py` counts the objects.
+    Orbax has no option for either, and no public replacement is known. Delete when TensorStore frees them:
+    `tests/runs/test_checkpoint.py` counts the objects.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

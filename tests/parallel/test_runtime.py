@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from jax._src import xla_bridge
+from jax.extend import backend
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
@@ -11,10 +11,9 @@ from dcvit.parallel import runtime
 
 @pytest.fixture
 def registered(monkeypatch):
-    """The arguments of each registration of a backend, in a process that has initialized none."""
+    """The arguments of each registration of a backend."""
     found = []
-    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-    monkeypatch.setattr(xla_bridge, "register_backend_factory", lambda *args, **options: found.append(args))
+    monkeypatch.setattr(backend, "register_backend_factory", lambda *args, **options: found.append(args))
     jax.config.update("jax_platforms", None)
     yield found
     jax.config.update("jax_platforms", "cpu")
