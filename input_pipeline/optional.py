@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -14,7 +15,9 @@ from input_pipeline.errors import InputError, MissingLibraryError, ReadingError,
 
 # The extra of each optional library; all others are in the extra `data`.
 EXTRAS = {
-    "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff", "imagecodecs": "tiff",
+    "PIL": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
+    "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
+    "imagecodecs": "tiff",
 }  # fmt: skip
 
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
@@ -37,12 +40,35 @@ def require(module: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
-        extra = EXTRAS.get(module.partition(".")[0], "data")
-        raise MissingLibraryError(
-            f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"'
-        ) from None
+        raise _missing(e.name or module, EXTRAS.get(module.partition(".")[0], "data")) from None
     except Exception as e:  # a broken installation, or too little memory
         raise ReadingError(f"{module} fails to load: {first_line_with_type(e)}") from e
+
+
+def require_extra(extra: str) -> None:
+    """Raise MissingLibraryError if a library that `EXTRAS` lists for an extra is not installed; imports none.
+
+    A package whose modules import these libraries calls this first, so that they need no `Late`.
+    """
+    for library, its_extra in EXTRAS.items():
+        if its_extra == extra and importlib.util.find_spec(library) is None:
+            raise _missing(library, extra)
+
+
+def _missing(library: str, extra: str) -> MissingLibraryError:
+    return MissingLibraryError(f'this needs {library}, which is not installed: pip install "dcvit[{extra}]"')
+
+
+class Late:
+    """A module of an optional library, which `require` imports when a name in it is first used."""
+
+    def __init__(self, module: str):
+        self._module = module
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):  # of tools that inspect or copy any object
+            raise AttributeError(name)
+        return getattr(require(self._module), name)
 
 
 @functools.cache

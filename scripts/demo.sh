@@ -9,5 +9,5 @@ if [ "${1:-}" = lm ]; then
 else
   echo "dcvit demo: DCFormer against Transformer on in-context tasks, DCViT against ViT on 1,797 handwritten digits"
 fi
-bash "$root/scripts/setup.sh"
+bash "$root/scripts/setup.sh" train
 exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/demo.py" "$@"

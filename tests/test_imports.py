@@ -1,6 +1,7 @@
 """Rules for imports, read from the source, and imports in an environment with few libraries."""
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from input_pipeline import optional
+
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Layers from the top: a module imports from its own layer or from lower ones. Each name is a folder or a module.
 COMMANDS = [
     "train", "evaluate", "predict", "generate", "lm_eval", "explore", "compare", "tokenize", "convert", "aot",
@@ -38,23 +42,34 @@ UPWARDS = {
 }
 
 
-def modules():
-    """Every module of the two packages, with the modules that it imports anywhere."""
-    found = {}
-    for path in [*ROOT.glob("dcvit/**/*.py"), *ROOT.glob("input_pipeline/**/*.py")]:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        imports = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imports |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{path}: relative import"
-                imports |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        found[name] = imports
+def trees():
+    """Every module of the two packages, parsed."""
+    paths = [*ROOT.glob("dcvit/**/*.py"), *ROOT.glob("input_pipeline/**/*.py")]
+    name = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    return {name[path]: ast.parse(path.read_text()) for path in paths}
+
+
+def imports(nodes):
+    """The modules that nodes of a syntax tree import, and what they import from them."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-MODULES = modules()
+def imports_at_run_time(tree):
+    """The same of a module, without what only type checkers import."""
+    checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = {inner for node in checked for statement in node.body for inner in ast.walk(statement)}
+    return imports(node for node in ast.walk(tree) if node not in skipped)
+
+
+TREES = trees()
+MODULES = {name: imports(ast.walk(tree)) for name, tree in TREES.items()}
 
 
 def roots(name):
@@ -93,10 +108,9 @@ def test_the_folders_and_the_imports_between_them_stay_few():
 
 def test_every_imported_library_is_declared():
     """Not only brought by another one, which may stop to need it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {
         re.match(r"[\w.-]+", need)[0].lower().replace("_", "-")
-        for needs in (project["dependencies"], *project["optional-dependencies"].values())
+        for needs in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
         for need in needs
     }
     packages = importlib.metadata.packages_distributions()
@@ -183,17 +197,22 @@ print(sorted(m for m in sys.modules if m in {blocked}))
 """
 
 
-@pytest.mark.slow
-def test_core_and_models_need_only_jax_flax_and_numpy():
-    allowed = requirements("jax", "flax", "numpy")
-    assert "tensorflow" not in allowed
-    blocked = {
+def modules_outside(allowed):
+    """The installed modules of other distributions than `allowed`."""
+    return {
         module
         for module, distributions in importlib.metadata.packages_distributions().items()
         if not any(re.sub(r"[-_.]+", "-", d).lower() in allowed for d in distributions)
         and module != "dcvit"
         and not module.startswith("_")
     }
+
+
+@pytest.mark.slow
+def test_core_and_models_need_only_jax_flax_and_numpy():
+    allowed = requirements("jax", "flax", "numpy")
+    assert "tensorflow" not in allowed
+    blocked = modules_outside(allowed)
     assert {"ml_collections", "sklearn", "jaxtyping", "PIL"} <= blocked
     process = subprocess.run(
         [sys.executable, "-c", BLOCK.format(blocked=blocked - {"input_pipeline"})],
@@ -203,6 +222,52 @@ def test_core_and_models_need_only_jax_flax_and_numpy():
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_an_installation_without_extras_names_the_extra_that_is_needed():
+    """`.ci/run wheel` runs all of the script in such an environment."""
+    core = requirements(*(re.match(r"[\w.-]+", need)[0] for need in PROJECT["dependencies"]))
+    hidden = ",".join(modules_outside(core) - {"input_pipeline"})
+    words = [sys.executable, ROOT / "scripts" / "check_core.py", "--without", hidden, "--parts", "errors"]
+    process = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+NEEDS_TRAIN = ("dcvit.training", "dcvit.pages", "dcvit.reproduction", "dcvit.weights.export")
+
+
+@functools.cache
+def needs_train(name):
+    """True for a module that `require_extra` guards: its own package does, or all that import it are guarded."""
+    if name.startswith(NEEDS_TRAIN):
+        return True
+    users = [user for user in MODULES if name in MODULES[user] and user != name]
+    return bool(users) and all(map(needs_train, users))
+
+
+def test_libraries_of_training_are_imported_late_or_after_a_check_of_the_extra():
+    """Without `[train]`, each use of them is an error that names it: by `Late`, `require` or `require_extra`."""
+    libraries = {library for library, extra in optional.EXTRAS.items() if extra == "train"}
+    for name in {*MODULES} - {"dcvit.versions"}:  # which imports for the module that calls it
+        imported = {each.partition(".")[0] for each in imports_at_run_time(TREES[name])}
+        assert not imported & libraries or needs_train(name), f"{name} imports {imported & libraries}"
+    for folder in NEEDS_TRAIN:
+        assert 'require_extra("train")' in (ROOT / folder.replace(".", "/") / "__init__.py").read_text()
+
+
+def test_errors_name_the_extra_that_has_the_library():
+    distributions = importlib.metadata.packages_distributions()
+    for library, extra in optional.EXTRAS.items():
+        if library in distributions:
+            needs = " ".join(PROJECT["optional-dependencies"][extra]).lower().replace("_", "-")
+            assert any(d.lower().replace("_", "-") in needs for d in distributions[library]), library
+
+
+def test_extras_for_parts_of_training_include_it():
+    extras = PROJECT["optional-dependencies"]
+    without = {name for name, needs in extras.items() if "dcvit[train]" not in needs}
+    assert without == {"train", "hub", "tpu", "cuda"}
 
 
 STATE = """
@@ -233,11 +298,8 @@ def test_importing_the_package_changes_no_state_of_the_process():
     """Handlers, filters, hooks, threads, signals and the environment stay those of the user's program."""
     of_extras = re.compile(r"harness|modeling_dcvit|libraries")  # they import lm_eval and PyTorch, which change state
     names = sorted(name for name in MODULES if not of_extras.search(name))
-    others = sorted(
-        root for root in set().union(*map(roots, names))
-        if root in ("matplotlib", "scipy", "sklearn", "rich", "tensorstore", "PIL", "optax", "etils")
-    )  # fmt: skip
-    script = STATE.format(names=names, others=", ".join(others))
+    others = "matplotlib, scipy, sklearn, rich, tensorstore, PIL, optax, etils"
+    script = STATE.format(names=names, others=others)
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "[]"

@@ -6,8 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-
-import tensorstore as ts
+from typing import TYPE_CHECKING
 
 from dcvit.config import values
 from dcvit.errors import ConfigError, InputError
@@ -27,6 +26,9 @@ from dcvit.weights.families import Weights, verified
 from dcvit.weights.family import Description, param_shapes
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Tensor
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 
 def open_saved(path: Path) -> Weights:

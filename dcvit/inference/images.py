@@ -10,13 +10,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32
-from PIL import Image
 from rich.cells import cell_len, set_cell_size
 from scipy.special import logit
 
@@ -28,6 +27,12 @@ from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
 from input_pipeline.files import expand, read_regular
 from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
+from input_pipeline.optional import Late, require
+
+if TYPE_CHECKING:
+    from PIL import Image
+else:
+    Image = Late("PIL.Image")
 
 LOG = logging.getLogger(__name__)
 TOPK = 5  # classes that are predicted by default
@@ -245,6 +250,7 @@ def preprocess_images(
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
     preprocess = Preprocess(pp)
+    require("PIL.Image")  # not once for each image
     names: list[str] = []
     batch: list[np.ndarray] = []
     grids: list[np.ndarray] = []  # with the op `patches`

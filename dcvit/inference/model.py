@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
-from PIL import Image
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked
@@ -32,9 +31,20 @@ from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
 from dcvit.parallel.trees import check_tree, shapes_of
 
+
+@runtime_checkable
+class Picture(Protocol):
+    """A picture of Pillow, an `Image`, which is known by its attributes where Pillow is not installed."""
+
+    @property
+    def mode(self) -> str: ...
+
+    def getbands(self) -> tuple[str, ...]: ...
+
+
 # An image: the path of a file, its bytes, a picture of Pillow, or numbers "height width channels" or "height width" of
 # uint8, uint16 or int16.
-ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
+ImageInput: TypeAlias = str | Path | bytes | Picture | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Iterable[ImageInput]
 Tokens: TypeAlias = str | Sequence[int | np.integer] | np.ndarray | Array  # a text, or tokens "[B] T"

@@ -6,13 +6,19 @@ A label below 0 is unknown: it does not count in the losses of image models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain, context_parts
+from input_pipeline.optional import Late
+
+if TYPE_CHECKING:
+    import optax
+else:
+    optax = Late("optax")
 
 NAMES = ("softmax_xent", "sigmoid_xent")
 POSITIONS = 256  # of a row whose logits `target_scores` holds at a time; all B·T·V logits may not fit in memory

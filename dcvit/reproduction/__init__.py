@@ -1,1 +1,5 @@
 """Tables and figures of the paper: small versions computed on one machine (scale "desk"), or commands for a cluster."""
+
+from input_pipeline.optional import require_extra
+
+require_extra("train")

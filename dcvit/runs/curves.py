@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from dcvit.errors import ConfigError, escaped
 from dcvit.runs.files import Folder
+from input_pipeline.optional import require
 
 FORMATS = (".png", ".pdf", ".svg")
 # The metrics of evaluators that can be drawn, by preference: the label of the axis, and a factor.
@@ -41,11 +42,8 @@ def plot(runs: Sequence[tuple[str, Sequence[Row]]], out: Path, metric: str | Non
       ConfigError: an unknown picture format.
     """
     check_picture(out)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    require("matplotlib").use("Agg")
+    plt = require("matplotlib.pyplot")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     units: set[str] = set()
     for i, (name, rows) in enumerate(runs):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
 
@@ -19,9 +18,13 @@ from dcvit.parallel.trees import Tensor, check_tree, shapes_of
 from dcvit.runs import checksums, steps
 from dcvit.runs.files import Folder, absolute
 from dcvit.versions import silence_orbax
+from input_pipeline.optional import Late
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
+    import tensorstore as ts
+else:
+    ocp, ts = Late("orbax.checkpoint"), Late("tensorstore")  # weights of other formats need neither
 
 LOG = logging.getLogger(__name__)
 
@@ -68,8 +71,6 @@ def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree
     Raises:
       CheckpointError: the checkpoint is unreadable, or a tree or shape differs.
     """
-    import orbax.checkpoint as ocp  # in functions: weights of other formats need no Orbax, whose import takes long
-
     check_compatible(checkpoint, items)
     processes = process_options()
     handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=processes))
@@ -153,8 +154,6 @@ def _params(folder: Folder) -> Folder:
 
 def _metadata(item: Folder) -> PyTree:
     """Return the tree of shapes and dtypes of a saved item."""
-    import orbax.checkpoint as ocp
-
     silence_orbax()
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
@@ -174,7 +173,5 @@ def process_options() -> ocp.options.MultiprocessingOptions:
 
     If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
     """
-    import orbax.checkpoint as ocp
-
     silence_orbax()
     return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))

@@ -25,6 +25,7 @@ from dcvit.parallel.trees import Tensor
 from dcvit.weights import npz
 from input_pipeline import memory
 from input_pipeline.files import read_regular
+from input_pipeline.optional import require
 
 ROOTS = ("params/", "opt/target/")
 POINTER = "-LAST"
@@ -136,8 +137,6 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
 
 def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
     """Read a zarr array; missing chunks have the fill value if `fill` is True, and are an error otherwise."""
-    import tensorstore
-
     left = memory.available()
     for sizes in (shape, chunks):  # TensorStore ends the process if it cannot allocate an array or a chunk of it
         if min(sizes, default=0) < 0 or (left is not None and math.prod(sizes) > left):  # at a byte for an element
@@ -146,6 +145,7 @@ def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fi
             )
     kvstore = {"driver": "file", "path": str(folder)}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
+    tensorstore = require("tensorstore")
     try:
         array: np.ndarray = np.asarray(tensorstore.open(spec, read=True, open=True).result().read().result())
     except Exception as e:  # its errors are ValueErrors, but their types are not documented

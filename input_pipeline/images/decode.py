@@ -5,20 +5,27 @@ equal to big_vision's. All other formats are decoded by Pillow. `docs/data.md` h
 hostile files are handled, and `input_pipeline.images.limits` limits the time and memory of each image.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import PIL
 from jaxtyping import Num, UInt8
-from PIL import Image, ImageOps, TiffImagePlugin
 
 from input_pipeline.errors import InputError, first_line
 from input_pipeline.images import kernels
 from input_pipeline.images.limits import MAX_PIXELS, TimedStream, check_pixels, check_tiles, jpeg_size
-from input_pipeline.optional import tensorflow
+from input_pipeline.optional import Late, tensorflow
+
+if TYPE_CHECKING:
+    import PIL
+    from PIL import Image, ImageOps, TiffImagePlugin
+else:
+    PIL, Image, ImageOps, TiffImagePlugin = map(Late, ("PIL", "PIL.Image", "PIL.ImageOps", "PIL.TiffImagePlugin"))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")

@@ -3,6 +3,7 @@
 import numpy as np
 
 from input_pipeline.errors import check_split
+from input_pipeline.optional import require
 from input_pipeline.shuffle import permutation
 from input_pipeline.source import Example
 
@@ -27,10 +28,8 @@ class Source:
           InputError: the split is unknown.
         """
         check_split("digits", split, SPLITS)
-        from sklearn.datasets import load_digits
-
         self.split = split
-        data = load_digits()
+        data = require("sklearn.datasets").load_digits()
         chosen = permutation(len(data.images), SPLIT_SEED, 0)[SPLITS[split]]
         self.images: np.ndarray = np.rint(data.images[chosen] * (255 / 16)).astype(np.uint8)[..., None]
         self.labels: np.ndarray = data.target[chosen].astype(np.int32)

@@ -4,16 +4,22 @@
 takes milliseconds.
 """
 
+from __future__ import annotations
+
 import io
 import math
 import re
 import time
 from collections.abc import Iterator
-from typing import Literal
-
-from PIL import TiffImagePlugin
+from typing import TYPE_CHECKING, Literal
 
 from input_pipeline.errors import InputError
+from input_pipeline.optional import Late
+
+if TYPE_CHECKING:
+    from PIL import TiffImagePlugin
+else:
+    TiffImagePlugin = Late("PIL.TiffImagePlugin")
 
 # Of an image, and of the tiles of a TIFF, which may be larger than the image: 178,956,970, three times ImageNet's
 # largest, and the limit of TensorFlow and Pillow. Decoding takes up to 23 bytes of memory per pixel, which is 4.1 GB.

@@ -4,15 +4,25 @@ Colors are changed by Pillow, as in torchvision's transforms of Pillow images. T
 `input_pipeline.preprocess.randaug`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from input_pipeline.errors import InputError
+from input_pipeline.optional import Late
 from input_pipeline.preprocess import randaug as ops
 from input_pipeline.preprocess.change import Change
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+else:
+    Image, ImageEnhance, ImageFilter, ImageOps = (
+        Late(f"PIL.{name}") for name in ("Image", "ImageEnhance", "ImageFilter", "ImageOps")
+    )
 
 MAX_LAYERS = 100  # of randaug
 MAX_CHAINS, MAX_DEPTH = 20, 20  # of augmix

@@ -38,6 +38,7 @@ USES = {
     "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),
     "zstandard": ("lm", open_text),
     "huggingface_hub": ("hub", lambda _: huggingface.pinned("hf:owner/name")),
+    "sklearn.datasets": ("train", lambda _: ip.open_source("digits")),
 }
 
 
@@ -49,6 +50,14 @@ def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkey
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):
         use(tmp_path)
+
+
+def test_a_late_module_is_imported_when_a_name_in_it_is_used():
+    assert optional.Late("math").isqrt(9) == 3
+    missing = optional.Late("no_such_library.part")
+    assert not hasattr(missing, "__wrapped__")  # as `inspect` asks any object
+    with pytest.raises(ip.MissingLibraryError, match=r"^this needs no_such_library, .* pip install"):
+        missing.name  # noqa: B018
 
 
 NOISE = """\

@@ -3,3 +3,7 @@
 `formats` and `programs` write a model, `logits` and `libraries` evaluate both sides, `card` describes the result, and
 `conversion` puts these together.
 """
+
+from input_pipeline.optional import require_extra
+
+require_extra("train")
