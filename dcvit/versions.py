@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jax.extend.core import Primitive
     from jaxtyping import Array, Float
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 Spec = dict[str, object]  # of TensorStore, as JSON
 Value: TypeAlias = Any  # objects of JAX without a public type: values of MLIR, references, its state
