@@ -1,6 +1,6 @@
 """Search for learning rate, weight decay and number of heads with Optuna, on scikit-learn's digits.
 
-    pip install optuna
+    pip install -e ".[train]" optuna
     python examples/optuna_study.py --folder runs/study
 
 A trial is a short training run; every evaluation is reported to Optuna, whose pruner stops runs that are worse than the

@@ -1,10 +1,13 @@
 """Installs each extra alone into a new environment, and uses every optional part of the package there.
 
     python scripts/check_extras.py [--extras none,data,lm] [--no-constraints]
+    python scripts/check_extras.py --sizes [--before CHECKOUT] [--json docs/install.json]
 
 Prints a table: "works", or the extra that the command's error names. Fails if a part does not work with its extra, or
 if its error without the extra is not one line that names it. "skypilot" is no extra: SkyPilot, which does not allow the
 versions of constraints.txt, reads its launch file in an environment of its own. Installations take about ten minutes.
+`--sizes` prints the table of docs/install.md instead: the packages, megabytes and import times of the core and of
+`[train]`.
 """
 
 import argparse
@@ -18,7 +21,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("none", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs", "skypilot")
+EXTRAS = (
+    "none", "train", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs", "skypilot"
+)  # fmt: skip
 TASK = """
 task: colors
 dataset_path: json
@@ -41,8 +46,8 @@ assert resources.job_recovery["recover_on_exit_codes"] == [75], resources
 SHORT = "--config.total_steps=2 --config.input.batch_size=4 --config.model.depth=1 --config.input.data.context=32"
 # name of the part -> its extra, and the arguments of `dcvit` in a folder with the files of `prepare`
 PARTS = {
-    "digits": ("none", "train --config vit_digits:epochs=1,attention=mha --workdir run"),
-    "embedded text": ("none", f"train --config lm_stdlib --workdir lm {SHORT}"),
+    "digits": ("train", "train --config vit_digits:epochs=1,attention=mha --workdir run"),
+    "embedded text": ("train", f"train --config lm_stdlib --workdir lm {SHORT}"),
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
     "TIFF of channels": ("tiff", "check-data --config vit_folder:data_dir=channels,val_fraction=0.5 "
@@ -112,33 +117,78 @@ def use(part, python, folder, installed):
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     named = re.search(r"dcvit\[(\w+)\]", lines[0]) if len(lines) == 1 else None
     if named and status == 2:
-        return f"needs [{named[1]}]", named[1] != installed and named[1] == extra
+        expected = "train" if installed == "none" else extra  # all of these extras include it
+        return f"needs [{named[1]}]", named[1] != installed and named[1] in (expected, extra)
     if status == 0 or (part in EXPECTED and lines and re.search(EXPECTED[part], lines[0])):
         return "works", True
     print(f"\n{part} with [{installed}]: status {status}\n{output[-2000:]}", file=sys.stderr)
     return "**fails**", False
 
 
+def install(folder, constraints, *packages):
+    """Install packages into a new environment in a folder; return its Python."""
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*pip, *constraints, *packages], check=True)
+    return python
+
+
+def measure(name, constraints, *packages):
+    """Return a row of the table of sizes: packages, MB, and the processor's seconds of imports, the least of three."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = install(Path(folder), constraints, *packages)
+        (site,) = Path(folder).glob("venv/lib/*/site-packages")
+        own = [path for path in site.iterdir() if not re.match(r"pip|setuptools|pkg_resources|_distutils", path.name)]
+        size = sum(file.stat().st_size for path in own for file in (path, *path.rglob("*")) if file.is_file())
+        count = sum(path.suffix == ".dist-info" for path in own)
+        row = {"installation": name, "packages": count, "MB": round(size / 1e6)}
+        for statement in ("import jax, flax.linen", "from dcvit import DCMHA"):
+            shown = f"`{statement}` (s)"
+            row[shown] = "–"
+            if "jax" not in packages or "dcvit" not in statement:
+                seconds = [time_of([python, "-c", statement], folder) for _ in range(4)]
+                row[shown] = f"{min(seconds[1:]):.1f}"  # the first compiles the sources
+        return row
+
+
+def time_of(command, folder):
+    """Return the seconds of the processor that a command takes, which other processes hardly change."""
+    before = os.times()
+    subprocess.run(command, check=True, cwd=folder)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def sizes(before, constraints, out):
+    """Print the table of sizes, and write its rows as JSON."""
+    rows = [measure("jax and flax alone", constraints, "jax", "flax")]
+    rows += [measure("dcvit, before it had `[train]`", constraints, before)] if before else []
+    rows += [measure("`dcvit`", constraints, ROOT), measure("`dcvit[train]`", constraints, f"{ROOT}[train]")]
+    for line in ([*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)):
+        print("| " + " | ".join(map(str, line)) + " |")
+    if out:
+        out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
 def check(installed, folder, constraints):
     """Install one extra and use all parts; return the cells of its column, and whether all are right."""
-    venv = folder / "venv"
     package = {"none": str(ROOT), "skypilot": "skypilot>=0.12"}.get(installed, f"{ROOT}[{installed}]")
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     newest = installed in ("trackio", "skypilot")  # Trackio 0.43 does not allow the Pillow 13 of constraints.txt
-    subprocess.run([*pip, *([] if newest else constraints), package], check=True)
+    python = install(folder, [] if newest else constraints, package)
     if installed == "skypilot":
-        environment = {**os.environ, "HOME": str(folder)}
-        status, output = run([venv / "bin" / "python", "-c", SKYPILOT], cwd=ROOT, env=environment)
+        status, output = run([python, "-c", SKYPILOT], cwd=ROOT, env={**os.environ, "HOME": str(folder)})
         print(output, file=sys.stderr, end="")
         return {"skypilot.yaml": "works" if status == 0 else "**fails**"}, status == 0
     prepare(folder)
-    cells = {part: use(part, venv / "bin" / "python", folder, installed) for part in PARTS}
+    cells = {part: use(part, python, folder, installed) for part in PARTS}
+    if installed == "none":
+        status, output = run([python, ROOT / "scripts" / "check_core.py"], cwd=folder)
+        print(output, file=sys.stderr, end="")
+        cells["core"] = ("works", True) if status == 0 else ("**fails**", False)
     if installed == "docs":
         out = ["--fail-on-warning", "--keep-going", "--quiet", ROOT / "docs", folder / "html"]
-        status, output = run(
-            [venv / "bin" / "python", "-m", "sphinx", *out], env={**os.environ, "JAX_PLATFORMS": "cpu"}
-        )
+        status, output = run([python, "-m", "sphinx", *out], env={**os.environ, "JAX_PLATFORMS": "cpu"})
         print(output, file=sys.stderr, end="")
         cells["documentation"] = ("works", True) if status == 0 else ("**fails**", False)
     return {part: cell for part, (cell, _) in cells.items()}, all(right for _, right in cells.values())
@@ -148,8 +198,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--extras", default=",".join(EXTRAS), help="comma-separated, by default all")
     parser.add_argument("--no-constraints", action="store_true", help="install the newest releases")
+    parser.add_argument("--sizes", action="store_true", help="measure installations instead")
+    parser.add_argument("--before", type=Path, help="with --sizes: an earlier checkout, to measure it, too")
+    parser.add_argument("--json", type=Path, help="with --sizes: file for the table")
     args = parser.parse_args()
     constraints = [] if args.no_constraints else ["--constraint", ROOT / "constraints.txt"]
+    if args.sizes:
+        sizes(args.before, constraints, args.json)
+        return 0
     columns, right = {}, True
     for extra in args.extras.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +213,7 @@ def main():
             right &= found
             print(f"{extra}: {columns[extra]}", flush=True)
     print("\n| part | " + " | ".join(f"`[{extra}]`" for extra in columns) + " |\n|---|" + "---|" * len(columns))
-    for part in (*PARTS, "documentation", "skypilot.yaml"):
+    for part in ("core", *PARTS, "documentation", "skypilot.yaml"):
         print(f"| {part} | " + " | ".join(cells.get(part, "–") for cells in columns.values()) + " |")
     return 0 if right else 1
 

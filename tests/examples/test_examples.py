@@ -1,10 +1,13 @@
 """The examples run, and their output has the stated properties."""
 
+import ast
 import concurrent.futures
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from markdown_pages import ROOT
+from test_imports import PROJECT, imports, requirements
 
 import dcvit
 from dcvit.inference.texts import TextOptions
@@ -63,6 +67,19 @@ def run_notebook(name, folder, monkeypatch, **workdirs):
             assert (cell["outputs"], cell["execution_count"]) == ([], None), "commit the notebook without outputs"
     plt.close("all")
     return names
+
+
+@pytest.mark.parametrize("name", ["features", "heads"])
+def test_the_first_cell_of_a_notebook_installs_what_it_imports(name):
+    first, *cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    assert 'pip install -e ".[train]" notebook\n' in first["source"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["train"]
+    installed = requirements(*(re.match(r"[\w.-]+", need)[0] for need in needs))
+    distributions = importlib.metadata.packages_distributions()
+    for library in {each.partition(".")[0] for each in imports(ast.walk(ast.parse(code)))} - sys.stdlib_module_names:
+        names = {re.sub(r"[-_.]+", "-", found).lower() for found in distributions.get(library, ["dcvit"])}
+        assert names & {*installed, "dcvit"}, library
 
 
 @pytest.mark.slow
