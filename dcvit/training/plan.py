@@ -103,7 +103,7 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
     durations = dataclasses.replace(durations, total_steps=total_steps)
     optimizer, schedule = make_optimizer(config, params, durations, depth)
     frozen = optim.frozen_parts(params, config.frozen, config.freeze_layers, depth)
-    _check_frozen(config, optim.frozen_parts(params, (), config.freeze_layers, depth))
+    _check_frozen(config, frozen)
     intervals = Intervals(
         log=durations.steps(config, "log", 50),
         ckpt=durations.steps(config, "ckpt", total_steps),
@@ -117,15 +117,15 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
 
 
 def _check_frozen(config: ConfigDict, frozen: Params) -> None:
-    """Raise ConfigError if `config.freeze_layers` freezes a parameter that `config.model_init` does not set."""
-    if config.freeze_layers is None or not config.model_init:
+    """Raise ConfigError if a parameter is frozen that `config.model_init` does not set."""
+    if not config.model_init:
         return
     names = [name for name, mask in by_name(frozen).items() if mask.any()]
     for pattern in config.model_load.get("dont_load", ()):
         if found := sorted(matches(pattern, names, "config.model_load.dont_load")):
             raise ConfigError(
-                f"config.freeze_layers={config.freeze_layers} freezes {found[0]}, which model_load.dont_load leaves at "
-                "its initial value: choose one of them"
+                f"config.freeze_layers or config.frozen freezes {found[0]}, which model_load.dont_load leaves at its "
+                "initial value: choose one of them"
             )
     if config.model_load.get("upcycle") and config.freeze_layers:
         raise ConfigError(

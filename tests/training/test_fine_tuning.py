@@ -185,7 +185,11 @@ BAD = {
     ),
     "new embedding": (
         {**START, "freeze_layers": 0, "model_load.dont_load": ["embedding/.*"]},
-        "config.freeze_layers=0 freezes embedding/bias, which model_load.dont_load leaves at its initial value",
+        "config.freeze_layers or config.frozen freezes embedding/bias, which model_load.dont_load leaves at its",
+    ),
+    "new head": (
+        {**START, "frozen": ["head/.*"], "model_load.dont_load": ["head/.*"]},
+        "config.freeze_layers or config.frozen freezes head/bias, which model_load.dont_load leaves at its",
     ),
     "new compositions": (
         {**START, "freeze_layers": 1, "model_load.upcycle": True},
