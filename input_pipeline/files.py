@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from input_pipeline.errors import InputError, ReadingError
-from input_pipeline.optional import tensorflow
+from input_pipeline import stores
+from input_pipeline.errors import InputError, ReadingError, first_line_with_type
 
 FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
@@ -44,6 +44,17 @@ def named_errors(path: str | Path, action: str = "read", error: type[InputError]
         yield
     except OSError as e:
         raise error(f"cannot {action} {path}: {e.strerror}") from None
+
+
+@contextlib.contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Convert any error of a store's library inside the context to a ReadingError of one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as e:
+        raise ReadingError(f"cannot read {url}: {first_line_with_type(e)}") from None
 
 
 def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
@@ -95,15 +106,17 @@ class FileState(NamedTuple):
 
     inode: int  # modulo 2⁶³; 0 for remote files
     size: int  # in bytes
-    changed: int  # time of the last change in ns
+    changed: int  # time of the last change in ns; of a remote file, a hash of its version
     replaced: int = 0  # time of the last change of its name or mode, too
 
 
 def file_state(path: str) -> FileState:
     """Return the state of a file. Raises ReadingError if it is missing or, such as a pipe, not a regular file."""
     if "://" in path:
-        found = tensorflow().io.gfile.stat(path)
-        return FileState(0, int(found.length), int(found.mtime_nsec))
+        with store_errors(path):
+            found = stores.filesystem(path).info(path)
+        version = hashlib.blake2b(str(found.get("ETag", found.get("generation"))).encode(), digest_size=7).digest()
+        return FileState(0, int(found["size"]), int.from_bytes(version))
     with named_errors(path, error=ReadingError):
         status = os.stat(path)  # noqa: PTH116 - sources may have a million files
     if not stat.S_ISREG(status.st_mode):  # opening a pipe could block

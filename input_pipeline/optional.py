@@ -17,7 +17,7 @@ from input_pipeline.errors import InputError, MissingLibraryError, ReadingError,
 EXTRAS = {
     "PIL": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
     "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
-    "imagecodecs": "tiff",
+    "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3",
 }  # fmt: skip
 
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of

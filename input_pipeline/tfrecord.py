@@ -19,22 +19,24 @@ import logging
 import os
 import struct
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from input_pipeline import stores
 from input_pipeline.errors import InputError, ReadingError, first_line
-from input_pipeline.files import FileState, check_unchanged, file_state, named_errors, read_regular
-from input_pipeline.optional import require, tensorflow
+from input_pipeline.files import FileState, check_unchanged, file_state, named_errors, read_regular, store_errors
+from input_pipeline.optional import require
 
 logger = logging.getLogger(__name__)
 
 HEADER, FOOTER = 12, 4  # bytes of the length and its checksum before the data, and of the checksum after it
 MAX_RECORD_BYTES = 1 << 31  # protobuf's limit for a message
 OPEN_FILES = 128  # files of each format that are kept open; a process may usually open about a thousand
+REMOTE_BLOCK = 1 << 20  # bytes per request while the records of a remote file are found
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
 
@@ -71,6 +73,8 @@ class ArrayRecordFile:
     """The records of an ArrayRecord file, read by number from 0; see `TFRecordFile`."""
 
     def __init__(self, path: str):
+        if "://" in path:
+            raise InputError(f"{path}: ArrayRecord files are read from local folders only")
         self.path, self.state = path, file_state(path)
         self.length: int = _reader(path, self.state).num_records()
 
@@ -237,9 +241,9 @@ def _read(path: str, state: FileState, start: int, length: int) -> bytes:
     """Return `length` bytes of a file from byte `start` on. Reading local files does not block other threads."""
     if "://" not in path:
         return _kept_open(path, state).read(start, length)
-    with _open(path) as file:
-        file.seek(start)
-        return file.read(length)
+    with store_errors(path):
+        data: bytes = stores.filesystem(path).cat_file(path, start=start, end=start + length)
+        return data
 
 
 class _LocalFile:
@@ -264,10 +268,14 @@ class _LocalFile:
 _kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)
 
 
-def _open(path: str) -> BinaryIO:
-    """Open a file for reading, without read-ahead; TensorFlow opens remote files."""
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    """Open a file for reading its records' lengths, a remote one in large pieces."""
     if "://" in path:
-        remote: BinaryIO = tensorflow().io.gfile.GFile(path, "rb")
-        return remote
-    with named_errors(path, error=ReadingError):
-        return io.FileIO(path)
+        with store_errors(path), stores.filesystem(path).open(path, "rb", block_size=REMOTE_BLOCK) as remote:
+            yield remote
+    else:
+        with named_errors(path, error=ReadingError):
+            local = io.FileIO(path)
+        with local:
+            yield local

@@ -9,7 +9,7 @@
 # Without any, every test that is not marked exhaustive or interop runs. DCVIT_EXTRAS are the extras to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extras=${DCVIT_EXTRAS:-dev,data,tiff,lm,eval,gcs,tpu}
+extras=${DCVIT_EXTRAS:-dev,data,tiff,lm,eval,gcs,s3,tpu}
 selection="not exhaustive and not interop"
 case ${1:-} in
   --fast) selection="not slow and $selection"; shift ;;

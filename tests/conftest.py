@@ -6,6 +6,7 @@ without its slower code generator, and the workers and subprocesses of a session
 
 import atexit
 import gc
+import importlib
 import os
 import resource
 import shutil
@@ -25,6 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         *(["--xla_cpu_use_fusion_emitters=false"] if jaxlib.version.__version_info__ < (0, 11) else []),
     ]
 )
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # gcsfs would query the type of a bucket by gRPC with TLS
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit the variables
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -158,6 +160,38 @@ def digits_workdir(tmp_path_factory):
 def lm_workdir(tmp_path_factory):
     """The workdir of one trained language model of bytes, shared by all tests: a test that writes copies it first."""
     return train_once(tmp_path_factory, "lm_stdlib", TEXT)
+
+
+@pytest.fixture(params=["gs", "s3"])
+def store_fake(request):
+    """The fake of each kind of object store: a module with `serve` and `environment`, and the URL of its bucket."""
+    from input_pipeline import stores
+
+    pytest.importorskip(stores.LIBRARIES[request.param])
+    module = importlib.import_module({"gs": "fake_gcs", "s3": "fake_s3"}[request.param])
+    module.bucket = f"{request.param}://bucket"
+    return module
+
+
+@pytest.fixture
+def store_here(store_fake, monkeypatch):
+    """The objects of a fake that this process uses, and a function that makes it use another address."""
+    import fsspec
+    from etils.epath import backend
+
+    from input_pipeline import stores
+
+    def use(url):
+        for name, value in store_fake.environment(url).items():
+            monkeypatch.setenv(name, value)
+        stores.check_readable.cache_clear()
+        backend.fsspec_backend._get_filesystem.cache_clear()
+        fsspec.get_filesystem_class(store_fake.bucket.partition(":")[0]).clear_instance_cache()
+
+    with store_fake.serve() as (url, store):
+        use(url)
+        yield store, use
+    use("http://127.0.0.1:9")
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,18 @@
 Images stay encoded until they are preprocessed. Nothing is downloaded or generated.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from input_pipeline import stores
 from input_pipeline.errors import InputError, MissingDataError, first_line
-from input_pipeline.files import OpenedFiles, expand
+from input_pipeline.files import OpenedFiles, expand, store_errors
 from input_pipeline.optional import require
 from input_pipeline.source import Example
 from input_pipeline.tfrecord import Records, Shard, open_files
@@ -45,10 +48,13 @@ class Source(Records):
         """
         tfds = require("tensorflow_datasets")
         root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-        folder = find_dataset(name, root if "://" in root else str(expand(root)))
+        if "://" in root:
+            stores.check_readable(root)
+        folder = find_dataset(name, root.rstrip("/") if "://" in root else str(expand(root)))
         try:
-            _check_features(folder)
-            info = tfds.builder_from_directory(folder).info
+            with _descriptions(folder) as local:
+                _check_features(folder, Path(local))
+                info = tfds.builder_from_directory(local).info
         except InputError:
             raise
         except Exception as e:  # the parsers of the files raise any type of exception
@@ -63,7 +69,7 @@ class Source(Records):
         self.class_names: tuple[str, ...] | None = next(
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
-        super().__init__(_open_shards(chosen.file_instructions) if chosen.num_examples > 0 else [])
+        super().__init__(_open_shards(folder, chosen.file_instructions) if chosen.num_examples > 0 else [])
         self.opened = OpenedFiles([shard.file.path for shard in self.shards], folder)
         self.decoders = {
             key: tfds.decode.SkipDecoding()
@@ -94,16 +100,15 @@ def find_dataset(name: str, root: str) -> str:
     base, _, version = name.partition(":")
     if not NAME.fullmatch(base):
         raise InputError(f"{name!r} is not a dataset name; expected name, name/config or name:version")
-    epath = require("etils.epath")
-    folder = epath.Path(root) / base
-    inside = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    folder = f"{root}/{base}"
+    inside = _subfolders(folder)
     versions = [v for v in inside if VERSION.fullmatch(v)]
     configs = [c for c in inside if not versions and not c.startswith((".", "incomplete"))]
     if len(configs) == 1:
         return find_dataset(f"{base}/{configs[0]}:{version}" if version else f"{base}/{configs[0]}", root)
-    ready = [v for v in versions if _is_regular(folder / v / "dataset_info.json") and version in ("", v)]
+    ready = [v for v in versions if _is_regular(f"{folder}/{v}/dataset_info.json") and version in ("", v)]
     if ready:
-        return str(folder / max(ready, key=lambda v: tuple(map(int, v.split(".")))))
+        return f"{folder}/{max(ready, key=lambda v: tuple(map(int, v.split('.'))))}"
     if configs:
         raise InputError(f"{folder} has several configs, name one: {', '.join(f'{base}/{c}' for c in configs)}")
     dataset = base.partition("/")[0]
@@ -117,16 +122,50 @@ def find_dataset(name: str, root: str) -> str:
     )
 
 
-def _is_regular(file: PurePath) -> bool:
+def _subfolders(folder: str) -> list[str]:
+    """Return the names of the folders in a folder, which may be missing, sorted."""
+    if "://" not in folder:
+        return sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) if Path(folder).is_dir() else []
+    with store_errors(folder):
+        try:
+            entries = stores.filesystem(folder).ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+    return sorted(PurePath(entry["name"]).name for entry in entries if entry["type"] == "directory")
+
+
+def _is_regular(path: str) -> bool:
     """Return True if a file exists and can be read; False for a local pipe, because reading it could block."""
-    path = str(file)
-    return bool(require("etils.epath").Path(path).exists()) if "://" in path else Path(path).is_file()
+    if "://" not in path:
+        return Path(path).is_file()
+    with store_errors(path):
+        return bool(stores.filesystem(path).isfile(path))
 
 
-def _check_features(folder: str) -> None:
-    """Raise InputError if a feature class is not from tensorflow-datasets, which would import its module by name."""
-    file = require("etils.epath").Path(folder) / "features.json"
-    if not _is_regular(file):
+@contextlib.contextmanager
+def _descriptions(folder: str) -> Iterator[str]:
+    """Yield a local folder with the files that describe a dataset: its folder, or copies of those in a store."""
+    if "://" not in folder:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as local:
+        with store_errors(folder):
+            store = stores.filesystem(folder)
+            for path in store.ls(folder, detail=False):
+                if path.endswith((".json", ".txt")):
+                    store.get_file(path, f"{local}/{PurePath(path).name}")
+        yield local
+
+
+def _check_features(folder: str, local: Path) -> None:
+    """Raise InputError if a feature class is not from tensorflow-datasets, which would import its module by name.
+
+    Args:
+      folder: the folder of the dataset, for messages.
+      local: the folder with its descriptions.
+    """
+    file = local / "features.json"
+    if not file.is_file():
         raise FileNotFoundError(f"no regular file {file.name}")
     inside = [json.loads(file.read_bytes())]
     while inside:
@@ -139,14 +178,16 @@ def _check_features(folder: str) -> None:
         inside += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
-def _open_shards(instructions: Sequence[Any]) -> list[Shard]:
+def _open_shards(folder: str, instructions: Sequence[Any]) -> list[Shard]:
     """Open the files of a split, and check that each has the number of records that dataset_info.json gives.
 
     Args:
+      folder: the folder of the dataset.
       instructions: `file_instructions` of a split, whose class tensorflow-datasets does not export.
     """
     shards = []
-    for file, instruction in zip(open_files(str(i.filename) for i in instructions), instructions, strict=True):
+    files = open_files(f"{folder}/{PurePath(i.filename).name}" for i in instructions)
+    for file, instruction in zip(files, instructions, strict=True):
         if len(file) != instruction.examples_in_shard:
             raise InputError(
                 f"{file.path} has {len(file)} records, but its dataset_info.json says {instruction.examples_in_shard}; "

@@ -9,6 +9,7 @@ objects are kept in memory. There are no folders, as in the real store.
 """
 
 import contextlib
+import datetime
 import itertools
 import json
 import re
@@ -56,6 +57,7 @@ class Store:
         self.buckets = buckets
         self.objects: dict[str, bytes] = {}
         self.generations: dict[str, int] = {}
+        self.changed: dict[str, str] = {}  # time of the last request that wrote the object
         self.uploads: dict[str, tuple[str, Query, bytearray]] = {}  # in progress: address, query, content so far
         self.requests: list[tuple[str, str]] = []  # all, in order: method, path with query
         self.refuse: Callable[[str, str], int | None] | None = (
@@ -71,12 +73,14 @@ class Store:
     def put(self, address: str, query: Query, data: bytes) -> dict[str, Any]:
         self.check(address, query)
         self.objects[address], self.generations[address] = data, next(self.numbers)
+        self.changed[address] = f"{datetime.datetime.now(datetime.UTC):%FT%T.%fZ}"
         return self.about(address)
 
     def about(self, address: str) -> dict[str, Any]:
         bucket, name = address.removeprefix("gs://").split("/", 1)
         known = {"kind": "storage#object", "bucket": bucket, "name": name, "size": str(len(self.objects[address]))}
         known |= {"generation": self.generation(address), "metageneration": "1"}
+        known |= {"updated": self.changed.get(address, "2000-01-01T00:00:00.000Z")}
         return known | {"contentType": "application/octet-stream"}
 
     def generation(self, address: str) -> str:

@@ -98,11 +98,47 @@ class TestNames:
         with pytest.raises(ip.InputError, match="is not a dataset name"):
             ip.open_source("tfds", name=name, split="train", data_dir=str(imagenet[0]["tfrecord"]))
 
-    @pytest.mark.parametrize("module", ["tensorflow_datasets", "etils.epath"])
-    def test_missing_library_is_named(self, imagenet, monkeypatch, module):
-        monkeypatch.setitem(sys.modules, module, None)
+    def test_missing_library_is_named(self, imagenet, monkeypatch):
+        monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
         with pytest.raises(ip.InputError, match="which is not installed: pip install"):
             open_imagenet(imagenet[0]["tfrecord"])
+
+
+class TestStores:
+    @pytest.fixture
+    def remote(self, imagenet, store_fake, store_here, tmp_path, monkeypatch):
+        """The objects of a fake store, and the URL of the TFRecord dataset in it."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        root, (store, _), url = imagenet[0]["tfrecord"], store_here, f"{store_fake.bucket}/data"
+        for path in root.rglob("*"):
+            if path.is_file() and path.suffix != ".offsets":
+                store.objects[f"{url}/{path.relative_to(root)}"] = path.read_bytes()
+        return store, url
+
+    @pytest.mark.slow
+    def test_examples_in_a_store_are_those_on_the_disk(self, imagenet, remote):
+        _, url = remote
+        local, source = open_imagenet(imagenet[0]["tfrecord"], "train[35:85]"), open_imagenet(url, "train[35:85]")
+        assert [source[i] for i in range(50)] == [local[i] for i in range(50)]
+        assert source.class_names == local.class_names
+        assert source.describe(0).startswith(f"{url}/imagenet2012/5.1.0/imagenet2012-train.tfrecord-0000")
+
+    @pytest.mark.slow
+    def test_changed_object_and_missing_dataset_are_refused(self, remote):
+        store, url = remote
+        source = open_imagenet(url)
+        name = source.describe(0).partition(",")[0]
+        content = bytearray(store.objects[name])
+        content[20] ^= 1
+        store.put(name, {}, bytes(content))
+        with pytest.raises(ip.InputError, match=f"{name} was changed or replaced after it was opened"):
+            source[0]
+        with pytest.raises(ip.InputError, match="record 0 is damaged: its checksum is wrong"):
+            open_imagenet(url)[0]
+        with pytest.raises(ip.MissingDataError, match=f"no prepared dataset 'none' in {url}"):
+            ip.open_source("tfds", name="none", split="train", data_dir=url)
+        with pytest.raises(ip.InputError, match=r"cannot read .*none/data: .*bucket"):
+            open_imagenet(url.replace("bucket", "none"))
 
 
 class TestDamage:
