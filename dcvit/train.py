@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     parser.add_argument(
-        "--workdir", required=True, type=cli.folder, help="folder, or gs:// URL, for all files of the run"
+        "--workdir", required=True, type=cli.folder, help="folder, or gs:// or s3:// URL, for all files of the run"
     )
     parser.add_argument(
         "--accept", metavar="KEY", action="append", default=[],

@@ -1,4 +1,4 @@
-"""The version, every switch by version of JAX 0.10 to 0.12, and every private name of JAX and Orbax that is used.
+"""The version, every switch by version of JAX 0.10 to 0.12, and every private name of JAX, etils and Orbax.
 
 The docstring of each function states why a public name does not suffice, and when the function can be deleted. No issue
 of JAX, Orbax or TensorStore is known that asks for a missing public name. All imports are inside functions: the modules
@@ -238,6 +238,49 @@ def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
         return found if name is None else {**found, "path": name}
 
     return spec
+
+
+def use_fsspec_in_etils() -> None:
+    """Let etils open URLs by fsspec also if TensorFlow, which knows no s3://, is installed.
+
+    etils reads the variable EPATH_USE_TF when it uses its first path, remembers the result, and has no public function
+    that changes it. The variable keeps its value if it has one.
+    """
+    from etils.epath import gpath
+
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    gpath._is_tf_installed.cache_clear()
+
+
+@functools.cache
+def open_s3_in_orbax(kvstore: Callable[[str], Spec]) -> None:
+    """Let Orbax 0.12 save to and restore from s3://, for which it takes a local path, unlike TensorStore.
+
+    Orbax then builds the specification of the same path at gs://, in which the driver and the bucket are replaced by
+    `kvstore(URL of the bucket)`. Delete when Orbax opens s3:// with an endpoint.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    def replaced(spec: Value) -> Value:
+        if isinstance(spec, list):
+            return [replaced(part) for part in spec]
+        if not isinstance(spec, dict):
+            return spec
+        if str(spec.get("driver")).startswith("gcs"):
+            return {**kvstore(f"s3://{spec['bucket']}"), "path": spec["path"]}
+        return {key: replaced(part) for key, part in spec.items()}
+
+    def with_s3(build: Callable[..., Spec]) -> Callable[..., Spec]:
+        def spec(directory: str, *args: object, **options: object) -> Spec:
+            if not directory.startswith("s3://"):
+                return build(directory, *args, **options)
+            found: Spec = replaced(build(directory.replace("s3://", "gs://", 1), *args, **options))
+            return found
+
+        return spec
+
+    for name in ("_build_ocdbt_kvstore_tspec", "_build_non_ocdbt_kvstore_tspec"):
+        setattr(tensorstore_utils, name, with_s3(getattr(tensorstore_utils, name)))
 
 
 @functools.cache

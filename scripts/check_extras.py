@@ -22,7 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
-    "none", "train", "data", "tiff", "lm", "eval", "gcs", "wandb", "mlflow", "trackio", "interop", "docs", "skypilot"
+    "none", "train", "data", "tiff", "lm", "eval", "gcs", "s3", "wandb", "mlflow", "trackio", "interop", "docs",
+    "skypilot",
 )  # fmt: skip
 TASK = """
 task: colors
@@ -59,6 +60,7 @@ PARTS = {
     "zstd": ("lm", f"train --config lm_text:data_dir=zstd --workdir zst {SHORT}"),
     "lm_eval": ("eval", "lm_eval --workdir lm --tasks colors --include_path tasks"),
     "gs://": ("gcs", "evaluate --workdir gs://dcvit-does-not-exist/run"),
+    "s3://": ("s3", "evaluate --workdir s3://dcvit-does-not-exist/run"),
     "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
             "--config.wandb.mode=offline --config.wandb.project=p"),
     "MLflow": ("mlflow", "train --config vit_digits:epochs=1 --workdir ml --config.total_steps=2 "
@@ -73,6 +75,7 @@ EXPECTED = {
     "Parquet": "no folder parquet",
     "tfds": r"not prepared|not found|no dataset|download",
     "gs://": r"gs://dcvit-does-not-exist/run(?!.*needs gcsfs)",
+    "s3://": r"s3://dcvit-does-not-exist/run(?!.*needs s3fs)",
 }
 
 

@@ -75,7 +75,12 @@ class Checkpointer:
         self.finishing: threading.Thread | None = None
         self.failure: CheckpointError | None = None
         self.saved: int | None = None  # the step of the last save, which may be in progress
-        self.writer = _writer(RenamedFolder if isinstance(self.folder, Path) else CommittedObjects)
+        atomicity = ocp.path.atomicity
+        self.writer = (
+            _writer(RenamedFolder, atomicity.AtomicRenameTemporaryPath)
+            if isinstance(self.folder, Path)
+            else _writer(CommittedObjects, atomicity.CommitFileTemporaryPath)
+        )
         if multihost.is_first():
             self.folder.mkdir(parents=True, exist_ok=True)
             steps.remove_incomplete(self.folder)
@@ -159,8 +164,8 @@ def _daemon(function: Callable[..., None], *args: object) -> threading.Thread:
     return thread
 
 
-def _writer(path_class: type[object]) -> ocp.AsyncCheckpointer:
-    """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
+def _writer(path_class: type[object], item_class: type[object]) -> ocp.AsyncCheckpointer:
+    """Return the writer of checkpoints, which the given classes of temporary paths complete, as a whole and by item."""
     processes = process_options()
     versions.stop_leak_of_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
@@ -168,7 +173,7 @@ def _writer(path_class: type[object]) -> ocp.AsyncCheckpointer:
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS
     }
     handler = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=processes, temporary_path_class=item_class),
         about=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
         **trees,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import os
 import re
 from collections.abc import Sequence
@@ -158,7 +159,7 @@ def _sha256(path: Folder, *, sync: bool = False) -> str:
     return found
 
 
-def _sync(file: IO[str] | IO[bytes]) -> None:
+def _sync(file: IO[str] | IO[bytes] | io.IOBase) -> None:
     """Flush an open local file from the system's cache to the disk; an object in a store is complete once closed."""
     try:
         number = file.fileno()

@@ -1,17 +1,19 @@
-"""Paths of a run's files, in a local folder or in an object store (gs://), with the interface of pathlib."""
+"""Paths of a run's files, in a local folder or in an object store (gs://, s3://), with the interface of pathlib."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TypeAlias
 
 from etils import epath
 
+from dcvit.versions import use_fsspec_in_etils
+from input_pipeline import stores
 from input_pipeline.errors import first_line
 from input_pipeline.files import expand
 
@@ -19,25 +21,37 @@ Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object sto
 
 
 def folder(text: str) -> Folder:
-    """Return the folder of a path, in which ~ is expanded, or of a URL of Google Cloud Storage.
+    """Return the folder of a path, in which ~ is expanded, or of a URL of an object store.
 
     Raises:
-      ValueError: the path is empty, the URL is of another store, or gcsfs is not installed.
+      ValueError: the path is empty, the URL is of another store, its library is not installed, or its bucket cannot
+        be read.
     """
     if not text:
         raise ValueError("the path of the folder is empty")
     if "://" not in text:
         return expand(text)
-    if not text.startswith("gs://"):
-        raise ValueError(f"{text}: expected a folder, or a URL that begins with gs://")
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ValueError(f'{text}: needs gcsfs, which is not installed: pip install "dcvit[gcs]"')
-    import fsspec
-
-    os.environ.setdefault("EPATH_USE_TF", "false")  # use gcsfs also if TensorFlow is installed
-    for protocol in ("gs", "gcs"):  # no cache: TensorStore and other processes write, too
-        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+    stores.check_readable(text)
+    use_fsspec_in_etils()
     return epath.Path(text)
+
+
+def kvstore(url: str) -> dict[str, object]:
+    """Return TensorStore's specification of a folder at s3://, with the endpoint and the region that s3fs uses.
+
+    TensorStore itself reads the credentials of AWS, but not AWS_ENDPOINT_URL.
+    """
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    spec: dict[str, object] = {"driver": "s3", "bucket": bucket, "path": f"{path}/"}
+    client = stores.filesystem(url).s3.meta  # botocore's, which knows the variables and the profiles
+    if not re.fullmatch(
+        r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com", client.endpoint_url
+    ):  # another one than by default
+        region = client.region_name if client.region_name != "aws-global" else None
+        spec |= {"endpoint": client.endpoint_url, "aws_region": region or "us-east-1"}
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # the default prints an error for each other place without credentials
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
 
 
 def absolute(path: Folder) -> Folder:

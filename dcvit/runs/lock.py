@@ -20,10 +20,12 @@ import filelock
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel import multihost
 from dcvit.runs.files import Folder, file_identity
+from input_pipeline import stores
 
 LOCK = ".lock"
 RENEWAL = ".lock-renewal"  # in a store: an object that the owner of the lock rewrites regularly
 RENEW_SECONDS = 10
+REFUSED = ("PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey")  # S3's answers to a conditional write
 LOCK_SECONDS = 0.2  # how long a run tries: `is_locked` in another process holds the lock for an instant
 
 logger = logging.getLogger(__name__)
@@ -81,11 +83,8 @@ def is_locked(workdir: Folder) -> bool:
         finally:
             os.close(number)  # also unlocks it
         return False
-    import fsspec
-
     with contextlib.suppress(Exception):  # there is no lock, or another error of a library for stores
-        store = fsspec.filesystem(str(path).partition("://")[0])
-        age = datetime.datetime.now(datetime.UTC) - store.modified(str(workdir / RENEWAL))
+        age = datetime.datetime.now(datetime.UTC) - stores.filesystem(str(path)).modified(str(workdir / RENEWAL))
         return age.total_seconds() < 3 * RENEW_SECONDS
     return False
 
@@ -116,23 +115,21 @@ def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
 class _ObjectLock:
     """Lock in an object store: the object `.lock`, which is only ever created where it does not exist.
 
-    The store checks this condition itself (gcsfs's mode "create", GCS's ifGenerationMatch=0), so of several runs that
-    start together one gets the lock. A store does not notice that an owner was killed. The owner therefore rewrites
-    `.lock-renewal` regularly. A run that finds both objects unchanged for two intervals deletes this generation of
-    `.lock`, and no later one, and then competes for the lock as above.
+    The store checks this condition itself, so of several runs that start together one gets the lock. A store does not
+    notice that an owner was killed. The owner therefore rewrites `.lock-renewal` regularly. A run that finds both
+    objects unchanged for two intervals makes this version of `.lock`, and no later one, free for a new competition.
     """
 
     def __init__(self, workdir: str, owner: str, renew_seconds: float):
-        import fsspec  # of the gcs extra, which `dcvit.runs.files.folder` has checked
-
         self.workdir, self.owner, self.renew_seconds = workdir, owner, renew_seconds
         self.path, self.renewal = f"{workdir}/{LOCK}", f"{workdir}/{RENEWAL}"
-        self.store = fsspec.filesystem(workdir.partition("://")[0], version_aware=True)
+        self.object = (_S3Object if workdir.startswith("s3://") else _GCSObject)(self.path, f"{owner}\n".encode())
+        self.store = self.object.store
         try:
-            self.generation = self._acquire()
+            self.version = self._acquire()
         except ConfigError:
             raise
-        except Exception as e:  # gcsfs also raises exceptions of aiohttp and google-auth
+        except Exception as e:  # libraries for stores also raise exceptions of aiohttp and google-auth
             raise ConfigError(f"cannot write to workdir {workdir}: {first_line(e)}") from None
         self.count, self.ended = 0, threading.Event()
         self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
@@ -141,42 +138,40 @@ class _ObjectLock:
     def release(self) -> None:
         self.ended.set()
         self.thread.join()
-        for path in (self.renewal, f"{self.path}#{self.generation}"):
-            with contextlib.suppress(Exception):  # the next run then finds a lock that is not renewed
-                self.store.rm_file(path)
+        with contextlib.suppress(Exception):  # the next run then finds a lock that is not renewed
+            self.store.rm_file(self.renewal)
+        with contextlib.suppress(Exception):
+            self.object.remove(self.version)
 
     def _acquire(self) -> str:
-        """Create the lock and return its generation (version). Raise ConfigError while another run renews it."""
+        """Create the lock and return its version. Raise ConfigError while another run renews it."""
         for attempt in range(2):
-            with contextlib.suppress(FileExistsError):
-                self.store.pipe_file(self.path, f"{self.owner}\n".encode(), mode="create")
-            generation, owner = self._read()
-            if owner == self.owner:  # also where the store's first answer was lost and gcsfs sent the request again
-                return generation
+            self.object.create()
+            version, owner = self._read()
+            if owner == self.owner:  # also where the store's first answer was lost and the request was sent again
+                self.object.check()
+                return version
             if attempt:
                 break
-            self._delete_if_stale(generation, owner)
+            if version and self._is_stale(owner):
+                self.object.take(version)
         raise ConfigError(_in_use(self.workdir, owner))
 
-    def _delete_if_stale(self, generation: str, owner: str) -> None:
-        """Delete the lock of `owner` if it is not renewed within two intervals; wait for this time."""
-        if not generation:  # released in the meantime
-            return
+    def _is_stale(self, owner: str) -> bool:
+        """Return True if the lock of `owner` is not renewed within two intervals; wait for this time."""
         seconds = 2 * self.renew_seconds
         logger.warning("%s is locked by %s: waiting %g s for a renewal of this lock", self.path, owner, seconds)
         before = self._read_renewal()
         sleep(seconds)
-        if self._read_renewal() == before:
-            with contextlib.suppress(FileNotFoundError):  # released, or deleted by another run that waited
-                self.store.rm_file(f"{self.path}#{generation}")
+        return self._read_renewal() == before
 
     def _read(self) -> tuple[str, str]:
-        """Return the current generation and owner of the lock; both are empty if there is no lock."""
+        """Return the current version and owner of the lock; both are empty if there is no lock."""
         try:
-            generation = str(self.store.info(self.path)["generation"])
-            return generation, self.store.cat_file(f"{self.path}#{generation}").decode().strip()
+            version, content = self.object.read()
         except FileNotFoundError:
             return "", ""
+        return version, content.decode().strip()
 
     def _read_renewal(self) -> bytes | None:
         try:
@@ -188,14 +183,88 @@ class _ObjectLock:
         """Rewrite the renewal object at regular times; end the process if another run deleted or took the lock."""
         while not self.ended.wait(self.renew_seconds):
             with contextlib.suppress(Exception):  # the store may be unavailable for some time
-                generation, owner = self._read()
-                if generation != self.generation:
-                    taken = f"taken over by {owner}" if generation else "deleted"
+                version, owner = self._read()
+                if version != self.version:
+                    taken = f"taken over by {owner}" if version else "deleted"
                     message = f"the lock {self.path} of this run was {taken}"
                     print(f"error: {message}", file=sys.stderr, flush=True)
                     multihost.fail(message, 2)
                 self.count += 1
                 self.store.pipe_file(self.renewal, f"{self.owner}\n{self.count}\n".encode())
+
+
+class _GCSObject:
+    """The lock object in Google Cloud Storage, whose generations are its versions."""
+
+    def __init__(self, path: str, content: bytes):
+        self.path, self.content = path, content
+        self.store = stores.filesystem(path, version_aware=True)
+
+    def create(self) -> None:
+        """Write the object if it does not exist."""
+        with contextlib.suppress(FileExistsError):
+            self.store.pipe_file(self.path, self.content, mode="create")  # ifGenerationMatch=0
+
+    def read(self) -> tuple[str, bytes]:
+        """Return version and content of the object, or raise FileNotFoundError."""
+        version = str(self.store.info(self.path)["generation"])
+        return version, self.store.cat_file(f"{self.path}#{version}")
+
+    def check(self) -> None:
+        """Do nothing: the service has conditional writes."""
+
+    def take(self, version: str) -> None:
+        """Delete a version of the object, so that it can be created, unless it was changed."""
+        with contextlib.suppress(FileNotFoundError):  # released, or deleted by another run that waited
+            self.remove(version)
+
+    def remove(self, version: str) -> None:
+        """Delete a version of the object."""
+        self.store.rm_file(f"{self.path}#{version}")
+
+
+class _S3Object:
+    """The lock object at s3://, whose ETags are its versions, because the owner's name is part of the content."""
+
+    def __init__(self, path: str, content: bytes):
+        self.path, self.content = path, content
+        self.store = stores.filesystem(path)
+
+    def create(self) -> None:
+        """Write the object if it does not exist."""
+        self._put(IfNoneMatch="*")
+
+    def read(self) -> tuple[str, bytes]:
+        """Return version and content of the object, or raise FileNotFoundError."""
+        version = str(self.store.info(self.path)["ETag"])  # first: an old version of a new owner's object harms nobody
+        return version, self.store.cat_file(self.path)
+
+    def check(self) -> None:
+        """Raise ConfigError if the store ignores the conditions, by writes that change nothing."""
+        if self._put(IfNoneMatch="*") or self._put(IfMatch='"0"'):
+            self.store.rm_file(self.path)
+            raise ConfigError(f"{self.path}: the store has no conditional writes, by which a run locks its workdir")
+
+    def take(self, version: str) -> None:
+        """Replace a version of the object, unless it was changed."""
+        self._put(IfMatch=version)
+
+    def remove(self, version: str) -> None:
+        """Delete the object if it has this version, which nobody replaces while it is renewed."""
+        if self.read()[0] == version:
+            self.store.rm_file(self.path)
+
+    def _put(self, **condition: str) -> bool:
+        """Write the object if a condition holds; return False if it does not, or if another write was faster."""
+        bucket, key, _ = self.store.split_path(self.path)
+        try:
+            self.store.call_s3("put_object", Bucket=bucket, Key=key, Body=self.content, **condition)
+        except OSError as e:
+            code = getattr(e.__cause__, "response", {}).get("Error", {}).get("Code")
+            if code not in REFUSED:
+                raise
+            return False
+        return True
 
 
 def _in_use(workdir: str, owner: str) -> str:

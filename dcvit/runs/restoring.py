@@ -16,8 +16,8 @@ from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from dcvit.parallel.trees import Tensor, check_tree, shapes_of
 from dcvit.runs import checksums, steps
-from dcvit.runs.files import Folder, absolute
-from dcvit.versions import silence_orbax
+from dcvit.runs.files import Folder, absolute, kvstore
+from dcvit.versions import open_s3_in_orbax, silence_orbax
 from input_pipeline.optional import Late
 
 if TYPE_CHECKING:
@@ -123,12 +123,13 @@ def open_params(source: Folder) -> dict[str, ts.TensorStore]:
     item = _params(folder := steps.step_folder(source))
     if found := steps.problems(folder, only=(item.name,)):
         raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
-    base, context = absolute(item), ts.Context()
-    scheme = "file://" if isinstance(base, Path) else ""
+    place, context = absolute(item), ts.Context()
+    url = f"file://{place}" if isinstance(place, Path) else str(place)
+    base = kvstore(url) if url.startswith("s3://") else url
     opened = {}
     for name in shapes_of(_metadata(item)):
-        kvstore = {"driver": "ocdbt", "base": f"{scheme}{base}", "path": name.replace("/", ".")}
-        opened[name] = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True, context=context)
+        inside = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}
+        opened[name] = ts.open({"driver": "zarr", "kvstore": inside}, open=True, read=True, context=context)
     try:
         return {name: future.result() for name, future in opened.items()}
     except Exception as e:
@@ -155,6 +156,7 @@ def _params(folder: Folder) -> Folder:
 def _metadata(item: Folder) -> PyTree:
     """Return the tree of shapes and dtypes of a saved item."""
     silence_orbax()
+    open_s3_in_orbax(kvstore)
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:
@@ -174,4 +176,5 @@ def process_options() -> ocp.options.MultiprocessingOptions:
     If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
     """
     silence_orbax()
+    open_s3_in_orbax(kvstore)
     return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))

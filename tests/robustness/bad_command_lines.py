@@ -29,7 +29,7 @@ TRAIN = {
     "train without options": bad(command("train"), "--config", "--workdir"),
     "train without a workdir": bad(command("train", "--config", "vit_digits"), "--workdir"),
     "train with an empty workdir": bad(train("vit_digits", workdir=""), "--workdir", "empty path"),
-    "workdir in an unsupported store": bad(train("vit_digits", workdir="s3://bucket/w"), "s3://bucket/w"),
+    "workdir in an unsupported store": bad(train("vit_digits", workdir="az://bucket/w"), "az://bucket/w"),
     "workdir in an unknown store": bad(train("vit_digits", workdir="zzz://bucket/w"), "zzz://bucket/w"),
     "cluster options that are incomplete": bad(
         train("vit_digits", "--num_processes", 2), "--coordinator", "--process_id"

@@ -1,6 +1,8 @@
 """The lock of a workdir on a disk and in an object store."""
 
 import fcntl
+import functools
+import importlib
 import logging
 import os
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import fake_gcs
 import pytest
+from etils import epath
 
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
@@ -65,49 +68,55 @@ def test_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
         WorkdirLock(tmp_path)
 
 
-WORKDIR = "gs://bucket/run"
-OBJECT = f"{WORKDIR}/{lock.LOCK}"
-
-
-@pytest.fixture
-def store(monkeypatch):
-    """A fake store, which fsspec in this process uses."""
-    core = pytest.importorskip("gcsfs.core", reason="gs:// needs the gcs extra")
-    with fake_gcs.serve() as (url, objects):
-        options = {"endpoint_url": url, "token": "anon", "use_listings_cache": False, "skip_instance_cache": True}
+@pytest.fixture(params=["gs", "s3"])
+def store(request, monkeypatch):
+    """A fake store, which fsspec in this process uses, with the address of a workdir and its lock."""
+    scheme = request.param
+    if scheme == "gs":
+        core = pytest.importorskip("gcsfs.core", reason="gs:// needs the gcs extra")
         # Not gcsfs's default class, which queries the type of the bucket by gRPC with TLS.
-        make = lambda _, **more: core.GCSFileSystem(**options, **more)  # noqa: E731
-        monkeypatch.setattr("fsspec.filesystem", make)
+        fake, make, options = fake_gcs, core.GCSFileSystem, {"token": "anon"}
+    else:
+        make = pytest.importorskip("s3fs", reason="s3:// needs the s3 extra").S3FileSystem
+        fake, options = importlib.import_module("fake_s3"), {"key": "testing", "secret": "testing"}
+    with fake.serve() as (url, objects):
+        options |= {"endpoint_url": url, "use_listings_cache": False, "skip_instance_cache": True}
+        monkeypatch.setattr("fsspec.filesystem", functools.cache(lambda _, **more: make(**options, **more)))
+        objects.workdir = f"{scheme}://bucket/run"
+        objects.lock_object = f"{objects.workdir}/{lock.LOCK}"
         yield objects
 
 
-def object_lock(name, seconds=0.1):
-    return lock._ObjectLock(WORKDIR, name, seconds)
+def object_lock(store, name, seconds=0.1):
+    return lock._ObjectLock(store.workdir, name, seconds)
 
 
 def wait_for_renewal(store):
     """Return once the owner of the lock has renewed it."""
-    before, started = store.objects.get(f"{WORKDIR}/{lock.RENEWAL}"), time.monotonic()
-    while store.objects.get(f"{WORKDIR}/{lock.RENEWAL}") == before:
+    renewal = f"{store.workdir}/{lock.RENEWAL}"
+    before, started = store.objects.get(renewal), time.monotonic()
+    while store.objects.get(renewal) == before:
         assert time.monotonic() < started + 60, "the lock is not renewed"
         time.sleep(0.01)
 
 
 def test_object_lock_is_renewed_and_released(store):
-    held = object_lock("first")
-    assert store.objects[OBJECT] == b"first\n"
+    held = object_lock(store, "first")
+    assert store.objects[store.lock_object] == b"first\n"
     for _ in range(3):
         wait_for_renewal(store)
+    assert lock.is_locked(epath.Path(store.workdir))
     held.release()
+    assert not lock.is_locked(epath.Path(store.workdir))
     assert not store.objects
 
 
 def test_object_lock_of_a_living_run_is_respected(store, monkeypatch, caplog):
-    held = object_lock("first")
+    held = object_lock(store, "first")
     monkeypatch.setattr(lock, "sleep", lambda _: wait_for_renewal(store))
-    with pytest.raises(ConfigError, match=f"workdir {WORKDIR} is in use by first"):
-        object_lock("second", seconds=10)
-    assert f"{OBJECT} is locked by first: waiting 20 s for a renewal of this lock" in caplog.text
+    with pytest.raises(ConfigError, match=f"workdir {store.workdir} is in use by first"):
+        object_lock(store, "second", seconds=10)
+    assert f"{store.lock_object} is locked by first: waiting 20 s for a renewal of this lock" in caplog.text
     held.release()
 
 
@@ -118,40 +127,52 @@ def test_exactly_one_of_several_runs_gets_an_object_lock(store, monkeypatch, cap
     start, waited = threading.Barrier(6), threading.Barrier(6)
     monkeypatch.setattr(lock, "sleep", lambda _: waited.wait() if stale else wait_for_renewal(store))
     if stale:
-        store.objects[OBJECT], store.objects[f"{WORKDIR}/{lock.RENEWAL}"] = b"killed\n", b"killed\n7\n"
+        store.objects[store.lock_object], store.objects[f"{store.workdir}/{lock.RENEWAL}"] = b"killed\n", b"killed\n7\n"
 
     def attempt(number):
         start.wait()
         try:
-            return object_lock(f"run {number}")
+            return object_lock(store, f"run {number}")
         except ConfigError as e:
             return str(e)
 
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(attempt, range(6)))
     (owner,) = [result for result in results if not isinstance(result, str)]
-    assert store.objects[OBJECT].decode() == f"{owner.owner}\n"
+    assert store.objects[store.lock_object].decode() == f"{owner.owner}\n"
     assert [result for result in results if isinstance(result, str)] == [
-        f"workdir {WORKDIR} is in use by {owner.owner}"
+        f"workdir {store.workdir} is in use by {owner.owner}"
     ] * 5
     owner.release()
 
 
 @pytest.mark.slow
 def test_creation_whose_answer_was_lost_is_recognized(store, monkeypatch):
-    """gcsfs repeats a request that the store has carried out; the store then answers that the object exists."""
+    """A client repeats a request that the store has carried out; the store then answers that the object exists."""
     answers = []
 
     def lose_the_first_answer(command, path):
-        if command == "POST" and "ifGenerationMatch=0" in path and not answers:
+        if (command == "PUT" or "ifGenerationMatch=0" in path) and not answers:
             answers.append(503)
-            store.put(OBJECT, {}, b"first\n")
+            store.put(store.lock_object, {}, b"first\n")
             return 503
         return None
 
     store.refuse = lose_the_first_answer
-    object_lock("first").release()
+    object_lock(store, "first").release()
     assert answers == [503]
+    assert not store.objects
+
+
+@pytest.mark.parametrize("header", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"])
+def test_store_that_ignores_conditions_is_refused(store, monkeypatch, header):
+    """Two runs could else lock one workdir."""
+    if store.workdir.startswith("gs://"):
+        pytest.skip("Google Cloud Storage has conditional writes")
+    answer = store.app
+    monkeypatch.setattr(store, "app", lambda environ, start: answer({**environ, header: ""}, start))
+    with pytest.raises(ConfigError, match="the store has no conditional writes, by which a run locks its workdir"):
+        object_lock(store, "first")
     assert not store.objects
 
 
@@ -166,15 +187,16 @@ def test_run_that_lost_its_object_lock_ends(store, monkeypatch, capsys, taken):
         held.ended.set()
 
     monkeypatch.setattr(multihost, "fail", fail)
-    held = object_lock("first")
+    held = object_lock(store, "first")
     if taken:
-        store.put(OBJECT, {}, b"second\n")
+        store.put(store.lock_object, {}, b"second\n")
     else:
-        del store.objects[OBJECT]
+        del store.objects[store.lock_object]
     assert ended.wait(60)
     held.release()
     assert status == [2]
     assert (
-        f"the lock {OBJECT} of this run was {'taken over by second' if taken else 'deleted'}" in capsys.readouterr().err
+        f"the lock {store.lock_object} of this run was {'taken over by second' if taken else 'deleted'}"
+        in capsys.readouterr().err
     )
-    assert store.objects.get(OBJECT) == (b"second\n" if taken else None)
+    assert store.objects.get(store.lock_object) == (b"second\n" if taken else None)
