@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_pages
+import restart as bench_restart
 import runs as bench_runs
 import step as tpu_step
 from explorer_pages import facts_of
@@ -276,6 +277,12 @@ def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, l
     (block,) = blocks(ROOT / "docs/tracking.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
     run_commands(commands(block), tmp_path, monkeypatch)
     assert Path("runs/curves.png").exists()
+
+
+def test_the_table_of_restarts_is_that_of_its_file():
+    file, page = ROOT / "docs" / "restart.json", ROOT / "docs" / "fault_tolerance.md"
+    shown = page.read_text().split(bench_restart.BEGIN)[1].split(bench_restart.END)[0].strip()
+    assert shown == (bench_restart.table(json.loads(file.read_text())) if file.exists() else "Not measured.")
 
 
 def test_the_statements_of_the_reproduction_are_those_of_its_files():

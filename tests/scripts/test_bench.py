@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import native_aspect_ratio as bench_native
 import numpy as np
 import pytest
+import restart as bench_restart
 import runs as bench_runs
 import synthetic_parts
 import train as bench_train
@@ -31,6 +32,21 @@ def test_table_of_attention_compares_every_implementation_with_plain_attention()
         "DC weights", "folded weights", "combine, sum", "combine, product",
     }  # fmt: skip
     assert all(math.isfinite(row["ratio"]) and row["ms_min"] <= row["ms"] <= row["ms_max"] for row in rows)
+
+
+@pytest.mark.weekly
+def test_the_benchmark_of_restarts_writes_its_file_and_its_table(tmp_path):
+    """All arms resume from the same checkpoint; in the store they also wait for the lock of the killed run."""
+    pytest.importorskip("moto")
+    page = tmp_path / "fault_tolerance.md"
+    page.write_text(f"before\n\n{bench_restart.BEGIN}\n\nNot measured.\n\n{bench_restart.END}\nafter\n")
+    bench_restart.main(["--tiny", "--config", "lm_stdlib", "--docs", str(tmp_path)])
+    result = json.loads((tmp_path / "restart.json").read_text())
+    assert {arm: len(times) for arm, times in result["seconds"].items()} == dict.fromkeys(
+        ("disk, cold", "disk, warm", "S3 (moto, same machine), cold", "S3 (moto, same machine), warm"), 1
+    )
+    assert all(result["seconds"][f"S3 (moto, same machine), {cache}"][0] > 20 for cache in bench_restart.CACHES)
+    assert bench_restart.table(result) in page.read_text()
 
 
 @pytest.mark.weekly
