@@ -41,9 +41,27 @@ def free_address():
         return f"localhost:{free.getsockname()[1]}"
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def kill():
+    """Leave no process behind when a test fails."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
+
+
+def start_process(command, **options):
+    STARTED.append(subprocess.Popen(command, **options))
+    return STARTED[-1]
+
+
 def train(workdir, *options):
     """Train without interruption, by one process for each list of options."""
-    running = [subprocess.Popen([sys.executable, "-m", "dcvit.train", *words(workdir), *more]) for more in options]
+    running = [start_process([sys.executable, "-m", "dcvit.train", *words(workdir), *more]) for more in options]
     assert [process.wait(SECONDS) for process in running] == [0] * len(options)
     return workdir
 
@@ -145,7 +163,7 @@ def pods(workdir, folder):
         values = {"COORDINATOR": "localhost", "JOB_COMPLETION_INDEX": str(index)}
         args = [expand(word, values) for word in container_of(manifest("jobset_gpu"))["args"]]
         args = [word.replace("localhost:8476", address) for word in args if not word.startswith(SET_BY_WORDS)]
-        yield subprocess.Popen([sys.executable, "-m", "dcvit", *args, *words(workdir)])
+        yield start_process([sys.executable, "-m", "dcvit", *args, *words(workdir)])
 
 
 def nodes(workdir, folder):
@@ -153,13 +171,13 @@ def nodes(workdir, folder):
     address = free_address()
     (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     program(folder / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"', "/bin/bash")
-    config, workdir, *overrides = words(workdir)[1::2][:2] + words(workdir)[4:]
+    _, config, _, path, *overrides = words(workdir)
     command = manifest("skypilot")["run"].replace(":8476", address.removeprefix("localhost"))
     command = command.rstrip().replace("--config.ckpt_steps=500", shlex.join(overrides))
     for rank in range(2):
         env = {"SKYPILOT_NODE_IPS": "localhost\nlocalhost", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank)}
-        env = {**os.environ, **env, "CONFIG": config, "WORKDIR": workdir}
-        yield subprocess.Popen(["bash", "-c", command], cwd=folder, env=env)
+        env = {**os.environ, **env, "CONFIG": config, "WORKDIR": path}
+        yield start_process(["bash", "-c", command], cwd=folder, env=env)
 
 
 @pytest.mark.weekly
