@@ -58,7 +58,7 @@ PARTS = {
     "BPE tokenizer": ("lm", "train --config lm_text:data_dir=text,tokenizer=train,vocab_size=300 --workdir bpe "
                       f"{SHORT}"),
     "zstd": ("lm", f"train --config lm_text:data_dir=zstd --workdir zst {SHORT}"),
-    "lm_eval": ("eval", "lm_eval --workdir lm --tasks colors --include_path tasks"),
+    "lm_eval": ("eval", "lm_eval --model text --tasks colors --include_path tasks"),
     "gs://": ("gcs", "evaluate --workdir gs://dcvit-does-not-exist/run"),
     "s3://": ("s3", "evaluate --workdir s3://dcvit-does-not-exist/run"),
     "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
