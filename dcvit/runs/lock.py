@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -34,8 +36,8 @@ logger = logging.getLogger(__name__)
 class WorkdirLock:
     """Context manager that holds the lock of a workdir until it exits or its process ends.
 
-    The file `.lock` names the process that holds the lock. A killed process loses its lock at once on a disk, and
-    after `2 * RENEW_SECONDS` in an object store.
+    The file `.lock` names the process that holds the lock. A killed process loses its lock at once on a disk. In an
+    object store, it loses it at once to a run on the same machine, and after `2 * RENEW_SECONDS` to others.
     """
 
     def __init__(self, workdir: Folder):
@@ -116,8 +118,9 @@ class _ObjectLock:
     """Lock in an object store: the object `.lock`, which is only ever created where it does not exist.
 
     The store checks this condition itself, so of several runs that start together one gets the lock. A store does not
-    notice that an owner was killed. The owner therefore rewrites `.lock-renewal` regularly. A run that finds both
-    objects unchanged for two intervals makes this version of `.lock`, and no later one, free for a new competition.
+    notice that an owner was killed. The owner therefore rewrites `.lock-renewal` regularly, and keeps a local file
+    locked. A run that finds this file unlocked, or both objects unchanged for two intervals, makes this version of
+    `.lock`, and no later one, free for a new competition.
     """
 
     def __init__(self, workdir: str, owner: str, renew_seconds: float):
@@ -125,11 +128,15 @@ class _ObjectLock:
         self.path, self.renewal = f"{workdir}/{LOCK}", f"{workdir}/{RENEWAL}"
         self.object = (_S3Object if workdir.startswith("s3://") else _GCSObject)(self.path, f"{owner}\n".encode())
         self.store = self.object.store
+        self.sign = sign_of_life(owner)
         try:
+            with contextlib.suppress(OSError):  # without the file, other runs wait for a renewal
+                self.sign.acquire()
             self.version = self._acquire()
-        except ConfigError:
-            raise
         except Exception as e:  # libraries for stores also raise exceptions of aiohttp and google-auth
+            self._remove_sign()
+            if isinstance(e, ConfigError):
+                raise
             raise ConfigError(f"cannot write to workdir {workdir}: {first_line(e)}") from None
         self.count, self.ended = 0, threading.Event()
         self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
@@ -142,6 +149,12 @@ class _ObjectLock:
             self.store.rm_file(self.renewal)
         with contextlib.suppress(Exception):
             self.object.remove(self.version)
+        self._remove_sign()
+
+    def _remove_sign(self) -> None:
+        with contextlib.suppress(OSError):
+            Path(self.sign.lock_file).unlink(missing_ok=True)
+        self.sign.release()
 
     def _acquire(self) -> str:
         """Create the lock and return its version. Raise ConfigError while another run renews it."""
@@ -153,7 +166,7 @@ class _ObjectLock:
                 return version
             if attempt:
                 break
-            if version and self._is_stale(owner):
+            if version and (has_ended(owner) or self._is_stale(owner)):
                 self.object.take(version)
         raise ConfigError(_in_use(self.workdir, owner))
 
@@ -191,6 +204,32 @@ class _ObjectLock:
                     multihost.fail(message, 2)
                 self.count += 1
                 self.store.pipe_file(self.renewal, f"{self.owner}\n{self.count}\n".encode())
+
+
+def sign_of_life(owner: str) -> filelock.BaseFileLock:
+    """Return the lock of the local file that the owner of an object store's lock keeps locked until it ends.
+
+    The name of the file depends on the machine and its last start: folders for temporary files may be shared, and their
+    locks may count on one machine only.
+    """
+    start = Path("/proc/sys/kernel/random/boot_id").read_text()
+    name = hashlib.sha256(f"{start}{owner}".encode()).hexdigest()[:32]
+    path = Path(tempfile.gettempdir(), f"dcvit-{name}.lock")
+    return filelock.FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+
+
+def has_ended(owner: str) -> bool:
+    """Return True if the owner of an object store's lock was a process of this machine, and has ended."""
+    sign = sign_of_life(owner)
+    path = Path(sign.lock_file)
+    if not path.is_file():  # on another machine or in another container
+        return False
+    try:
+        with sign:
+            path.unlink(missing_ok=True)
+            return True
+    except (filelock.Timeout, OSError):
+        return False
 
 
 class _GCSObject:

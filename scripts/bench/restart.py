@@ -4,9 +4,8 @@
 
 A run is killed after its first checkpoint. Then the same command is started, and killed after one more step, with a
 workdir on the disk or in a store, and with an empty compilation cache ("cold") or that of an earlier start ("warm").
-These arms take turns in each round. The time includes the start of Python and JAX, the data, the lock of the killed
-run, which expires after 20 s in a store, restoring, and compiling. Without --store, moto serves S3 on this machine, so
-that the result does not include a network.
+These arms take turns in each round. The time includes the start of Python and JAX, the data, restoring, and compiling.
+Without --store, moto serves S3 on this machine, so that the result does not include a network.
 
 `--docs FOLDER` writes restart.json to the folder, and the table into fault_tolerance.md there.
 """

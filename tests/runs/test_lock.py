@@ -120,6 +120,34 @@ def test_object_lock_of_a_living_run_is_respected(store, monkeypatch, caplog):
     held.release()
 
 
+LIVE = """
+import sys
+from dcvit.runs import lock
+sign = lock.sign_of_life(sys.argv[1])
+sign.acquire()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_object_lock_of_a_process_of_this_machine_is_free_once_it_was_killed(store, monkeypatch, tmp_path):
+    renewal, waited = f"{store.workdir}/{lock.RENEWAL}", []
+    monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(lock, "sleep", lambda _: (waited.append(True), store.put(renewal, {}, b"8")))
+    store.objects[store.lock_object], store.objects[renewal] = b"first\n", b"7"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", LIVE, "first"]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match="is in use by first"):
+            object_lock(store, "second")
+        process.kill()
+    object_lock(store, "third").release()
+    assert waited == [True]  # while the process lived
+    assert not store.objects
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_exactly_one_of_several_runs_gets_an_object_lock(store, monkeypatch, caplog, stale):
     """All start together, at a free lock or at that of a killed run, which nobody renews."""
