@@ -185,7 +185,9 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     loaded = jax.tree.map(lambda _: None, whole)
     if setup.model.load_initial and (shapes.base is not None or not saved):
         loaded = setup.model.load_initial(whole)
-    teacher = setup.run_teacher and setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
+    teacher = None
+    if setup.run_teacher:
+        teacher = setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
     return Start(0, {}, shapes, loaded, teacher)
 
 
