@@ -128,13 +128,13 @@ class _ObjectLock:
         self.path, self.renewal = f"{workdir}/{LOCK}", f"{workdir}/{RENEWAL}"
         self.object = (_S3Object if workdir.startswith("s3://") else _GCSObject)(self.path, f"{owner}\n".encode())
         self.store = self.object.store
-        self.sign = sign_of_life(owner)
+        self.sign = SignOfLife(owner)
+        if multihost.is_single_process():  # others of several may still write to the workdir
+            self.sign.hold()
         try:
-            with contextlib.suppress(OSError):  # without the file, other runs wait for a renewal
-                self.sign.acquire()
             self.version = self._acquire()
         except Exception as e:  # libraries for stores also raise exceptions of aiohttp and google-auth
-            self._remove_sign()
+            self.sign.remove()
             if isinstance(e, ConfigError):
                 raise
             raise ConfigError(f"cannot write to workdir {workdir}: {first_line(e)}") from None
@@ -149,12 +149,7 @@ class _ObjectLock:
             self.store.rm_file(self.renewal)
         with contextlib.suppress(Exception):
             self.object.remove(self.version)
-        self._remove_sign()
-
-    def _remove_sign(self) -> None:
-        with contextlib.suppress(OSError):
-            Path(self.sign.lock_file).unlink(missing_ok=True)
-        self.sign.release()
+        self.sign.remove()
 
     def _acquire(self) -> str:
         """Create the lock and return its version. Raise ConfigError while another run renews it."""
@@ -166,7 +161,7 @@ class _ObjectLock:
                 return version
             if attempt:
                 break
-            if version and (has_ended(owner) or self._is_stale(owner)):
+            if version and (SignOfLife(owner).has_ended() or self._is_stale(owner)):
                 self.object.take(version)
         raise ConfigError(_in_use(self.workdir, owner))
 
@@ -206,30 +201,57 @@ class _ObjectLock:
                 self.store.pipe_file(self.renewal, f"{self.owner}\n{self.count}\n".encode())
 
 
-def sign_of_life(owner: str) -> filelock.BaseFileLock:
-    """Return the lock of the local file that the owner of an object store's lock keeps locked until it ends.
+class SignOfLife:
+    """A local file that the owner of an object store's lock keeps locked until its process ends.
 
     The name of the file depends on the machine and its last start: folders for temporary files may be shared, and their
-    locks may count on one machine only.
+    locks may count on one machine only. Where the file cannot be locked there is none; other runs wait for a renewal.
     """
-    start = Path("/proc/sys/kernel/random/boot_id").read_text()
-    name = hashlib.sha256(f"{start}{owner}".encode()).hexdigest()[:32]
-    path = Path(tempfile.gettempdir(), f"dcvit-{name}.lock")
-    return filelock.FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
 
+    def __init__(self, owner: str):
+        self.path: Path | None = None
+        self.number = -1
+        with contextlib.suppress(OSError):  # no folder for temporary files
+            start = Path("/proc/sys/kernel/random/boot_id").read_text()
+            name = hashlib.sha256(f"{start}{owner}".encode()).hexdigest()[:32]
+            self.path = Path(tempfile.gettempdir(), f"dcvit-{name}.lock")
 
-def has_ended(owner: str) -> bool:
-    """Return True if the owner of an object store's lock was a process of this machine, and has ended."""
-    sign = sign_of_life(owner)
-    path = Path(sign.lock_file)
-    if not path.is_file():  # on another machine or in another container
-        return False
-    try:
-        with sign:
-            path.unlink(missing_ok=True)
+    def hold(self) -> None:
+        """Create the file and lock it."""
+        if self.path is None:
+            return
+        with contextlib.suppress(OSError):
+            self.number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # an unlocked file would say that the owner has ended
+                self.remove()
+
+    def remove(self) -> None:
+        """Remove the file, if this object holds it."""
+        if self.path and self.number >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self.number)
+            self.number = -1
+
+    def has_ended(self) -> bool:
+        """Return True if the owner was a process of this machine and has ended, and remove its file."""
+        if self.path is None:
+            return False
+        try:
+            number = os.open(self.path, os.O_RDWR)  # does not exist on another machine or in another container
+        except OSError:
+            return False
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file_identity(number) != file_identity(self.path):  # removed meanwhile
+                return False
+            self.path.unlink()
             return True
-    except (filelock.Timeout, OSError):
-        return False
+        except OSError:
+            return False
+        finally:
+            os.close(number)
 
 
 class _GCSObject:

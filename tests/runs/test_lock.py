@@ -123,8 +123,8 @@ def test_object_lock_of_a_living_run_is_respected(store, monkeypatch, caplog):
 LIVE = """
 import sys
 from dcvit.runs import lock
-sign = lock.sign_of_life(sys.argv[1])
-sign.acquire()
+sign = lock.SignOfLife(sys.argv[1])
+sign.hold()
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -146,6 +146,23 @@ def test_object_lock_of_a_process_of_this_machine_is_free_once_it_was_killed(sto
     assert waited == [True]  # while the process lived
     assert not store.objects
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_sign_of_life_that_cannot_be_locked_or_created_is_none(monkeypatch, tmp_path):
+    def fail(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", fail)
+        lock.SignOfLife("first").hold()
+    assert list(tmp_path.iterdir()) == []
+    assert not lock.SignOfLife("first").has_ended()
+    monkeypatch.setattr(lock.tempfile, "gettempdir", fail)
+    sign = lock.SignOfLife("first")
+    sign.hold()
+    sign.remove()
+    assert not lock.SignOfLife("first").has_ended()
 
 
 @pytest.mark.parametrize("stale", [False, True])

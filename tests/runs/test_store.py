@@ -130,7 +130,8 @@ def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path
     wait_for(process, "stalled")
     process.kill()
     process.communicate()
-    _, err = finish(start(environment, *training(workdir)))
+    elsewhere = {**environment, "TMPDIR": str(tmp_path)}  # as on another machine
+    _, err = finish(start(elsewhere, *training(workdir)))
     assert "waiting 2 s for a renewal of this lock" in err
     for name in ("config.json", "data.json"):
         assert json.loads(store.objects[f"{workdir}/{name}"]) == json.loads((disk / name).read_text())
