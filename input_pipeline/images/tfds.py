@@ -69,7 +69,7 @@ class Source(Records):
         self.class_names: tuple[str, ...] | None = next(
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
-        super().__init__(_open_shards(folder, chosen.file_instructions) if chosen.num_examples > 0 else [])
+        super().__init__(_open_shards(folder, local, chosen.file_instructions) if chosen.num_examples > 0 else [])
         self.opened = OpenedFiles([shard.file.path for shard in self.shards], folder)
         self.decoders = {
             key: tfds.decode.SkipDecoding()
@@ -131,7 +131,8 @@ def _subfolders(folder: str) -> list[str]:
             entries = stores.filesystem(folder).ls(folder, detail=True)
         except FileNotFoundError:
             return []
-    return sorted(PurePath(entry["name"]).name for entry in entries if entry["type"] == "directory")
+    names = {PurePath(entry["name"]).name for entry in entries if entry["type"] == "directory"}
+    return sorted(names - {PurePath(folder).name})  # some stores list an empty object of the folder, too
 
 
 def _is_regular(path: str) -> bool:
@@ -178,15 +179,16 @@ def _check_features(folder: str, local: Path) -> None:
         inside += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
-def _open_shards(folder: str, instructions: Sequence[Any]) -> list[Shard]:
+def _open_shards(folder: str, local: str, instructions: Sequence[Any]) -> list[Shard]:
     """Open the files of a split, and check that each has the number of records that dataset_info.json gives.
 
     Args:
       folder: the folder of the dataset.
+      local: the folder that the file names of the instructions are in.
       instructions: `file_instructions` of a split, whose class tensorflow-datasets does not export.
     """
     shards = []
-    files = open_files(f"{folder}/{PurePath(i.filename).name}" for i in instructions)
+    files = open_files(f"{folder}/{os.path.relpath(i.filename, local)}" for i in instructions)
     for file, instruction in zip(files, instructions, strict=True):
         if len(file) != instruction.examples_in_shard:
             raise InputError(
