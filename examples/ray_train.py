@@ -65,6 +65,8 @@ def main(argv=None):
     parser.add_argument("--failures", type=int, default=20, help="how often Ray starts the workers again")
     parser.epilog = "Further options are those of the config, such as --config.lr=0.01."
     args, words = parser.parse_known_args(argv)
+    if wrong := [word for word in words if not (word.startswith("--config.") and "=" in word)]:
+        parser.error(f"expected --config.KEY=VALUE, found {wrong[0]}")
     overrides = dict(word.removeprefix("--config.").partition("=")[::2] for word in words)
     chips = {}
     if args.gpus:
