@@ -11,6 +11,7 @@ Without --store, moto serves S3 on this machine, so that the result does not inc
 """
 
 import argparse
+import collections
 import contextlib
 import itertools
 import json
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,15 +52,21 @@ def start(config: str, workdir: str, options: Mapping[str, object], cache: Path)
     """Start a run with a compilation cache; its stdout has a line for each step."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     words = [sys.executable, "-c", TRAIN, config, workdir, json.dumps({**OPTIONS, **options})]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def wait_for_step(run: subprocess.Popen[str], step: int) -> None:
-    """Return when a run has completed a step; exit with the run's last lines if it ends before."""
+    """Return when a run has completed a step; exit with the run's last lines if it ends before, or takes too long."""
+    last = collections.deque[str](maxlen=20)
+    timer = threading.Timer(TIMEOUT, run.kill)
+    timer.start()
     for line in run.stdout:
         if line.startswith("completed ") and int(line.split()[1]) >= step:
+            timer.cancel()
             return
-    raise SystemExit(f"restart: the run ended with status {run.wait()}:\n{run.stderr.read()[-2000:]}")
+        last.append(line)
+    timer.cancel()
+    raise SystemExit(f"restart: the run ended with status {run.wait()}:\n{''.join(last)}")
 
 
 def kill(run: subprocess.Popen[str]) -> None:
