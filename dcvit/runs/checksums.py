@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from dcvit.errors import CheckpointError, first_line
 from dcvit.runs.files import Folder, sync_names
@@ -159,7 +158,7 @@ def _sha256(path: Folder, *, sync: bool = False) -> str:
     return found
 
 
-def _sync(file: IO[str] | IO[bytes] | io.IOBase) -> None:
+def _sync(file: Any) -> None:
     """Flush an open local file from the system's cache to the disk; an object in a store is complete once closed."""
     try:
         number = file.fileno()
