@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from dcvit import cli
 from dcvit.errors import escaped
+from input_pipeline.optional import require_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, help="picture of the training curves: .png, .pdf or .svg")
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     args = parser.parse_without_config(argv)
+    require_extra("train")
 
     from dcvit.runs import curves
     from dcvit.training import comparison

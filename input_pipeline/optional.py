@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line, first_line_with_type
 
@@ -45,13 +45,14 @@ def require(module: str) -> types.ModuleType:
         raise ReadingError(f"{module} fails to load: {first_line_with_type(e)}") from e
 
 
-def require_extra(extra: str) -> None:
+def require_extra(extra: str, libraries: Collection[str] = EXTRAS) -> None:
     """Raise MissingLibraryError if a library that `EXTRAS` lists for an extra is not installed; imports none.
 
-    A package whose modules import these libraries calls this first, so that they need no `Late`.
+    Only those in `libraries` count. A package whose modules import these libraries calls this first, so that they need
+    no `Late`.
     """
     for library, its_extra in EXTRAS.items():
-        if its_extra == extra and importlib.util.find_spec(library) is None:
+        if its_extra == extra and library in libraries and importlib.util.find_spec(library) is None:
             raise _missing(library, extra)
 
 

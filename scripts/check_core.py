@@ -31,7 +31,6 @@ NEEDING = (  # commands that need the extra
     "explore --model tasks --prompt wolf",
     "compare run",
     "check-data --config vit_digits",
-    "benchmark --config vit_digits",
     "aot --config vit_digits --topology v5e:2x2",
     "reproduce table2",
 )

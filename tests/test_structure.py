@@ -21,8 +21,8 @@ LONG_DEFINITIONS = {}
 LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
-MOST_ANY = 209  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 51_050, ("tests",): 41_280, ("scripts",): 4_630}  # of Python
+MOST_ANY = 210  # occurrences of `Any` outside import lines
+MOST_LINES = {("dcvit", "input_pipeline"): 51_100, ("tests",): 41_280, ("scripts",): 4_630}  # of Python
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "compare", "convert", "aot",
     "check_data", "check_kernels", "reproduce", "benchmark",

@@ -2,4 +2,4 @@
 
 from input_pipeline.optional import require_extra
 
-require_extra("train")
+require_extra("train", ("optax", "orbax", "tensorstore"))

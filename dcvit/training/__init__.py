@@ -1,5 +1,8 @@
-"""Training: setup, tasks, optimizer, step, trainer and hooks, resuming. It needs the extra `train`."""
+"""Training: setup, tasks, optimizer, step, trainer and hooks, resuming.
+
+Commands need the whole extra `train`; benchmarks of steps only the libraries of it that flax brings, too.
+"""
 
 from input_pipeline.optional import require_extra
 
-require_extra("train")
+require_extra("train", ("optax", "orbax", "tensorstore"))

@@ -17,6 +17,7 @@ from dcvit.runs.files import Folder, folder
 from dcvit.runs.seeds import check_no_seeds
 from dcvit.training import trainer
 from dcvit.training.setup import make_setup
+from input_pipeline.optional import require_extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,7 @@ def train(
       CheckpointError, MetricsError: saving failed.
       FloatingPointError: the run diverged.
     """
+    require_extra("train")
     try:
         path = folder(str(workdir))
     except ValueError as e:
