@@ -13,7 +13,6 @@ times the second run. "folded" composes heads that share keys in pairs, "grouped
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 from dcvit.dcmha.selection import set_default
 from dcvit.models import losses, vit
@@ -152,14 +152,6 @@ def table(result: dict[str, object]) -> str:
     return "\n".join(lines)
 
 
-def write(result: dict[str, object], docs: Path) -> None:
-    """Write the result to a folder of documentation: its JSON file, and its table between the marks of the page."""
-    (docs / "native_aspect_ratio.json").write_text(json.dumps(result, indent=1) + "\n")
-    page = docs / "native_aspect_ratio.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(result)}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="S/16")
@@ -183,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = measure(shape, args.rounds, dtype, args.attention)
     print(table(result))
     if args.docs:
-        write(result, args.docs)
+        out = args.docs / "native_aspect_ratio.json"
+        results.write(result, table(result), out, out.with_suffix(".md"), (BEGIN, END))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import results
+
 from dcvit.reproduction.seeded import machine
 from dcvit.runs import files, steps
 
@@ -158,14 +160,6 @@ def served() -> Iterator[str]:
         server.stop()
 
 
-def write(result: Mapping[str, object], docs: Path) -> None:
-    """Write the result to a folder of documentation: its JSON file, and its table between the marks of the page."""
-    (docs / "restart.json").write_text(json.dumps(result, indent=1) + "\n")
-    page = docs / "fault_tolerance.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(result)}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="lm_stdlib")
@@ -186,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = measure(args.config, places, 1 if args.tiny else args.rounds, TINY if args.tiny else {})
     print(table(result))
     if args.docs:
-        write(result, args.docs)
+        results.write(result, table(result), args.docs / "restart.json", args.docs / "fault_tolerance.md", (BEGIN, END))
 
 
 if __name__ == "__main__":
