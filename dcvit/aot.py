@@ -15,7 +15,6 @@ from typing import Any
 
 from dcvit import cli
 from dcvit.errors import ConfigError
-from input_pipeline.optional import require_extra
 
 Row = Mapping[str, Any]  # a `dcvit.training.aot.CompiledStep`
 SIZES = ("params", "optimizer", "activations", "temporaries", "total", "memory")
@@ -55,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
         prog="dcvit aot",
+        extra="train",
         description="Compile the training step of a config for a TPU slice.",
         examples=["dcvit aot --config vit_i1k --topology v5e:4x4"],
     )
@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, help="JSON file for the results")
     parser.add_argument("--format", choices=("table", "json", "markdown"), default="table", help="format of the output")
     args, overrides = parser.parse(argv)
-    require_extra("train")
     if args.all == bool(args.config) or bool(args.config) != bool(args.topology):
         raise ConfigError("give --config CONFIG and --topology TOPOLOGY, or --all")
     from dcvit.config import load as configs

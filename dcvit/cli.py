@@ -31,6 +31,7 @@ from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError,
 from dcvit.runs import files
 from input_pipeline import huggingface
 from input_pipeline.files import expand
+from input_pipeline.optional import require_extra
 
 FORMATS = ("table", "csv", "json", "markdown")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
@@ -44,10 +45,10 @@ Main = Callable[[Sequence[str] | None], int]
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
-    def __init__(self, *, examples: Sequence[str] = (), **options: Any):
-        """Prepare the parser; `examples` are command lines that the help shows, and `options` are argparse's."""
+    def __init__(self, *, examples: Sequence[str] = (), extra: str | None = None, **options: Any):
+        """Prepare the parser; `examples` are command lines for the help, `extra` is an extra that the command needs."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.examples = examples
+        self.examples, self.extra = examples, extra
 
     def format_help(self) -> str:
         """Return the help: options, examples and, for a command with a config, overrides and names of configs."""
@@ -75,6 +76,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
           ConfigError: an unknown or invalid option; the message suggests the nearest valid one.
+          MissingLibraryError: a library of `extra` is not installed.
         """
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
         valid = [option for action in self._actions for option in action.option_strings]
@@ -88,6 +90,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = (self.parse_known_args if "--" in words else self.parse_known_intermixed_args)(words)
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
+        if self.extra:
+            require_extra(self.extra)
         return args, overrides
 
     def _hint(self, name: str, valid: Sequence[str]) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from dcvit import cli
 from dcvit.errors import escaped
-from input_pipeline.optional import require_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
         prog="dcvit compare",
+        extra="train",
         description="Compare the results, speed and configs of runs, and draw their training curves.",
         examples=[
             "dcvit compare runs/*",
@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, help="picture of the training curves: .png, .pdf or .svg")
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     args = parser.parse_without_config(argv)
-    require_extra("train")
 
     from dcvit.runs import curves
     from dcvit.training import comparison

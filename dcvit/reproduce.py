@@ -15,13 +15,13 @@ from pathlib import Path
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.runs.seeds import parse_seeds
-from input_pipeline.optional import require_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
         prog="dcvit reproduce",
+        extra="train",
         description="Compute a table or figure of the paper, or list them.",
         examples=[
             "dcvit reproduce --list",
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="seeds, or their number (default 3)")
     parser.add_argument("--steps", type=int, help="steps of a training run, of the largest if they differ")
     args = parser.parse_without_config(argv)
-    require_extra("train")
     process.use_huge_pages()
 
     from dcvit.parallel import runtime

@@ -23,7 +23,6 @@ from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
 from dcvit.runs.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
-from input_pipeline.optional import require_extra
 
 __all__ = ["train"]  # noqa: F822 - a property of `_Module`
 
@@ -36,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
         prog="dcvit train",
+        extra="train",
         description="Train a model from a config.",
         examples=[
             "dcvit train --config vit_digits --workdir runs/digits",
@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
-    require_extra("train")
     process.use_huge_pages()
 
     from dcvit.config import load as configs

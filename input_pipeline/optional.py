@@ -20,6 +20,8 @@ EXTRAS = {
     "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3",
 }  # fmt: skip
 
+FROM_FLAX = ("optax", "orbax", "tensorstore")  # those of the extra `train` that flax itself needs
+
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
 # level INFO, and those of the CUDA libraries, which are absent or hidden from TensorFlow.
 START_UP_MESSAGE = re.compile(

@@ -253,7 +253,8 @@ def test_libraries_of_training_are_imported_late_or_after_a_check_of_the_extra()
         imported = {each.partition(".")[0] for each in imports_at_run_time(TREES[name])}
         assert not imported & libraries or needs_train(name), f"{name} imports {imported & libraries}"
     for folder in NEEDS_TRAIN:
-        assert 'require_extra("train"' in (ROOT / folder.replace(".", "/") / "__init__.py").read_text()
+        lines = (ROOT / folder.replace(".", "/") / "__init__.py").read_text().splitlines()
+        assert {'require_extra("train")', 'require_extra("train", FROM_FLAX)'} & {*lines}, folder
 
 
 def test_errors_name_the_extra_that_has_the_library():
