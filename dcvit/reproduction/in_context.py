@@ -69,7 +69,7 @@ def means_of(folder: Path, seeds: Sequence[int], evaluation: str) -> dict[str, M
 
 
 def table5(folder: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return Table 5: the accuracy of both models over all answers, whatever the number of examples before them."""
+    """Return Table 5: the accuracy of both models over all answers, for all numbers of examples before them."""
     check_complete(folder, seeds)
     found = means_of(folder, seeds, "validation")
     rows: list[Row] = [

@@ -69,7 +69,7 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Start to measure the mean time of a step anew."""
+        """Start a new measurement of the mean time of a step."""
         self.since, self.steps = time.perf_counter(), 0
 
     @contextlib.contextmanager
@@ -80,7 +80,7 @@ class StepClock:
         self.since += time.perf_counter() - paused_at
 
     def elapsed_per_step(self) -> float:
-        """Return the mean seconds per step since the last call or `start`, and start to measure anew."""
+        """Return the mean seconds per step since the last call or `start`, and start a new measurement."""
         seconds = (time.perf_counter() - self.since) / max(1, self.steps)
         self.start()
         return seconds

@@ -127,7 +127,7 @@ def _flag(found: Json, key: str, default: bool = True) -> bool:
 
 
 def _normalization(found: Json) -> tuple[list[float], list[float]]:
-    """Return each channel's mean and standard deviation for pixels in [0, 1], whatever the `rescale_factor`."""
+    """Return each channel's mean and standard deviation for pixels in [0, 1], for any `rescale_factor`."""
     scale = 255 * (float(found.get("rescale_factor", 1 / 255)) if _flag(found, "do_rescale") else 1.0)
     if math.isclose(scale, 1, rel_tol=1e-6):
         scale = 1.0
