@@ -164,7 +164,8 @@ def _restored(run: Run) -> TrainState:
     """Return the state from the checkpoint that a run resumes from; a base model's parameters are not in it."""
     start = run.start
     checkpoint = run.checkpointer.folder / str(start.step)
-    items = restoring.restore(checkpoint, start.shapes.items())
+    with stage(f"restoring {checkpoint}", run.display.line, announce=False):
+        items = restoring.restore(checkpoint, start.shapes.items())
     if (step := int(items["rest"]["step"])) != start.step:
         raise CheckpointError(f"{checkpoint} holds the state of step {step}")
     return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])

@@ -4,7 +4,8 @@
 
 A run is killed after its first checkpoint. Then the same command is started, and killed after one more step, with a
 workdir on the disk or in a store, and with an empty compilation cache ("cold") or that of an earlier start ("warm").
-These arms take turns in each round. The time includes the start of Python and JAX, the data, restoring, and compiling.
+These arms take turns in each round. The time includes the start of Python and JAX, the data, restoring, and compiling;
+the seconds of restoring alone are measured, too.
 Without --store, moto serves S3 on this machine, so that the result does not include a network.
 
 `--docs FOLDER` writes restart.json to the folder, and the table into fault_tolerance.md there.
@@ -41,10 +42,19 @@ OPTIONS = {
     "evals": "{}", "tensorboard": False,
 }  # fmt: skip
 TINY = {"model.width": 16, "model.depth": 1, "model.mlp_dim": 16, "input.batch_size": 2}
-# Trains until it is killed, and prints the number of each step.
+# Trains until it is killed, and prints the number of each step, and before them the seconds of restoring.
 TRAIN = """
-import json, sys
-import dcvit
+import json, sys, time
+import dcvit, jax
+from dcvit.runs import restoring
+
+def restore(*args, restore=restoring.restore):
+    started = time.perf_counter()
+    items = jax.block_until_ready(restore(*args))
+    print("restored", time.perf_counter() - started, flush=True)
+    return items
+
+restoring.restore = restore
 config, workdir, options = sys.argv[1:]
 dcvit.train(config, workdir, on_row=lambda step, row: print("completed", step, flush=True), **json.loads(options))
 """
@@ -57,15 +67,20 @@ def start(config: str, workdir: str, options: Mapping[str, object], cache: Path)
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def wait_for_step(run: subprocess.Popen[str], step: int) -> None:
-    """Return when a run has completed a step; exit with the run's last lines if it ends before, or takes too long."""
-    last = collections.deque[str](maxlen=20)
+def wait_for_step(run: subprocess.Popen[str], step: int) -> float:
+    """Return the seconds of restoring when a run has completed a step.
+
+    Exit with the run's last lines if it ends before, or takes too long.
+    """
+    last, restored = collections.deque[str](maxlen=20), 0.0
     timer = threading.Timer(TIMEOUT, run.kill)
     timer.start()
     for line in run.stdout:
+        if line.startswith("restored "):
+            restored = float(line.split()[1])
         if line.startswith("completed ") and int(line.split()[1]) >= step:
             timer.cancel()
-            return
+            return restored
         last.append(line)
     timer.cancel()
     raise SystemExit(f"restart: the run ended with status {run.wait()}:\n{''.join(last)}")
@@ -90,14 +105,14 @@ def prepare(config: str, workdir: str, options: Mapping[str, object], cache: Pat
     restart(config, workdir, options, cache)
 
 
-def restart(config: str, workdir: str, options: Mapping[str, object], cache: Path) -> float:
-    """Return the seconds from the start of a killed run to its next completed step, and kill it again."""
+def restart(config: str, workdir: str, options: Mapping[str, object], cache: Path) -> tuple[float, float]:
+    """Return the seconds from the start of a killed run to its next completed step, and those of restoring; kill it."""
     started = time.perf_counter()
     run = start(config, workdir, {**options, "ckpt_steps": 10**6}, cache)
-    wait_for_step(run, SAVED + 1)
+    restored = wait_for_step(run, SAVED + 1)
     seconds = time.perf_counter() - started
     kill(run)
-    return seconds
+    return seconds, restored
 
 
 def measure(config: str, places: Mapping[str, str], rounds: int, options: Mapping[str, object]) -> dict[str, object]:
@@ -110,16 +125,18 @@ def measure(config: str, places: Mapping[str, str], rounds: int, options: Mappin
       options: overrides of the config.
     """
     seconds: dict[str, list[float]] = {f"{place}, {cache}": [] for place, cache in itertools.product(places, CACHES)}
+    restoring: dict[str, list[float]] = {place: [] for place in places}
     with tempfile.TemporaryDirectory(prefix="dcvit-restart-") as folder:
         caches = {name: Path(folder, name) for name in CACHES}
         for workdir in places.values():
             prepare(config, workdir, options, caches["warm"])
         for number, place, cache in itertools.product(range(rounds), places, CACHES):
             shutil.rmtree(caches["cold"], ignore_errors=True)
-            took = restart(config, places[place], options, caches[cache])
+            took, restored = restart(config, places[place], options, caches[cache])
             seconds[f"{place}, {cache}"].append(round(took, 2))
-            print(f"round {number + 1}, {place}, {cache}: {took:.1f} s", file=sys.stderr)
-    return {"machine": machine(), "config": config, "rounds": rounds, "seconds": seconds}
+            restoring[place].append(round(restored, 2))
+            print(f"round {number + 1}, {place}, {cache}: {took:.1f} s, restoring {restored:.1f} s", file=sys.stderr)
+    return {"machine": machine(), "config": config, "rounds": rounds, "seconds": seconds, "restoring": restoring}
 
 
 def table(result: Mapping[str, object]) -> str:
@@ -128,12 +145,13 @@ def table(result: Mapping[str, object]) -> str:
         f"`{result['config']}`, {result['rounds']} rounds ({result['machine']}). Seconds from the restart to the next "
         "completed step: median (smallest–largest).",
         "",
-        "| workdir | empty compilation cache | filled compilation cache |",
-        "|---|---|---|",
+        "| workdir | empty compilation cache | filled compilation cache | restoring, of these |",
+        "|---|---|---|---|",
     ]
     seconds: Mapping[str, Sequence[float]] = result["seconds"]
-    for place in dict.fromkeys(arm.rpartition(", ")[0] for arm in seconds):
-        found = [seconds[f"{place}, {cache}"] for cache in CACHES]
+    restoring: Mapping[str, Sequence[float]] = result["restoring"]
+    for place, restored in restoring.items():
+        found = [*(seconds[f"{place}, {cache}"] for cache in CACHES), restored]
         cells = [f"{statistics.median(times):.1f} ({min(times):.1f}–{max(times):.1f})" for times in found]
         lines.append(f"| {place} | {' | '.join(cells)} |")
     return "\n".join(lines)
