@@ -32,6 +32,7 @@ def read_tiff(_):
 
 USES = {
     "tensorflow": ("data", lambda _: train("decode", image_datasets.jpeg(0))),
+    "tensorflow_datasets": ("data", lambda _: ip.open_source("tfds", name="imagenet2012", split="train")),
     "numba": ("data", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
     "tifffile": ("tiff", read_tiff),
     "imagecodecs": ("tiff", read_tiff),

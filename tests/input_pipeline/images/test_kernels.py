@@ -172,19 +172,3 @@ def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.stdout, done.returncode) == ("4\n", 0), done.stderr
-
-
-def test_without_numba_the_error_names_the_extra_and_no_example(monkeypatch):
-    class Images(list):
-        class_names = None
-
-        def describe(self, index):
-            return f"image {index}"
-
-        def nbytes(self):
-            return 0
-
-    kernels._loops.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(ip.MissingLibraryError, match=r'^this needs numba, which .* pip install "dcvit\[data\]"$'):
-        next(ip.train_batches(Images([{"image": noise(4, 4)}] * 4), "resize(3)", 2, seed=0))

@@ -1,7 +1,6 @@
 """Datasets of tensorflow-datasets: the stored examples of every split, and errors that name what is wrong."""
 
 import os
-import sys
 
 import image_datasets
 import numpy as np
@@ -97,11 +96,6 @@ class TestNames:
     def test_invalid_dataset_name_is_refused(self, imagenet, name):
         with pytest.raises(ip.InputError, match="is not a dataset name"):
             ip.open_source("tfds", name=name, split="train", data_dir=str(imagenet[0]["tfrecord"]))
-
-    def test_missing_library_is_named(self, imagenet, monkeypatch):
-        monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-        with pytest.raises(ip.InputError, match="which is not installed: pip install"):
-            open_imagenet(imagenet[0]["tfrecord"])
 
 
 class TestStores:
