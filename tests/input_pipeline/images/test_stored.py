@@ -230,14 +230,6 @@ def test_decoding_stops_at_the_limit_of_time(monkeypatch):
         decode(GOOD, 13, "uint16")
 
 
-@pytest.mark.parametrize(
-    "spec", ["decode(0)", "decode(4097)", "decode(-1)", "decode(2, dtype='float64')", "decode(4.0)"]
-)
-def test_invalid_arguments_are_refused(spec):
-    with pytest.raises(ip.InputError, match="decode"):
-        ip.Preprocess(spec)
-
-
 def test_a_tiff_that_is_not_converted_names_the_way_out():
     for convert in ("decode", "decode(1)"):
         with pytest.raises(ip.InputError, match="dtype"):

@@ -64,14 +64,6 @@ def test_ranges_of_each_channel_are_those_of_numpy_in_float64(dtype):
         apply("value_range(0, 1, 0, (1, 2, 3, 4))", image)
 
 
-@pytest.mark.parametrize("image", [*IMAGES.values(), IMAGES["uint16"].astype(np.uint8)])
-def test_randaug_is_refused(image):
-    with pytest.raises(
-        ip.ReadingError, match=r"^randaug: expected 3 channels of uint8, got shape .* of u?(int|float)\d+$"
-    ):
-        apply("randaug", image)
-
-
 @pytest.mark.parametrize(("dtype", "value"), [("uint8", 256), ("uint8", -1), ("uint16", -1), ("int16", 40_000)])
 def test_pad_with_a_value_that_the_dtype_does_not_hold_is_refused(dtype, value):
     with pytest.raises(ip.ReadingError, match=f"the image is {dtype}, which does not hold the value"):

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from input_pipeline.errors import InputError
+from input_pipeline.errors import ReadingError
 from input_pipeline.preprocess import randaug
 
 NAMES = [
@@ -325,8 +326,10 @@ class TestRandaug:
             assert np.array_equal(*results)
 
     @pytest.mark.parametrize(
-        "image", [np.zeros((4, 4, 1), np.uint8), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)]
+        ("shape", "dtype"),
+        [((4, 4, 1), "uint8"), ((4, 4, 13), "uint8"), ((4, 4), "uint8"), ((4, 4, 3), "uint16"), ((4, 4, 3), "float32")],
     )
-    def test_other_shapes_and_dtypes_are_refused(self, image):
-        with pytest.raises(InputError, match="randaug: expected 3 channels of uint8, got shape"):
-            randaug.randaug(image, np.random.default_rng(0), 2, 10)
+    def test_other_shapes_and_dtypes_are_refused(self, shape, dtype):
+        message = re.escape(f"randaug: expected 3 channels of uint8, got shape {shape} of {dtype}")
+        with pytest.raises(ReadingError, match=f"^{message}$"):
+            randaug.randaug(np.zeros(shape, dtype), np.random.default_rng(0), 2, 10)
