@@ -194,7 +194,8 @@ def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):
         raise RuntimeError("no libtpu.so")
 
     monkeypatch.setattr(jax.experimental.topologies, "get_topology_desc", missing)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name != "libtpu" else None)
     assert cli.run(aot.main, ["--config", "vit_i1k", "--topology", "v5e:4x4"]) == 2
     assert "pip install 'dcvit[tpu]'" in capsys.readouterr().err
 
