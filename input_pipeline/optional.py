@@ -11,7 +11,7 @@ import tempfile
 import types
 from collections.abc import Collection, Iterator
 
-from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line, first_line_with_type
+from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_with_type
 
 # The extra of each optional library; all others are in the extra `data`.
 EXTRAS = {
@@ -128,16 +128,3 @@ def _flush() -> None:
     """Write what Python buffers for stderr, which can be absent or closed."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
-
-
-@contextlib.contextmanager
-def parquet_errors(path: str, what: str = "") -> Iterator[None]:
-    """Convert pyarrow's errors in the context: an OSError with errno to ReadingError, others (damage) to InputError."""
-    try:
-        yield
-    except (InputError, MemoryError):
-        raise
-    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
-        if isinstance(e, OSError) and e.errno:
-            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
-        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from input_pipeline.errors import InputError
+from input_pipeline.errors import InputError, ReadingError, first_line
 from input_pipeline.files import FileState, file_state
-from input_pipeline.optional import parquet_errors, require
+from input_pipeline.optional import require
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,12 +62,20 @@ def open_parquet(path: str, what: str = "") -> Iterator[OpenedParquet]:
 
     Raises:
       InputError: the file is damaged, or its footer is too large.
+      ReadingError: the file cannot be read: an OSError with an errno. pyarrow's others are about damage.
     """
     options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
-    with parquet_errors(path, what), Path(path).open("rb") as raw:
-        groups = _row_groups(path, file_state(path))
-        with require("pyarrow.parquet").ParquetFile(path, **options) as file:
-            yield OpenedParquet(file, raw, groups)
+    try:
+        with Path(path).open("rb") as raw:
+            groups = _row_groups(path, file_state(path))
+            with require("pyarrow.parquet").ParquetFile(path, **options) as file:
+                yield OpenedParquet(file, raw, groups)
+    except (InputError, MemoryError):
+        raise
+    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
+        if isinstance(e, OSError) and e.errno:
+            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
+        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None
 
 
 def check_pages(opened: OpenedParquet, number: int, columns: Sequence[str], what: str) -> Pages:
