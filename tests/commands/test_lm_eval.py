@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ if importlib.util.find_spec("lm_eval") is None:
     pytest.skip('lm_eval is not installed: pip install "dcvit[eval]"', allow_module_level=True)
 
 from harness_library import END, direct, harness_library, made  # noqa: F401
+from refusals import refused
 
 from dcvit import cli
 from dcvit import lm_eval as command
@@ -241,10 +241,8 @@ def test_template_that_fails_is_a_one_line_error(name):
     from lm_eval import utils
 
     template, message = BAD_TEMPLATES[name]
-    with task_files.sandboxed_templates(), pytest.raises(ConfigError, match=re.escape(message)) as error:
+    with task_files.sandboxed_templates(), refused(ConfigError, message, match="^the task template "):
         utils.apply_template(template, {"c": []})
-    assert str(error.value).startswith("the task template ")
-    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import socket
 
 import pytest
+from refusals import refused
 
 from dcvit import cli, predict
 from dcvit.inference.images import find_images
@@ -67,10 +68,8 @@ def test_no_source_opens_what_is_not_a_regular_file(special, name, tmp_path):
         "a.txt": lambda: open_source("text", path=str(path), context=8),
         "a.bin": lambda: open_source("megatron", path=str(path), context=8),
     }
-    with pytest.raises(InputError) as error:
+    with refused(InputError, str(path)):
         opened[name]()
-    assert str(path) in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("special", ["pipe"], indirect=True)

@@ -1,14 +1,24 @@
 """Errors that a user can fix, whose message is one line."""
 
 import contextlib
+import tracemalloc
 
 import pytest
 
 
 @contextlib.contextmanager
-def refused(error, *parts, match=None):
-    """Expect an error of one line that has these parts and matches a regular expression; yield what was raised."""
-    with pytest.raises(error, match=match) as raised:
-        yield raised
-    assert "\n" not in str(raised.value)
-    assert all(part in str(raised.value) for part in parts), str(raised.value)
+def refused(error, *parts, match=None, most_bytes=None):
+    """Expect an error of one line that has these parts and matches a regular expression; yield what was raised.
+
+    At most `most_bytes` are allocated, of the memory of Python, numpy and zstandard's output.
+    """
+    if most_bytes:
+        tracemalloc.start()
+    try:
+        with pytest.raises(error, match=match) as raised:
+            yield raised
+        assert not most_bytes or tracemalloc.get_traced_memory()[1] < most_bytes
+    finally:
+        tracemalloc.stop()
+    assert len(str(raised.value).splitlines()) == 1
+    assert [part for part in parts if part not in str(raised.value)] == [], str(raised.value)

@@ -7,6 +7,7 @@ import sys
 import corpora
 import numpy as np
 import pytest
+from refusals import refused
 
 import input_pipeline as ip
 
@@ -106,9 +107,8 @@ def test_damaged_pair_is_named(tmp_path, damage, message):
     files = [prefix.with_suffix(suffix) for suffix in (".bin", ".idx")]
     for file, content in zip(files, damage(*(file.read_bytes() for file in files)), strict=True):
         file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(ip.InputError, match=message) as error:
+    with refused(ip.InputError, match=message):
         open_pair(prefix)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

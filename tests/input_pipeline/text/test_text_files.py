@@ -5,6 +5,7 @@ import itertools
 
 import corpora
 import pytest
+from refusals import refused
 
 import input_pipeline as ip
 from input_pipeline.text import documents, files, tokenizer
@@ -102,9 +103,8 @@ def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatc
 )
 def test_invalid_files_and_options_are_named(tmp_path, name, content, options, message):
     path = corpora.write(tmp_path / name, content)
-    with pytest.raises(ip.InputError, match=message) as error:
+    with refused(ip.InputError, match=message):
         open_text(**{"path": path, **options})
-    assert "\n" not in str(error.value)
 
 
 def test_missing_files_are_an_error(tmp_path):
@@ -186,7 +186,5 @@ def test_invalid_parquet_files_are_named(tmp_path, texts, damage, message):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), path, compression="none", store_schema=False)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ip.InputError) as error:
+    with refused(ip.InputError, message):
         open_text(path)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
