@@ -20,7 +20,7 @@ FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 MAX_SHOWN = 500  # characters of a path that is too long
-MAX_BYTES = 1 << 30  # of a file that is read completely
+MAX_BYTES = 1 << 30  # of a file that is read completely: an uncompressed image of 178 megapixels, 6 bytes each
 
 
 def expand(path: str | Path) -> Path:
@@ -159,6 +159,14 @@ class OpenedFiles:
     def state(self, number: int) -> FileState:
         """Return the state that the file `number` had when it was opened."""
         return FileState(*self.states[FIELDS * number : FIELDS * (number + 1)])
+
+    def read(self, number: int) -> bytes:
+        """Return the content of a file. Raises ReadingError if it cannot be read or was changed, see `read_regular`."""
+        check_unchanged(self.paths[number], self.state(number))
+        try:
+            return read_regular(self.paths[number])
+        except OSError as e:
+            raise ReadingError(e.strerror) from None
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import OpenedFiles, check_unchanged, expand, files_below, named_errors, read_regular
+from input_pipeline.errors import InputError, MissingDataError, nearest
+from input_pipeline.files import OpenedFiles, expand, files_below, named_errors
 from input_pipeline.source import Example
 
 logger = logging.getLogger(__name__)
 
 # The suffixes of files that `decode` reads.
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".npy")
-MAX_FILE_BYTES = 1 << 30  # size of an uncompressed image of MAX_PIXELS with 6 bytes a pixel
 SPLITS = {"train", "val", "test", "validation"}
 
 
@@ -90,11 +89,7 @@ class Source:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Example:
-        check_unchanged(self.files[index], self.opened.state(index))
-        try:
-            return {"image": read_regular(self.files[index], MAX_FILE_BYTES), "label": self.labels[index]}
-        except OSError as e:
-            raise ReadingError(e.strerror) from None
+        return {"image": self.opened.read(index), "label": self.labels[index]}
 
     def describe(self, index: int) -> str:
         """Return the file of an example."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import OpenedFiles, check_unchanged, expand, named_errors, read_regular
-from input_pipeline.images.folder import MAX_FILE_BYTES, describe_classes
+from input_pipeline.files import OpenedFiles, expand, named_errors, read_regular
+from input_pipeline.images.folder import describe_classes
 from input_pipeline.source import Example
 from input_pipeline.table import Table, read_table
 
@@ -90,12 +90,7 @@ class Source:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Example:
-        check_unchanged(self.files[index], self.opened.state(index + 1))
-        try:
-            image = read_regular(self.files[index], MAX_FILE_BYTES)
-        except OSError as e:
-            raise ReadingError(e.strerror) from None
-        label = self.labels[index]
+        image, label = self.opened.read(index + 1), self.labels[index]
         return {"image": image, "labels": label.astype(np.float32)} if label.ndim else {"image": image, "label": label}
 
     def describe(self, index: int) -> str:

@@ -18,8 +18,8 @@ from PIL import Image
 from refusals import refused
 
 import input_pipeline as ip
-from input_pipeline import memory, tfrecord
-from input_pipeline.images import decode, folder, limits, tfds
+from input_pipeline import files, memory, tfrecord
+from input_pipeline.images import decode, limits, tfds
 from input_pipeline.text import documents, megatron_format, tokenizer
 
 MEASURE_PEAK = """
@@ -112,7 +112,7 @@ class TestImages:
     def test_file_too_large_for_an_image_is_not_read(self, tmp_path):
         image_datasets.image_folder(tmp_path, train=2, val=1)
         source = ip.open_source("folder", data_dir=str(tmp_path))
-        os.truncate(source.describe(0), folder.MAX_FILE_BYTES + 1)  # a sparse file: it takes no space on the disk
+        os.truncate(source.describe(0), files.MAX_BYTES + 1)  # a sparse file: it takes no space on the disk
         source = ip.open_source("folder", data_dir=str(tmp_path))
         with refused(ip.InputError, "1,073,741,825 bytes", most_bytes=1 << 20):
             source[0]
