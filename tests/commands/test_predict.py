@@ -116,12 +116,9 @@ def test_unusable_class_names_and_preprocessing_are_refused(images, tmp_path):
         next(inference.read_images([Path(next(iter(images)))], "decode(1)|resize_pillow(8)", pytest.fail))
 
 
-def predictions(file, *labels):
-    return [inference.Prediction(file, rank, label, 1 / 2**rank) for rank, label in enumerate(labels, start=1)]
-
-
 def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_classes():
-    (line,) = inference.PredictionLines(None).format([predictions("a\n\x1b[31m\u202e\udcff.png", "c\rt")])
+    prediction = inference.Prediction("a\n\x1b[31m\u202e\udcff.png", 1, "c\rt", 0.5)
+    (line,) = inference.PredictionLines(None).format([[prediction]])
     assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
 
 

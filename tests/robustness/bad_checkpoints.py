@@ -6,7 +6,7 @@ from workspace import (
     after,
     bad,
     command,
-    cut_second_line,
+    cut_metrics,
     damage,
     evaluate,
     file,
@@ -36,16 +36,9 @@ DAMAGED = {
     "config.json that is a list": bad(after(overwrite("config.json", "[1]"), evaluate()), "JSON object"),
     "config.json that is not UTF-8": bad(after(overwrite("config.json", b"\xff\xfe"), resume()), "config.json"),
     "config.json missing and another model": bad(after(remove("config.json"), resume("model.width=16")), "/vit"),
-    "metrics damaged before the last line": bad(
-        after(cut_second_line("metrics.jsonl"), resume()), "metrics.jsonl:2", "damaged"
-    ),
+    "metrics damaged before the last line": bad(after(cut_metrics, resume()), "metrics.jsonl:2", "damaged"),
     "timing damaged before the last line": bad(
         after(overwrite("timing.jsonl", b"{}\n{\n{}\n"), resume()), "timing.jsonl:1", "damaged"
-    ),
-    "metrics damaged and compared": bad(
-        after(cut_second_line("metrics.jsonl"), command("compare", "{vit}", "--out", "{folder}/c.png")),
-        "metrics.jsonl:2",
-        "damaged",
     ),
     "data.json that is not JSON": bad(after(overwrite("data.json", "{"), resume()), "data.json"),
     "data.json damaged and predicted": bad(after(overwrite("data.json", "{"), predict(SEVEN)), "data.json"),
