@@ -1,10 +1,8 @@
-"""The commands and the code of the page about native aspect ratios run, and its table is that of its file."""
+"""The commands and the code of the page about native aspect ratios run."""
 
-import json
 import shlex
 
 import image_datasets
-import native_aspect_ratio as bench
 import pytest
 from markdown_pages import ROOT, blocks, commands
 
@@ -39,9 +37,3 @@ def test_the_code_runs(library_promotion, capsys):
     exec(compile(code, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out.strip()
     assert f"print(grid.tolist(), logits.shape)  # {printed}" in code
-
-
-def test_the_table_is_that_of_its_file():
-    file = PAGE.with_suffix(".json")
-    shown = PAGE.read_text().split(bench.BEGIN)[1].split(bench.END)[0].strip()
-    assert shown == (bench.table(json.loads(file.read_text())) if file.exists() else "Not measured.")

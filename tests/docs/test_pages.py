@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import input as bench_input
 import jax.numpy as jnp
+import native_aspect_ratio as bench_native
 import numpy as np
 import pytest
 import reference_pages
@@ -200,14 +201,8 @@ def steps_on_tpus():
         yield "\n".join(tpu_step.comparison([row for row in results if row["topology"] == topology]))
 
 
-def benchmarks():
-    if (ROOT / "docs" / "benchmark.json").is_file():
-        return cli.markdown(benchmark.summary(result("benchmark")))
-    return ["Not measured."]
-
-
 TABLES = [
-    ("benchmark.md", benchmarks),
+    ("benchmark.md", lambda: cli.markdown(benchmark.summary(result("benchmark")))),
     ("tutorials/imagenet.md", lambda: bench_input.lines(result("input"))),
     ("composed_tasks.md", lambda: several_seeds("synthetic")),
     ("composed_tasks.md", lambda: several_seeds("scenes")),
@@ -288,10 +283,16 @@ def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, l
     assert Path("runs/curves.png").exists()
 
 
-def test_the_table_of_restarts_is_that_of_its_file():
-    file, page = ROOT / "docs" / "restart.json", ROOT / "docs" / "fault_tolerance.md"
-    shown = page.read_text().split(bench_restart.BEGIN)[1].split(bench_restart.END)[0].strip()
-    assert shown == (bench_restart.table(json.loads(file.read_text())) if file.exists() else "Not measured.")
+@pytest.mark.parametrize(
+    ("bench", "page", "name"),
+    [
+        (bench_restart, "fault_tolerance", "restart"),
+        (bench_native, "native_aspect_ratio", "native_aspect_ratio"),
+    ],
+)
+def test_the_complete_table_of_a_benchmark_is_that_of_its_file(bench, page, name):
+    shown = (ROOT / "docs" / f"{page}.md").read_text().split(bench.BEGIN)[1].split(bench.END)[0].strip()
+    assert shown == bench.table(result(name))
 
 
 def test_the_statements_of_the_reproduction_are_those_of_its_files():
