@@ -14,6 +14,7 @@ FileFormat = Literal["tfrecord", "array_record"]
 Example = dict[str, Any]
 
 LABELS = (0, 1, 207, 388, 812, 999)  # the classes of ImageNet that the datasets below contain
+SUFFIXES = (".jpg", ".png", ".webp")
 
 
 def image_array(seed: int, height: int = 60, width: int = 80) -> np.ndarray:
@@ -55,13 +56,12 @@ def make_tfds(
     features: Any = None,
     version: str = "5.1.0",
     config: str | None = None,
-    shards: int | None = None,
 ) -> dict[str, list[Example]]:
     """Write a dataset with tensorflow-datasets to root/name[/config]/version; return its examples in their order.
 
     The order of a split follows from a hash of each example's key, which is its "file_name" or, without one, its index.
-    Images that are given as bytes are stored unchanged. Every split has `shards` shards, by default three, or the size
-    of the smallest split if that is less. `features` is a dict of features, by default those of imagenet2012.
+    Images that are given as bytes are stored unchanged. Every split has three shards, or as many as the smallest split
+    has examples if that is less. `features` is a dict of features, by default those of imagenet2012.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import hashing
@@ -84,7 +84,7 @@ def make_tfds(
     )
     writer.download_and_prepare(
         download_config=tfds.download.DownloadConfig(
-            num_shards=shards or min(3, *map(len, splits.values())),
+            num_shards=min(3, *map(len, splits.values())),
             try_download_gcs=False,
         )
     )
@@ -96,21 +96,8 @@ def imagenet_features() -> dict[str, Any]:
     """The features of imagenet2012 and of most datasets derived from it."""
     import tensorflow_datasets as tfds
 
-    return {"image": tfds.features.Image(encoding_format="jpeg"), "label": class_label(), "file_name": text()}
-
-
-def class_label() -> Any:
-    """A label feature whose names are the 1,000 WordNet ids of ImageNet."""
-    import tensorflow_datasets as tfds
-
-    return tfds.features.ClassLabel(names_file=label_file())
-
-
-def text() -> Any:
-    """A text feature."""
-    import tensorflow_datasets as tfds
-
-    return tfds.features.Text()
+    label = tfds.features.ClassLabel(names_file=label_file())
+    return {"image": tfds.features.Image(encoding_format="jpeg"), "label": label, "file_name": tfds.features.Text()}
 
 
 def label_file() -> Path:
@@ -158,12 +145,9 @@ def imagenet2012_real(root: Path, n: int = 10) -> dict[str, list[Example]]:
         label = example["original_label"] = example.pop("label")
         several = [(label + k) % 1000 for k in ((0, 5, 500) if i % 2 else (3, 5, 500))]
         example["real_label"] = ([], [label], several)[i % 3]
-    features = {
-        "image": tfds.features.Image(encoding_format="jpeg"),
-        "original_label": class_label(),
-        "real_label": tfds.features.Sequence(class_label()),
-        "file_name": text(),
-    }
+    features = imagenet_features()
+    features["original_label"] = features.pop("label")
+    features["real_label"] = tfds.features.Sequence(imagenet_features()["label"])
     splits = {"validation": examples}
     return make_tfds(root, "imagenet2012_real", splits, features=features, version="1.0.0")
 
@@ -189,27 +173,15 @@ def derived(root: Path, name: str, n: int = 10) -> dict[str, list[Example]]:
     )
 
 
-def image_folder(
-    root: Path,
-    classes: Sequence[str] = ("cat", "dog", "fox"),
-    train: int = 8,
-    val: int = 4,
-    suffixes: Sequence[str] = (".jpg", ".png", ".webp"),
-) -> dict[str, list[tuple[Path, str]]]:
-    """Write root/train/CLASS/*.ext and root/val/CLASS/*.ext with `train` and `val` images per class, suffixes in turn.
-
-    Returns the (path, class) pairs of each split, sorted by class and then by file name.
-    """
-    splits: dict[str, list[tuple[Path, str]]] = {}
+def image_folder(root: Path, train: int = 8, val: int = 4) -> None:
+    """Write root/train/CLASS/* and root/val/CLASS/* with `train` and `val` images per class, suffixes in turn."""
     for seed, (split, n) in enumerate({"train": train, "val": val}.items()):
-        for c, name in enumerate(sorted(classes)):
-            folder = Path(root) / split / name
+        for c, name in enumerate(("cat", "dog", "fox")):
+            folder = root / split / name
             folder.mkdir(parents=True)
             for i in range(n):
-                path = folder / f"{i:03}{suffixes[i % len(suffixes)]}"
+                path = folder / f"{i:03}{SUFFIXES[i % 3]}"
                 Image.fromarray(image_array(10_000 * seed + 100 * c + i)).save(path)
-                splits.setdefault(split, []).append((path, name))
-    return splits
 
 
 def solar_cell_package(root: Path, count: int) -> dict[str, float]:

@@ -8,10 +8,10 @@ from PIL import Image
 COLORS = ("blue", "green", "red")  # sorted, as inferred classes are
 
 
-def colored(number, size=16):
+def colored(number):
     """Return an image whose colors are the bits of its number, with noise, and the names of these colors."""
     names = [name for bit, name in enumerate(COLORS) if number >> bit & 1]
-    pixels = np.random.default_rng(number).integers(0, 60, (size, size, 3))
+    pixels = np.random.default_rng(number).integers(0, 60, (16, 16, 3))
     for name in names:
         pixels[..., ("red", "green", "blue").index(name)] += 180
     return Image.fromarray(pixels.astype(np.uint8)), names
@@ -35,13 +35,13 @@ def write_csv(path, header, rows):
     return str(path)
 
 
-def multilabel_manifest(folder, count=64, train=48, unknown=()):
+def multilabel_manifest(folder, unknown=()):
     """Write images and labels.csv with the columns path, label (colors joined by "|") and split; return its path.
 
-    Rows with a number in `unknown` have an empty label.
+    Of 64 rows, 48 are for training. Rows with a number in `unknown` have an empty label.
     """
     rows = [
-        (path, "" if i in unknown else "|".join(names) or "|", "train" if i < train else "val")
-        for i, (path, names) in enumerate(write_images(folder, count))
+        (path, "" if i in unknown else "|".join(names) or "|", "train" if i < 48 else "val")
+        for i, (path, names) in enumerate(write_images(folder, 64))
     ]
     return write_csv(folder / "labels.csv", ("path", "label", "split"), rows)
