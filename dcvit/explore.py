@@ -16,8 +16,8 @@ from dcvit import cli
 from dcvit.errors import ConfigError
 
 
-def make_parser() -> cli.Parser:
-    """Build the parser of the command's options."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
     parser = cli.Parser(
         prog="dcvit explore",
         description="Write an HTML file that shows how the heads of a model compose.",
@@ -41,12 +41,7 @@ def make_parser() -> cli.Parser:
     parser.add_argument("--limit", type=int, default=256, help="largest number of examples of these averages")
     parser.add_argument("--length", type=int, default=256, help="largest number of tokens of a text")
     parser.add_argument("--no_ablations", action="store_true", help="omit the predictions after ablations")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see the module's docstring."""
-    args = make_parser().parse_without_config(argv)
+    args = parser.parse_without_config(argv)
     if args.workdir is None:
         raise ConfigError("give --workdir: a run, a checkpoint, or weights of another library")
     for name in ("limit", "length"):

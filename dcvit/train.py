@@ -129,9 +129,7 @@ class _Module(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train a model; see `dcvit.training.run.train`, whose arguments these are."""
-        from dcvit.training import run
-
-        return run.train(*args, **kwargs)
+        return self.train(*args, **kwargs)
 
     @property
     def train(self) -> Callable[..., object]:
