@@ -42,6 +42,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
+pytest_plugins = ["input_fixtures"]
 MEMORY = {"limit": 1_500_000_000}  # bytes
 
 

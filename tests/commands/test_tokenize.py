@@ -10,7 +10,6 @@ import input_pipeline as ip
 from dcvit import tokenize
 from dcvit.cli import run
 
-pytest_plugins = ["input_fixtures"]
 CONTEXT = 24
 
 

@@ -9,8 +9,6 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.tfrecord import TFRecordFile
 
-pytest_plugins = ["input_fixtures"]
-
 
 def open_imagenet(root, split="train", **options):
     return ip.open_source("tfds", name="imagenet2012", split=split, data_dir=str(root), **options)

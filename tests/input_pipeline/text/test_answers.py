@@ -10,8 +10,6 @@ import input_pipeline as ip
 from input_pipeline.text import answers, files
 from input_pipeline.text.tokenizer import ByteTokenizer
 
-pytest_plugins = ["input_fixtures"]
-
 # Made like the authors' data: eight examples, of which the last six have marks.
 FACTS = [
     ("Vera has a cello. Hugo has wine. Hugo has an otter. >. Hugo does not own a kind of", "instrument"),

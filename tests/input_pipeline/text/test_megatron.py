@@ -11,8 +11,6 @@ from refusals import refused
 
 import input_pipeline as ip
 
-pytest_plugins = ["input_fixtures"]
-
 CONTEXT = 16
 RNG = np.random.default_rng(0)
 

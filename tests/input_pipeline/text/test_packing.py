@@ -7,8 +7,6 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text import tokenizer
 
-pytest_plugins = ["input_fixtures"]
-
 CONTEXT = 16
 
 

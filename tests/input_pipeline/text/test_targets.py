@@ -7,8 +7,6 @@ import pytest
 
 import input_pipeline as ip
 
-pytest_plugins = ["input_fixtures"]
-
 
 def open_lines(folder, lines, **options):
     file = corpora.write(folder / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())

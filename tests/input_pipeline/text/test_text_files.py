@@ -10,8 +10,6 @@ from refusals import refused
 import input_pipeline as ip
 from input_pipeline.text import documents, files, tokenizer
 
-pytest_plugins = ["input_fixtures"]
-
 CONTEXT = 16
 needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
 

@@ -10,8 +10,6 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text import tokenizer
 
-pytest_plugins = ["input_fixtures"]
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 
 
