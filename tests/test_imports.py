@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from dcvit import __main__ as entry
 from input_pipeline import optional
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Layers from the top: a module imports from its own layer or from lower ones. Each name is a folder or a module.
-COMMANDS = [
-    "train", "evaluate", "predict", "generate", "lm_eval", "explore", "compare", "tokenize", "convert", "aot",
-    "check_data", "check_kernels", "reproduce", "benchmark", "__main__",
-]  # fmt: skip
+COMMANDS = [*(name.replace("-", "_") for name in entry.COMMANDS), "__main__"]
 LAYERS = [
     [*(f"dcvit.{command}" for command in COMMANDS), "dcvit.cli"],
     ["dcvit.reproduction", "dcvit.pages"],
