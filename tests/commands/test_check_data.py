@@ -1,6 +1,5 @@
 """`dcvit check-data` lists every damaged example of a config's data, and only those."""
 
-import io
 import json
 
 import numpy as np
@@ -95,11 +94,10 @@ def test_damaged_lines_of_marked_answers_are_listed(tmp_path, capsys):
 @pytest.mark.parametrize("named", [True, False])
 def test_labels_at_which_training_stops_are_listed(tmp_path, capsys, named):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    encoded = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(encoded, "PNG")
+    image = encoded(Image.new("RGB", (8, 8)), "PNG")
     names = {"info": {"features": {"label": {"names": [str(i) for i in range(10)]}}}} if named else {}
     for i, (labels, kind) in enumerate([([0, -1, 9, 10], pa.int64()), ([0, 2**64 - 1], pa.uint64())]):
-        rows = pa.table({"image": [encoded.getvalue()] * len(labels), "label": pa.array(labels, kind)})
+        rows = pa.table({"image": [image] * len(labels), "label": pa.array(labels, kind)})
         (tmp_path / f"{i}").mkdir()
         path = tmp_path / f"{i}" / "train.parquet"
         pq.write_table(rows.replace_schema_metadata({"huggingface": json.dumps(names)}), path)

@@ -14,10 +14,6 @@ from dcvit.runs.steps import saved_steps
 TIMEOUT = 300
 
 
-def start(*words, **streams):
-    return subprocess.Popen([sys.executable, "-u", "-m", "dcvit", *words], text=True, **streams)
-
-
 def python(code):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}  # it hides short writes
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -29,9 +25,10 @@ def python(code):
     "both", [pytest.param(False, marks=pytest.mark.weekly), True], ids=["stdout", "stdout and stderr"]
 )
 def test_training_continues_without_reader(tmp_path, both):
+    command = [sys.executable, "-u", "-m", "dcvit", "train", "--config", "vit_digits", "--workdir", str(tmp_path)]
     words = [f"--config.{key}={value}" for key, value in TINY.items()]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if both else subprocess.PIPE}
-    with start("train", "--config", "vit_digits", "--workdir", str(tmp_path), *words, **streams) as process:
+    with subprocess.Popen([*command, *words], text=True, **streams) as process:
         assert process.stdout.readline().startswith("dcvit train: vit_digits")
         process.stdout.close()
         err = "" if both else process.stderr.read()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from image_datasets import encoded
 from PIL import Image
 from trained_workdirs import load_params
 
@@ -124,9 +125,8 @@ def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_cl
 
 def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, monkeypatch):
     """Any number of files needs the memory of one batch."""
-    data, read = io.BytesIO(), []
-    Image.new("L", (8, 8), 255).save(data, "PNG")
-    monkeypatch.setattr(inference, "read_regular", lambda path: read.append(path) or data.getvalue())
+    data, read = encoded(Image.new("L", (8, 8), 255), "PNG"), []
+    monkeypatch.setattr(inference, "read_regular", lambda path: read.append(path) or data)
     files = [Path(f"{i}.png") for i in range(2 * inference.BATCH + 1)]
     images = inference.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
     batches = dcvit.load(digits_workdir).classify(images, topk=1)

@@ -1,11 +1,11 @@
 """Parsing of preprocessing strings, and the errors of invalid ones."""
 
 import inspect
-import io
 import re
 
 import numpy as np
 import pytest
+from image_datasets import encoded
 from PIL import Image
 from refusals import refused
 
@@ -164,10 +164,9 @@ def test_every_argument_of_an_op_is_documented(name):
     ],
 )
 def test_an_image_of_the_final_size_needs_only_the_other_ops(spec):
-    file = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(file, "PNG")
+    file = encoded(Image.new("RGB", (40, 30)), "PNG")
     rest, size = ip.after_resizing(spec)
-    whole = apply(spec, file.getvalue(), label=np.int32(1))
+    whole = apply(spec, file, label=np.int32(1))
     part = apply(rest, np.zeros(size, np.uint8), label=np.int32(1))
     assert not re.search("decode|crop|resize|pad|flip|randaug", rest)
     for values in (whole, part):
