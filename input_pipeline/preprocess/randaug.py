@@ -103,10 +103,10 @@ def solarize(image: Pixels, threshold: int) -> Pixels:
     return _lookup(image, np.where(threshold % 256 > LEVELS, LEVELS, 255 - LEVELS))
 
 
-def solarize_add(image: Pixels, addition: int, threshold: int = 128) -> Pixels:
-    """Add `addition` to the values below `threshold` and clip the sums to 0 … 255."""
+def solarize_add(image: Pixels, addition: int) -> Pixels:
+    """Add `addition` to the values below 128 and clip the sums to 0 … 255."""
     added = np.clip(LEVELS.astype(np.int64) + addition, 0, 255).astype(np.uint8)
-    return _lookup(image, np.where(threshold > LEVELS, added, LEVELS))
+    return _lookup(image, np.where(LEVELS < 128, added, LEVELS))
 
 
 def contrast(image: Pixels, factor: float) -> Pixels:
