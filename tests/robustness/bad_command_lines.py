@@ -10,9 +10,7 @@ from workspace import (
     evaluate,
     file,
     generate,
-    misspelt,
     predict,
-    resume,
     train,
 )
 
@@ -26,6 +24,7 @@ def tokenize(data: Word, *options: Word) -> Argv:
 TEXT = file("a.txt", "x")
 
 TRAIN = {
+    "misspelt train": bad(command("trian"), "train"),
     "train without options": bad(command("train"), "--config", "--workdir"),
     "train without a workdir": bad(command("train", "--config", "vit_digits"), "--workdir"),
     "train with an empty workdir": bad(train("vit_digits", workdir=""), "--workdir", "empty path"),
@@ -133,9 +132,4 @@ BAD_PATHS = {
     },
 }
 
-MISSPELT = {
-    "trian": misspelt(command("trian"), "train"),
-    "--accept optax_nam": misspelt(resume(accept=("optax_nam",)), "optax_name"),
-}
-
-BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | COMPARE | TOKENIZE | BAD_PATHS | MISSPELT
+BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | COMPARE | TOKENIZE | BAD_PATHS

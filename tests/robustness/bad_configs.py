@@ -9,7 +9,6 @@ from workspace import (
     digits_config,
     evaluate,
     lm,
-    misspelt,
     overwrite,
     predict,
     train,
@@ -103,9 +102,9 @@ ABSURD = {
     },
 }
 
-MISSPELT_CONFIGS = {
-    ":atention=mha": misspelt(train("vit_digits:atention=mha"), "attention"),
-    ":attention=mah": misspelt(train("vit_digits:attention=mah"), "mha"),
+MISSPELT_CONFIGS = {  # the error suggests the correct name
+    ":atention=mha": bad(train("vit_digits:atention=mha"), "attention"),
+    ":attention=mah": bad(train("vit_digits:attention=mah"), "mha"),
 }
 
 MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
@@ -141,6 +140,6 @@ BAD_CONFIGS = (
     | VALUES
     | ABSURD
     | MISSPELT_CONFIGS
-    | {change: misspelt(vit(change), right) for change, right in MISSPELT_VIT.items()}
-    | {change: misspelt(lm(change), right) for change, right in MISSPELT_LM.items()}
+    | {change: bad(vit(change), right) for change, right in MISSPELT_VIT.items()}
+    | {change: bad(lm(change), right) for change, right in MISSPELT_LM.items()}
 )

@@ -90,11 +90,6 @@ def bad(argv: Argv, *facts: str, **fields: Any) -> BadInput:
     return BadInput(argv, facts, **fields)
 
 
-def misspelt(argv: Argv, correct: str) -> BadInput:
-    """A misspelt name, for which the error must suggest the correct one."""
-    return BadInput(argv, (correct,))
-
-
 # Command lines. A word may have the names of folders of the workspace in braces, or be a function of the workspace.
 
 

@@ -225,10 +225,6 @@ def overwrite(content):
     return lambda root: shard(root).write_bytes(content)
 
 
-def cut(size):
-    return lambda root: os.truncate(shard(root), size)
-
-
 def stored(rows=None, **columns):
     """Return a function that replaces the second shard by a table, or by one of the columns."""
     return lambda root: pq.write_table(pa.table(columns) if rows is None else rows, shard(root))
@@ -282,7 +278,7 @@ DAMAGED = "train-00001-of-00003.parquet cannot be read as Parquet: "
         (overwrite(b""), DAMAGED),
         (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), DAMAGED),
         (overwrite(b"PAR1" + b"\xff" * 100 + b"PAR1"), DAMAGED),
-        (cut(5000), DAMAGED),
+        (lambda root: os.truncate(shard(root), 5000), DAMAGED),
         (encrypt(), DAMAGED),
         (encrypt(plaintext_footer=True), DAMAGED),
         (pipe, "train-00001-of-00003.parquet is not a regular file"),

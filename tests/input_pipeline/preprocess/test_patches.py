@@ -13,13 +13,9 @@ from input_pipeline.preprocess.patches import grid_of
 RNG = np.random.default_rng(0)
 
 
-def patches_of(image: np.ndarray, spec: str) -> dict[str, np.ndarray]:
-    return Preprocess(spec)({"image": image}, RNG)
-
-
 def test_patches_are_those_of_the_image_row_by_row():
     image = RNG.integers(0, 256, (6, 8, 3), np.uint8)
-    found = patches_of(image, "patches(2, 15)")
+    found = Preprocess("patches(2, 15)")({"image": image}, RNG)
     assert found["image"].shape == (15, 4, 3)
     assert found["grid"].tolist() == [3, 4]
     assert found["image"].dtype == np.uint8
