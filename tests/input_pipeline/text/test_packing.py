@@ -75,9 +75,9 @@ def test_every_kind_has_the_rows_of_plain_packing(kinds):
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["bytes"], indirect=True)
 def test_limited_and_cached_sources_keep_the_properties_of_the_tokens(kinds):
+    wrapped = ip.open_source("stdlib", split="validation", context=CONTEXT, limit=5, cache=True)
+    assert isinstance(wrapped, ip.TokenSource)
     for source in kinds[1].values():
-        wrapped = ip.open_source("stdlib", split="validation", context=CONTEXT, limit=5, cache=True)
-        assert isinstance(wrapped, ip.TokenSource)
         limited = type(wrapped)(source, range(5))
         for name in ("context", "vocab_size", "end_of_text", "class_names"):
             assert getattr(limited, name) == getattr(source, name)
