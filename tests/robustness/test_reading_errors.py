@@ -15,18 +15,7 @@ from sources import ListSource
 import input_pipeline as ip
 from input_pipeline.images import decode
 
-
-class BrokenSource(ListSource):
-    """A source whose example `bad` raises an error; every other example is its index."""
-
-    def __init__(self, error, bad=5, size=12):
-        super().__init__([{"image": np.int64(index)} for index in range(size)])
-        self.error, self.bad = error, bad
-
-    def __getitem__(self, index):
-        if index == self.bad:
-            raise self.error
-        return super().__getitem__(index)
+NUMBERS = [{"image": np.int64(index)} for index in range(12)]
 
 
 def streams(source, **options):
@@ -49,7 +38,8 @@ class TestErrors:
     @pytest.mark.parametrize("policy", ["fail", "skip"])
     @pytest.mark.parametrize("message", ERRORS)
     def test_errors_that_are_not_of_the_data_name_the_example_and_are_never_skipped(self, message, policy, threads):
-        for stream in streams(BrokenSource(ERRORS[message]), corrupt=ip.CorruptPolicy(policy), threads=threads):
+        source = ListSource(NUMBERS, {5}, error=ERRORS[message])
+        for stream in streams(source, corrupt=ip.CorruptPolicy(policy), threads=threads):
             with pytest.raises(ip.ReadingError) as error:
                 stream()
             assert str(error.value) == f"example 5: {message}"
@@ -57,7 +47,7 @@ class TestErrors:
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("threads", [0, 2])
     def test_interrupts_pass_through(self, error, threads):
-        for stream in streams(BrokenSource(error()), threads=threads):
+        for stream in streams(ListSource(NUMBERS, {5}, error=error()), threads=threads):
             with pytest.raises(error):
                 stream()
 
@@ -94,7 +84,7 @@ class TestErrors:
 
 class TestActiveReads:
     def test_reads_of_all_threads_are_reported(self):
-        class StalledSource(BrokenSource):
+        class StalledSource(ListSource):
             def __getitem__(self, index):
                 if index in (3, 8):
                     arrived.release()
@@ -102,7 +92,7 @@ class TestActiveReads:
                 return super().__getitem__(index)
 
         arrived, resumed = threading.Semaphore(0), threading.Event()
-        source = StalledSource(None, bad=-1)
+        source = StalledSource(NUMBERS)
         assert ip.active_reads() == []
         batches = []
         consumer = threading.Thread(target=lambda: batches.extend(ip.eval_batches(source, "", 4, threads=2)))
@@ -124,25 +114,25 @@ class TestActiveReads:
         now = time.monotonic()
         reads = []
 
-        class SlowSource(BrokenSource):
+        class SlowSource(ListSource):
             def __getitem__(self, index):
                 monkeypatch.setattr(time, "monotonic", lambda: now + 12)
                 reads.extend(ip.active_reads())
                 return super().__getitem__(index)
 
         monkeypatch.setattr(time, "monotonic", lambda: now)
-        next(ip.eval_batches(SlowSource(None, bad=-1), "", 1, threads=0))
+        next(ip.eval_batches(SlowSource(NUMBERS), "", 1, threads=0))
         assert reads[0] == "MainThread: example 0 (for 12 s)"
 
     def test_failed_read_is_no_longer_reported(self):
-        for stream in streams(BrokenSource(ValueError())):
+        for stream in streams(ListSource(NUMBERS, {5}, error=ValueError())):
             with pytest.raises(ip.InputError):
                 stream()
         assert ip.active_reads() == []
 
     @pytest.mark.parametrize("step", [0, 1, 2, 7])
     def test_batch_ids_are_those_of_the_batch(self, step):
-        source = BrokenSource(None, bad=-1, size=10)
+        source = ListSource(NUMBERS[:10])
         batch = next(ip.train_batches(source, "", 4, seed=3, start_step=step))
         rows = ip.batch_ids(source, 4, 3, step)
         assert [row["index"] for row in rows] == batch["image"].tolist()
@@ -154,4 +144,4 @@ class TestActiveReads:
     @pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
     def test_batch_ids_of_a_missing_batch_are_an_error(self, size, step):
         with pytest.raises(ip.InputError, match=f"step {step}"):
-            ip.batch_ids(BrokenSource(None), size, 0, step)
+            ip.batch_ids(ListSource(NUMBERS), size, 0, step)

@@ -6,17 +6,18 @@ from input_pipeline import InputError
 
 
 class ListSource:
-    """Examples in a list, of which some cannot be read."""
+    """Examples in a list, of which some cannot be read: they raise `error`."""
 
-    def __init__(self, examples, corrupt=(), class_names=None):
+    def __init__(self, examples, corrupt=(), class_names=None, error=None):
         self.examples, self.corrupt, self.class_names = list(examples), corrupt, class_names
+        self.error = error or InputError("bad bytes")
 
     def __len__(self):
         return len(self.examples)
 
     def __getitem__(self, index):
         if index in self.corrupt:
-            raise InputError("bad bytes")
+            raise self.error
         return self.examples[index]
 
     def describe(self, index):
