@@ -36,7 +36,7 @@ import jax
 import libraries
 import pytest
 from jaxtyping import install_import_hook
-from trained_workdirs import DIGITS, TEXT, TINY, train_once
+from trained_workdirs import DIGITS, TEXT, train_once
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -141,12 +141,10 @@ def no_compilation_cache():
 @pytest.fixture
 def digits_run(tmp_path):
     """Run a tiny digits training with overrides, as the command does; return (exit status, workdir)."""
-    from dcvit import cli, train
+    from training_runs import digits_command
 
-    def run(name="run", arguments="", **overrides):
-        words = [f"--config.{k}={v}" for k, v in {**TINY, **overrides}.items()]
-        argv = ["--config", f"vit_digits{arguments}", "--workdir", str(tmp_path / name), *words]
-        return cli.run(train.main, argv), tmp_path / name
+    def run(name="run", **overrides):
+        return digits_command(tmp_path / name, **overrides), tmp_path / name
 
     return run
 
