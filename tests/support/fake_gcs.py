@@ -60,9 +60,7 @@ class Store:
         self.changed: dict[str, str] = {}  # time of the last request that wrote the object
         self.uploads: dict[str, tuple[str, Query, bytearray]] = {}  # in progress: address, query, content so far
         self.requests: list[tuple[str, str]] = []  # all, in order: method, path with query
-        self.refuse: Callable[[str, str], int | None] | None = (
-            None  # set by a test: returns the status with which a request fails
-        )
+        self.refuse: Callable[[str, str], int | None] | None = None  # returns the status with which a request fails
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
 
     def names(self, folder: str) -> list[str]:
