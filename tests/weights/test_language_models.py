@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import flax.traverse_util
 import jax
@@ -289,7 +288,8 @@ def reshaped(name):
     return lambda tensors: {**tensors, name: np.zeros((3, 5), np.float32)}
 
 
-QKV = "transformer.h.1.attn.c_attn.weight"
+QKV, QUERY = "transformer.h.1.attn.c_attn.weight", "model.layers.1.self_attn.q_proj.weight"
+BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 
 
 # The model, the change of its tensors, the change of its config.json, and a part of the message.
@@ -310,6 +310,7 @@ UNSUITABLE = [
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
     ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the checkpoint: model.layers.0.self_attn"),
     ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
+    ("llama", reshaped(QUERY), {}, f"1 of another shape: {QUERY} (checkpoint (3, 5), model (48, 48))"),
     ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
     ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
     ("mistral", keep, dict(sliding_window=0), "sliding_window=0; expected a positive integer"),
@@ -322,6 +323,7 @@ UNSUITABLE = [
     ("gpt2 tied", reshaped(QKV), {}, f"1 of another shape: {QKV} (checkpoint (3, 5), model (48, 144))"),
     ("neox parallel .5", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size"),
     ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
+    ("neox parallel .5", reshaped(BIAS), {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
     ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
 ]  # fmt: skip
 
@@ -346,30 +348,9 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
     for file in ("config.json", "model.safetensors"):
         (folder / file).write_bytes((folders / name / file).read_bytes())
     rewrite(folder, change, **config)
-    with pytest.raises(CheckpointError) as raised:
+    with refused(CheckpointError, message) as raised:
         open_weights(folder)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(str(folder))
-
-
-@pytest.mark.interop
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tensor", "shape"),
-    [
-        ("llama", "model.layers.1.self_attn.q_proj.weight", "48, 48"),
-        ("gpt2 tied", "transformer.h.1.attn.c_attn.weight", "48, 144"),
-        ("neox parallel .5", "gpt_neox.layers.1.attention.query_key_value.bias", "144,"),
-    ],
-)
-def test_a_tensor_of_another_shape_is_named_before_any_is_read(name, tensor, shape, folders, tmp_path):
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((folders / name / file).read_bytes())
-    rewrite(tmp_path, lambda t: {**t, tensor: np.zeros((3, 5), np.float32)})
-    message = f"1 of another shape: {tensor} (checkpoint (3, 5), model ({shape}))"
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        open_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +369,8 @@ def test_an_absurd_number_is_refused_at_once(family, key, value, message):
     config = FAMILIES[family].config(Description("lm", 61, net))
     where = config["rope_parameters"] if key in ("rope_theta", "partial_rotary_factor") else config
     where[key] = value
-    with pytest.raises(CheckpointError) as raised:
+    with refused(CheckpointError, message) as raised:
         FAMILIES[family].describe({}, config)
-    assert message in str(raised.value)
     assert len(str(raised.value)) < 250
 
 
