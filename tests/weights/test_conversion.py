@@ -200,7 +200,11 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
     assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
     assert found[3] in ("transformers", "onnxruntime", "TensorFlow", "jax.export", "timm")
-    run_snippets(out, tmp_path)
+    for code in snippets_of(out):
+        env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
+        process = subprocess.run([sys.executable, "-c", code], cwd=out, env=env, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip()
 
 
 @pytest.mark.slow
@@ -244,9 +248,12 @@ def test_an_operation_that_onnx_lacks_is_named(folders, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("to", ["npz", "bv", "safetensors"])
-def test_the_card_loads_own_formats(to, folders, tmp_path):
+def test_the_card_loads_own_formats(to, folders, tmp_path, monkeypatch, capsys):
     conversion_models.convert(folders["lm"], tmp_path / "out", to)
-    run_snippets(tmp_path / "out", tmp_path)
+    monkeypatch.chdir(tmp_path / "out")
+    for code in snippets_of(tmp_path / "out"):
+        exec(code, {})
+        assert capsys.readouterr().out.strip()
 
 
 def environment(**variables):
@@ -255,16 +262,11 @@ def environment(**variables):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
 
 
-def run_snippets(folder, tmp_path):
-    """Run the Python code of a model card in its folder, as a user does."""
-    card = (folder / "README.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+def snippets_of(folder):
+    """Return the Python code of a model card, which a user runs in its folder."""
+    snippets = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert snippets
-    for code in snippets:
-        env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
-        process = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
-        assert process.stdout.strip()
+    return snippets
 
 
 def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, capsys):
