@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conversion_models import PP, image_model, language_model, write
+from refusals import refused
 
 from dcvit.config import load as configs
 from dcvit.config import values
@@ -29,7 +30,7 @@ def loaded(config, example, **outputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compose", [None, "both"])
-@pytest.mark.parametrize("to", ["safetensors", "npz", "dcvit"])
+@pytest.mark.parametrize("to", ["safetensors", "dcvit"])
 def test_images_start_from_weights_without_further_arguments(to, compose, tmp_path):
     """With all but the head; the upcycled model computes the features of the plain one."""
     net, params, model = image_model(compose=None)
@@ -59,6 +60,18 @@ def test_language_model_starts_from_weights_without_further_arguments(attention,
     assert (tuned.compose is None) == (attention is None)
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """An image model as weights and as a run, a language model, and a folder without weights."""
+    root, image = tmp_path_factory.mktemp("places"), image_model(compose=None)[2]
+    (root / "other").mkdir()
+    (root / "other" / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
+    return {
+        "vit": write(image, root / "vit"), "run": write(image, root / "run", "dcvit"),
+        "lm": write(language_model()[2], root / "lm"), "other": root / "other",
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "message"),
@@ -74,15 +87,9 @@ def test_language_model_starts_from_weights_without_further_arguments(attention,
         ("transfer:init={other},data_dir=x", "has no weights"),
     ],
 )
-def test_what_does_not_fit_is_one_line(spec, message, tmp_path):
-    image = image_model(compose=None)[2]
-    places = {"vit": write(image, tmp_path / "vit"), "run": write(image, tmp_path / "run", "dcvit")}
-    places |= {"lm": write(language_model()[2], tmp_path / "lm"), "other": tmp_path / "other"}
-    places["other"].mkdir()
-    (places["other"] / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
-    with pytest.raises(ConfigError, match=message) as error:
+def test_what_does_not_fit_is_one_line(spec, message, places):
+    with refused(ConfigError, match=message) as error:
         configs.load(spec.format(**places))
-    assert "\n" not in str(error.value)
     assert not re.search(r"KeyError|AttributeError|TypeError", str(error.value))
 
 
