@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from refusals import refused
 from trained_workdirs import load_params
 
 import dcvit
@@ -97,11 +98,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_refused(name):
     changes, message = OTHERS[name]
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, message, match="^q cannot be averaged with p: "):
         soup.average([made("p"), made("q", **changes)])
-    assert str(error.value).startswith("q cannot be averaged with p: ")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_other_shapes_are_refused():

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights.safetensors_writer import write_shards
@@ -76,9 +77,8 @@ def broken(kind):
     [("twice", "two tensors have the name columns"), ("text", "cannot write"), ("object", "cannot write")],
 )
 def test_tensors_that_cannot_be_written_are_an_error_of_one_line(tmp_path, kind, message):
-    with pytest.raises(CheckpointError, match=message) as raised:
+    with refused(CheckpointError, message):
         write_shards(tmp_path, broken(kind), max_shard_bytes=64)
-    assert "\n" not in str(raised.value)
 
 
 def test_no_tensors_is_an_error(tmp_path):
