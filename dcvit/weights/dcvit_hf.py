@@ -6,7 +6,7 @@ Its modules have the structure of the models of this project, so that any of the
 from __future__ import annotations
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_vision, torch_layers, vit_links
+from dcvit.weights import hf_config, hf_vision, names, torch_layers, vit_links
 from dcvit.weights.family import Description, defaults
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensors
@@ -93,8 +93,8 @@ def config(description: Description) -> Json:
         **known, **description.fields,
     }  # fmt: skip
     if kind == IMAGE:
-        names = {str(i): f"LABEL_{i}" for i in range(description.num_outputs or 0)}
-        return {**found, "id2label": names, "label2id": {v: int(k) for k, v in names.items()}, "pp": description.pp}
+        labels = [f"LABEL_{i}" for i in range(description.num_outputs or 0)]
+        return {**found, **names.id2label(labels), "pp": description.pp}
     return {**found, "vocab_size": description.num_outputs, "tie_word_embeddings": found.pop("tied")}
 
 

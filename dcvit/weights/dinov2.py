@@ -20,9 +20,6 @@ PREFIXES = ("dinov2_with_registers.", "dinov2.", "")
 PATCHES = "embeddings.patch_embeddings.projection"
 NORMS = ("norm1", "norm2")
 SCALES = ("layer_scale1.lambda1", "layer_scale2.lambda1")
-ATTENTION_4 = ("attention.attention.query", "attention.attention.key", "attention.attention.value",
-               "attention.output.dense")  # fmt: skip
-ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
 UNUSED = re.compile(r".*mask_token")  # of masked patches, which pretraining uses
 
 
@@ -106,7 +103,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     mlp = ["mlp.weights_in", "mlp.weights_out"] if gated else ["mlp.fc1", "mlp.fc2"]
     if gated and newer:
         mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    attention = ATTENTION_5 if newer else ATTENTION_4
+    attention = hf_vision.ATTENTION_5 if newer else hf_vision.ATTENTION_4
     block = vit_links.block(f"{before}encoder.layer.{{}}", NORMS, attention, mlp, SCALES, gated=gated)
     table = {f"{before}{PATCHES}": "embedding", **block, f"{before}layernorm": "Transformer/encoder_norm"}
     positions = vit_links.TokenNames(f"{embedded}position_embeddings", tokens, 1)

@@ -13,7 +13,7 @@ from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
 from dcvit.weights import config_table, hf_config, hf_vision, torch_layers, vit_links
 from dcvit.weights.config_table import Key, field, only, written
-from dcvit.weights.dinov2 import ATTENTION_5, NORMS, SCALES
+from dcvit.weights.dinov2 import NORMS, SCALES
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensors
@@ -82,7 +82,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     fields = vit_links.settings(description)
     layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in (tensors or ())), LAYERS[0])
     first = ("mlp.gate_proj", "mlp.up_proj") if fields["mlp"] == "swiglu" else ("mlp.up_proj",)
-    block = vit_links.block(layer, NORMS, ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
+    block = vit_links.block(layer, NORMS, hf_vision.ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
     front = {PATCHES: "embedding", CLS: "cls", REGISTERS: "registers"}
     found = torch_layers.links({**front, **block, "norm": "Transformer/encoder_norm"}, description)
     if not fields["registers"]:

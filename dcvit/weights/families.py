@@ -197,7 +197,7 @@ def _with_preprocessing(weights: Weights) -> Description:
     patch_height, patch_width = params["embedding/kernel"].shape[:2]
     if height * patch_width != width * patch_height or channels not in (1, 3):
         return found
-    size = height if height == width else [height, width]
+    size = preprocessing.square((height, width))
     pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
     log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
     return found._replace(pp=pp)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import config_table, hf_config, hf_processor, preprocessing, vit_links
+from dcvit.weights import config_table, hf_config, hf_processor, vit_links
 from dcvit.weights.config_table import Key, field, written
 from dcvit.weights.family import Description
+from dcvit.weights.preprocessing import channels_of, size_of, square
 from dcvit.weights.tensors import Json, Tensors
+
+# Layers of attention by their names in transformers 4, and in 5.
+ATTENTION_4 = (*(f"attention.attention.{name}" for name in ("query", "key", "value")), "attention.output.dense")
+ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
 
 
 def _biases(config: Json, name: str, default: bool) -> str:
@@ -65,9 +70,7 @@ def described(
 
 def write(keys: Sequence[Key], description: Description) -> Json:
     """Return the entries of config.json for `keys`, from the description's fields, image size and channels."""
-    about = {
-        "image_size": preprocessing.size_of(description.pp), "channels": preprocessing.channels_of(description.pp)
-    }  # fmt: skip
+    about = {"image_size": size_of(description.pp), "channels": channels_of(description.pp)}
     return config_table.write(keys, {**vit_links.settings(description), **about})
 
 
@@ -79,17 +82,9 @@ def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     return hf_config.size(config, key, default), hf_config.size(config, key, default)
 
 
-def square(size: Sequence[int]) -> int | list[int]:
-    """Return a height and width in the form of other libraries' configs: one number if they are equal."""
-    return size[0] if len(set(size)) == 1 else list(size)
-
-
 def check_square(description: Description, what: str) -> None:
     """Raise CheckpointError if images or patches are not square; the library `what` supports only square ones."""
-    sizes = {
-        "image_size": preprocessing.size_of(description.pp),
-        "patch_size": vit_links.settings(description)["patch_size"],
-    }
+    sizes = {"image_size": size_of(description.pp), "patch_size": vit_links.settings(description)["patch_size"]}
     for key, (height, width) in sizes.items():
         if height != width:
             raise CheckpointError(f"{what} cannot express {key}={height}x{width}, only squares")

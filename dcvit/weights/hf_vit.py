@@ -20,12 +20,8 @@ PREFIXES = ("vit.", "deit.", "")
 PATCHES, CLS, DISTILLATION = "embeddings.patch_embeddings.projection", "embeddings.cls_token", "distillation_token"
 HEADS = ("classifier", "cls_classifier")  # alone, and beside that of the distillation token
 NORMS = ("layernorm_before", "layernorm_after")
-BLOCK_4 = vit_links.block(
-    "encoder.layer.{}", NORMS,
-    ("attention.attention.query", "attention.attention.key", "attention.attention.value", "attention.output.dense"),
-    ("intermediate.dense", "output.dense"),
-)  # fmt: skip
-BLOCK_5 = vit_links.block("layers.{}", NORMS, [f"attention.{name}_proj" for name in "qkvo"], ("mlp.fc1", "mlp.fc2"))
+BLOCK_4 = vit_links.block("encoder.layer.{}", NORMS, hf_vision.ATTENTION_4, ("intermediate.dense", "output.dense"))
+BLOCK_5 = vit_links.block("layers.{}", NORMS, hf_vision.ATTENTION_5, ("mlp.fc1", "mlp.fc2"))
 MODULES = {PATCHES: "embedding", "layernorm": "Transformer/encoder_norm", "pooler.dense": "pre_logits"}
 # The token of masked patches, which pretraining uses, and a pooler beside a classifier.
 UNUSED = re.compile(r".*(embeddings\.mask_token|pooler\.dense\.(weight|bias))")

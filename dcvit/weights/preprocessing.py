@@ -62,7 +62,7 @@ def to_pp(preprocessing: Preprocessing) -> str:
     if too_few or min(preprocessing.std) < SMALLEST / 255 or not all(map(math.isfinite, both)):
         raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
     method = METHODS[preprocessing.method]
-    size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)
+    size = square(preprocessing.size)
     if preprocessing.squash:
         resize = f'resize({list(preprocessing.squash)}, "{method}", True)|central_crop({size})'
     elif preprocessing.resize is None:
@@ -124,10 +124,10 @@ def check(pp: str) -> None:
 def training(pp: str) -> dict[str, str]:
     """Return {"pp": preprocessing of training, without labels} from `pp` of prediction; {} without a fixed size."""
     try:
-        (height, width), value_range = size_of(pp), RANGE.search(pp)
+        crop = f"inception_crop({square(size_of(pp))})"
     except CheckpointError:
         return {}
-    crop = f"inception_crop({height if height == width else [height, width]})"
+    value_range = RANGE.search(pp)
     return {"pp": "|".join([decoding(pp), crop, "flip_lr", *([value_range[0]] if value_range else [])])}
 
 
@@ -235,6 +235,11 @@ def _all_steps(pp: str) -> list[Step]:
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     """Return a height and width from a size, in which one number stands for both."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def square(size: Sequence[int]) -> int | list[int]:
+    """Return a height and width as preprocessing strings and config files have them: one number if they are equal."""
+    return size[0] if len(set(size)) == 1 else list(size)
 
 
 def resized(size: int, crop_pct: float) -> int:

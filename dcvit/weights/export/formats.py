@@ -25,7 +25,7 @@ from dcvit.parallel.trees import nested
 from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import replace
-from dcvit.weights import adapters, dcvit_hf, hf_processor, names, own, peft
+from dcvit.weights import adapters, dcvit_hf, hf_processor, names, own, peft, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import WRITTEN, Weights
@@ -174,8 +174,8 @@ def _image_size(weights: Weights) -> Json:
     """Return the entries of config.json for the size and the channels of images; {} for a language model."""
     if weights.description.model_name == "lm":
         return {}
-    height, width, channels = example(weights.description, weights.params).shape[1:]
-    return {"image_size": height if height == width else [height, width], "num_channels": channels}
+    *size, channels = example(weights.description, weights.params).shape[1:]
+    return {"image_size": preprocessing.square(size), "num_channels": channels}
 
 
 def context_of(weights: Weights) -> int:
