@@ -167,6 +167,10 @@ def refusal(capsys, source, target):
 )
 def test_what_peft_cannot_hold_is_one_line(case, adapted, lm_workdir, tmp_path, capsys):
     source, target = adapted / "run", tmp_path / "out"
+
+    def one_step(base, *words):
+        return adapt(base, tmp_path / "run", "total_steps=1", *words, targets=".*/query/kernel")
+
     if case == "no adapters":
         source, message = adapted / "base", "has no adapters: --to peft needs a run with config.lora"
     elif case == "a run without":
@@ -174,14 +178,13 @@ def test_what_peft_cannot_hold_is_one_line(case, adapted, lm_workdir, tmp_path, 
     elif case == "existing folder":
         target, message = tmp_path, f"{tmp_path} exists; give a new path"
     elif case == "composition":
-        source = adapt(make_base("dcvit_hf", tmp_path / "base"), tmp_path / "run", "total_steps=1")
+        source = one_step(make_base("dcvit_hf", tmp_path / "base"))
         message = "(dcvit_hf): --to peft needs gpt2, llama, gpt_neox"
     elif case == "whole":
-        source = adapt(adapted / "base", tmp_path / "run", "total_steps=1", "model_load.dont_load=['head/.*']")
+        source = one_step(adapted / "base", "model_load.dont_load=['head/.*']")
         message = "trains head/kernel as a whole, but --to peft writes adapters only"
     else:
-        base = lm_workdir if case == "run" else adapted / "adapter"
-        source = adapt(base, tmp_path / "run", "total_steps=1", "lora.targets=.*/query/kernel")
+        source = one_step(lm_workdir if case == "run" else adapted / "adapter")
         message = f"({'dcvit' if case == 'run' else 'peft'}): --to peft needs gpt2, llama, gpt_neox"
     assert message in refusal(capsys, source, target)
     assert not (tmp_path / "out").exists()
