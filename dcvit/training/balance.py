@@ -15,31 +15,12 @@ BALANCED = "balanced"
 Weights = tuple[float, ...]  # one for each class
 
 
-def class_weights(value: str | Sequence[float] | None, source: Source, classes: int) -> Weights | None:
-    """Return `config.class_weights` as numbers; None for None.
+def weights(key: str, value: str | Sequence[float] | None, source: Source, classes: int) -> Weights | None:
+    """Return the value of `config.class_weights` or `config.pos_weight`, which `key` names, as numbers; None for None.
 
-    "balanced" is n/(C·count_c), scikit-learn's rule, where count_c is the number of labels of class c, and n that of
-    all labels.
-
-    Raises:
-      ConfigError: see `_weights`.
-    """
-    return _weights("class_weights", value, source, classes)
-
-
-def pos_weight(value: str | Sequence[float] | None, source: Source, classes: int) -> Weights | None:
-    """Return `config.pos_weight` as numbers; None for None.
-
-    "balanced" is the number of negative labels of class c divided by that of its positive labels.
-
-    Raises:
-      ConfigError: see `_weights`.
-    """
-    return _weights("pos_weight", value, source, classes)
-
-
-def _weights(key: str, value: str | Sequence[float] | None, source: Source, classes: int) -> Weights | None:
-    """Return the numbers of a key of the config.
+    "balanced" class weights are n/(C·count_c), scikit-learn's rule, where count_c is the number of labels of class c,
+    and n that of all labels. A "balanced" weight of the positive labels of class c is the number of its negative ones
+    divided by that of its positive ones.
 
     Raises:
       ConfigError: there is not one number for each class, the source does not know its labels without reading images,

@@ -98,8 +98,8 @@ class ImageTask:
             raise ConfigError(f"config.pos_weight is for loss='sigmoid_xent', not {config.loss!r}")
         stands_in = isinstance(source, StandIn)  # has no labels to count
         weights = {
-            name: None if stands_in else count(config[name], source, classes)
-            for name, count in (("class_weights", balance.class_weights), ("pos_weight", balance.pos_weight))
+            key: None if stands_in else balance.weights(key, config[key], source, classes)
+            for key in ("class_weights", "pos_weight")
         }
         distillation = make_distillation(config, source, pp, example, augmentation)
         task = cls(
