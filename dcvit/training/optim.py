@@ -320,8 +320,8 @@ def zero_frozen(tree: PyTree, masks: PyTree) -> PyTree:
 
 def make(
     params: PyTree, total_steps: int, options: Options, depth: int = 0
-) -> tuple[optax.GradientTransformation, Schedule]:
-    """Return the optimizer, whose update is the equation at the top of this module, and its schedule.
+) -> tuple[optax.GradientTransformation, Schedule, PyTree]:
+    """Return the optimizer, whose update is the equation of this module, its schedule, and masks of `frozen_parts`.
 
     Args:
       params: the parameters, or their shapes.
@@ -353,7 +353,7 @@ def make(
         return jax.tree.map(lambda u, scale: -u * scale.astype(u.dtype), updates, scales)
 
     masked_freeze = optax.masked(optax.stateless(freeze), True)
-    return optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
+    optimizer = optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
         masked_freeze,
         optax.clip_by_global_norm(options.grad_clip_norm) if options.grad_clip_norm else optax.identity(),
         optax.masked(TRANSFORMATIONS[options.optax_name](**options.optax), is_trained),
@@ -362,7 +362,8 @@ def make(
         optax.scale_by_schedule(factor),
         optax.stateless(descend),
         masked_freeze,
-    ), factor
+    )
+    return optimizer, factor, masks
 
 
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:

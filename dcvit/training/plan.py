@@ -101,8 +101,7 @@ def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators
     if not total_steps:
         raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
     durations = dataclasses.replace(durations, total_steps=total_steps)
-    optimizer, schedule = make_optimizer(config, params, durations, depth)
-    frozen = optim.frozen_parts(params, config.frozen, config.freeze_layers, depth)
+    optimizer, schedule, frozen = make_optimizer(config, params, durations, depth)
     _check_frozen(config, frozen)
     intervals = Intervals(
         log=durations.steps(config, "log", 50),
@@ -136,8 +135,8 @@ def _check_frozen(config: ConfigDict, frozen: Params) -> None:
 
 def make_optimizer(
     config: ConfigDict, params: Params, durations: Durations, depth: int = 0
-) -> tuple[optax.GradientTransformation, optim.Schedule]:
-    """Return the gradient transformation (optimizer) of a config and its learning-rate schedule.
+) -> tuple[optax.GradientTransformation, optim.Schedule, Params]:
+    """Return the optimizer of a config, its learning-rate schedule and its masks of frozen parts; see `optim.make`.
 
     Args:
       config: the config.
@@ -159,11 +158,11 @@ def make_optimizer(
     options = dataclasses.replace(options, schedule=_schedule_in_steps(options.schedule, durations))
     check_call(optim.schedule, options.schedule, "config.schedule", args=(durations.total_steps,))
     try:
-        optimizer, factor = optim.make(params, durations.total_steps or 0, options, depth)
+        optimizer, factor, frozen = optim.make(params, durations.total_steps or 0, options, depth)
         jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config: {first_line(e)}") from None
-    return optimizer, factor
+    return optimizer, factor, frozen
 
 
 def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps: int, model: nn.Module) -> RunOptions:

@@ -112,7 +112,7 @@ def lowered(
         params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
         return params
 
-    tx, _ = optim.make(jax.eval_shape(parameters, 0), 1, options)
+    tx, *_ = optim.make(jax.eval_shape(parameters, 0), 1, options)
 
     def nats(params: optax.Params, rows: jax.Array) -> jax.Array:
         tokens = rows.astype(jnp.int32)

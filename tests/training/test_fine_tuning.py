@@ -41,7 +41,7 @@ def unrolled_shapes(make, options):
 def optimized(params, gradients, depth=DEPTH, **options):
     """Return the parameters after these gradients, by name."""
     options = {"lr": 0.1, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_mults": [(".*", 1.0)]} | options
-    tx, _ = optim.make(params, len(gradients), optim.Options(**options), depth)
+    tx, *_ = optim.make(params, len(gradients), optim.Options(**options), depth)
     state, update = tx.init(params), jax.jit(tx.update)
     for grads in gradients:
         updates, state = update(grads, state, params)

@@ -75,7 +75,7 @@ def test_updates_equal_the_equations():
     gradients = [{name: rng.normal(size=p.shape).astype(np.float32) for name, p in params.items()} for _ in range(3)]
     options = optim.Options("muon", lr=0.1, schedule={"decay_type": "constant"}, wd=0.01, wd_mults=((".*", 1.0),))
     tree = unflatten_dict(params, sep="/")
-    tx, _ = optim.make(tree, 10, options)
+    tx, *_ = optim.make(tree, 10, options)
     state = tx.init(tree)
     for g in gradients:
         updates, state = jit(tx.update)(unflatten_dict(g, sep="/"), state, tree)

@@ -27,7 +27,7 @@ GRADS = [jax.tree.map(lambda p, s=s: 0.1 * (s + 1) * jnp.cos(p + s), PARAMS) for
 
 def train(**options):
     """Return the parameters after four gradients."""
-    tx, _ = optim.make(PARAMS, 4, optim.Options(**options))
+    tx, *_ = optim.make(PARAMS, 4, optim.Options(**options))
     params, state = PARAMS, tx.init(PARAMS)
     for grads in GRADS:
         updates, state = tx.update(grads, state, params)
@@ -87,7 +87,7 @@ def test_bfloat16_momentum_stays_near_float32():
 
 def test_frozen_parameters_have_no_optimizer_state():
     def numbers(**options):
-        tx, _ = optim.make(PARAMS, 4, optim.Options(**options))
+        tx, *_ = optim.make(PARAMS, 4, optim.Options(**options))
         return sum(x.size for x in jax.tree.leaves(tx.init(PARAMS)))
 
     assert numbers() - numbers(frozen=["block/.*"]) == 2 * 4

@@ -113,7 +113,7 @@ def test_schedule_and_optimizer_are_those_of_the_simulation_over_all_steps():
     """Learning rate, Adam with a mean in bfloat16, clipping, weight decay and averaged parameters."""
     total, warmup = 20_000, 2_000
     config = configs.load(SPEC, [f"total_steps={total}", f"schedule.warmup_steps={warmup}"])
-    optimizer, schedule = make_optimizer(config, PARAMS, Durations(1024, 1_268_355, total))
+    optimizer, schedule, _ = make_optimizer(config, PARAMS, Durations(1024, 1_268_355, total))
     factor, grads = simulated_factor(np.arange(total), total, warmup), gradients(total)
     expected, expected_average, clipped = simulated(config, factor, grads)
     found, average = optimized(optimizer, grads)

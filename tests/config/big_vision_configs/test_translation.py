@@ -297,7 +297,7 @@ def test_parameters_without_schedule_are_frozen(rules, trained, library_promotio
     """The first regex that matches a whole name counts."""
     config, _ = big_vision.translate(merged({"schedule": rules}))
     options = optim.Options("trace", {"decay": 0.0}, 1.0, config["schedule"], wd=0.5, frozen=config["frozen"])
-    optimizer, _ = optim.make(PARAMS, 5, options)
+    optimizer, *_ = optim.make(PARAMS, 5, options)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), optimizer.init(PARAMS), PARAMS)
     assert {f"{name}/kernel" for name in PARAMS if updates[name]["kernel"].any()} == trained
 
