@@ -55,7 +55,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.load.KEYS`."""
+    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.keys.KEYS`."""
 
     ckpt_keep: int
     ckpt_best: Sequence[str]
