@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_models import jit
-from trained_workdirs import LM_TINY, TINY
+from trained_workdirs import LM_TINY, TINY, load_params
 
 from dcvit import cli, train
 from dcvit.config import load as configs
@@ -21,6 +21,12 @@ from dcvit.training.setup import make_setup
 def same(a, b):
     """Return True if two trees of arrays are equal bit for bit."""
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def same_runs(one, other):
+    """Return True if two workdirs have equal metrics and, in the last checkpoint, equal parameters bit for bit."""
+    logs = {(workdir / "metrics.jsonl").read_bytes() for workdir in (one, other)}
+    return len(logs) == 1 and same(load_params(one), load_params(other))
 
 
 def small_setup(**overrides):

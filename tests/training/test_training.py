@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 from trained_workdirs import TEXT, load_params
-from training_runs import digits_command, interrupted_before, lm_command, same, small_setup
+from training_runs import digits_command, interrupted_before, lm_command, same, same_runs, small_setup
 
 from dcvit.config import values
 from dcvit.hub.saved import open_saved
@@ -71,8 +71,7 @@ def test_interrupted_run_resumes_to_the_same_bits(complete, digits_run, monkeypa
     with interrupted_before(monkeypatch, None) as steps:
         status, workdir = digits_run("interrupted", **RANDOM)
     assert (status, steps) == (0, [4, 5, 6])  # from the checkpoint of step 3
-    assert same(load_params(complete), load_params(workdir))
-    assert (complete / "metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
+    assert same_runs(complete, workdir)
     seconds = [row["seconds"] for row in metrics.read(workdir / "timing.jsonl")]
     assert seconds == sorted(seconds)  # the wall time counts on
     assert len(seconds) == 3
@@ -102,8 +101,7 @@ def test_stop_during_the_last_evaluation_loses_neither_step_nor_row(complete, di
     assert saved_steps(workdir) == [6]
     assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
     assert digits_run("stopped", ckpt_steps=100, **RANDOM)[0] == 0
-    assert (workdir / "metrics.jsonl").read_bytes() == (complete / "metrics.jsonl").read_bytes()
-    assert same(load_params(workdir), load_params(complete))
+    assert same_runs(workdir, complete)
 
 
 @pytest.mark.exhaustive
@@ -112,10 +110,8 @@ def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_pat
     with interrupted_before(monkeypatch, 5):
         assert lm_command(tmp_path / "interrupted", **TEXT) == 130
     assert lm_command(tmp_path / "interrupted", **TEXT) == 0
-    one, other = lm_workdir, tmp_path / "interrupted"
-    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
-    assert same(load_params(one), load_params(other))
-    rows = metrics.read(one / "metrics.jsonl")
+    assert same_runs(lm_workdir, tmp_path / "interrupted")
+    rows = metrics.read(lm_workdir / "metrics.jsonl")
     assert rows[-1]["validation/bits_per_byte"] < rows[0]["validation/bits_per_byte"] <= 8.1
 
 
