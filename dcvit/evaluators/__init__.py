@@ -41,7 +41,7 @@ class Evaluator(Protocol):
 
     columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
     source: input_pipeline.Source  # the data
-    example: jax.ShapeDtypeStruct  # a model input of one example; set after construction by `dcvit.training.setup`
+    example: jax.ShapeDtypeStruct  # a model input of one example; set after construction by `dcvit.hub.evaluate`
 
     @property
     def metrics(self) -> tuple[str, ...]:

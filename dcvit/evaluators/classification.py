@@ -82,7 +82,7 @@ class Evaluator:
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "mean_recall", "loss", "n")  # `run` omits those that say nothing about the data
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):

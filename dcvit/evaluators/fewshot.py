@@ -78,7 +78,7 @@ class Evaluator:
 
     target = ("label", 0)  # key of the preprocessed label, and its rank
     columns = IMAGE_COLUMNS
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.

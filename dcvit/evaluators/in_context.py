@@ -53,7 +53,7 @@ class Evaluator:
 
     columns = ("accuracy", "loss", "perplexity", "answers", "tokens", "rows_per_second")
     metrics = columns[:-1]
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.

@@ -87,7 +87,7 @@ class Evaluator:
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = COLUMNS
     metrics = ("mean_ap", "f1_macro", "f1_micro", "loss", "n")
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
