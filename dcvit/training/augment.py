@@ -24,15 +24,7 @@ ATTEMPTS = 10  # sizes of a rectangle that are drawn until one fits into the ima
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of a batch; each field is a key of a run's config, with the name of timm's option.
-
-    Fields:
-      mixup: α of the distribution Beta(α, α) from which mixup draws λ; 0: no mixup.
-      cutmix: the same for cutmix.
-      mixup_switch_prob: probability that a batch gets cutmix instead of mixup, if both are on.
-      reprob: probability that a rectangle of an image is erased.
-      remode: values of the erased pixels: "pixel", standard normal noise, or "const", zeros.
-    """
+    """Augmentation of a batch; each field is a key of a config, with timm's name; see `dcvit.config.keys.KEYS`."""
 
     mixup: float = 0.0
     cutmix: float = 0.0

@@ -277,22 +277,9 @@ TRANSFORMATIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `make`; each is a key of a config.
+    """Options of `make`: keys of a config, which `dcvit.config.keys.KEYS` describes.
 
-    Fields:
-      optax_name: a key of `TRANSFORMATIONS`.
-      optax: its arguments.
-      lr: peak learning rate.
-      schedule: arguments of the function `schedule`.
-      wd: weight decay.
-      wd_times_lr: multiply the weight decay by `lr`, as AdamW does.
-      wd_mults: pairs (regex of the whole parameter name, multiplier of `wd`). The first match counts; no match: 0.
-      lr_mults: pairs (regex of the whole parameter name, multiplier of `lr`). The first match counts; no match: 1.
-      layer_decay: factor of the learning rate and the weight decay from one layer to the one below; 1: none. See
-        `layer_scales`.
-      frozen: regexes of parameters that are not trained; they do not contribute to the norm of clipping.
-      freeze_layers: the embeddings and so many blocks, from the first one, are not trained either; None: none.
-      grad_clip_norm: the global norm to which gradients are clipped; None: no clipping.
+    The duration of a schedule is in steps. Frozen parameters do not contribute to the norm of clipping.
     """
 
     optax_name: str = "scale_by_adam"
