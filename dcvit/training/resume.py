@@ -115,7 +115,9 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
-    about |= _base_of_adapters(setup, folder) | _teacher(setup)
+    about |= _base_of_adapters(setup, folder)
+    if setup.task.distillation:
+        about[TEACHER] = setup.task.distillation.identity()
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
         for name, key in (("base", "model_init"), (TEACHER, "distill.teacher")):
@@ -190,11 +192,6 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     if setup.run_teacher:
         teacher = setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
     return Start(0, {}, shapes, loaded, teacher)
-
-
-def _teacher(setup: Setup) -> identity.Record:
-    """Return the entry of a checkpoint's description with the teacher's checksums; {} without one."""
-    return {TEACHER: setup.task.distillation.identity()} if setup.task.distillation else {}
 
 
 def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
