@@ -176,11 +176,6 @@ class MetricWriter:
         if new:
             self.trackers.write(step, {**metrics, **(timing or {})})
 
-    @property
-    def last_step(self) -> int:
-        """The last step in `metrics.jsonl`; -1 if it is empty."""
-        return self.metrics.last_step
-
     def flush(self) -> None:
         """Return when everything written so far would survive a kill."""
         self.metrics.flush()

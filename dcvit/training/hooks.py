@@ -79,7 +79,7 @@ class MetricsHook(Hook):
         for row in multihost.gather("history", history)[0]:
             self.progress.best.update(row["step"], row)
             self.progress.early.update(row["step"], row)
-        last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
+        last = multihost.gather("rows", run.writer.metrics.last_step if run.writer else 0)[0]
         evaluators, logs = self._due(start.step)
         if last < start.step and (evaluators or logs):
             self._record(start.step, state, start.about["row"], evaluators, {})
