@@ -13,16 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import (
-    IMAGE_COLUMNS,
-    Batch,
-    DeviceBatch,
-    Predict,
-    Row,
-    TimedFunction,
-    batches,
-    image_columns,
-)
+from dcvit.evaluators import IMAGE_COLUMNS, Batch, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 from input_pipeline.source import labels_of
