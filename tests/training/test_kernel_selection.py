@@ -17,7 +17,12 @@ from dcvit.parallel import multihost
 from dcvit.runs import steps
 from dcvit.training import kernels
 
-TRAIN = ["train", "--config", "vit_digits:attention=dcmha", "--config.total_steps=3", "--config.total_epochs=None"]
+TRAIN = [
+    "train", "--config", "vit_digits:attention=dcmha", "--config.total_steps=3", "--config.total_epochs=None",
+    "--config.model.depth=1", "--config.model.mlp_dim=16", "--config.tensorboard=False",
+]  # fmt: skip
+
+STEP_ONLY = "--config.evals={}"
 
 
 def start(kernel, workdir, cache, *words):
@@ -50,7 +55,7 @@ def train_in_two_processes(kernels, workdir, caches):
         address = f"localhost:{free.getsockname()[1]}"
     words = [("--coordinator", address, "--num_processes", "2", "--process_id", str(i)) for i in range(2)]
     each = zip(kernels, caches, words, strict=True)
-    return finish(*(start(kernel, workdir, cache, *some) for kernel, cache, some in each))
+    return finish(*(start(kernel, workdir, cache, STEP_ONLY, *some) for kernel, cache, some in each))
 
 
 def chosen(workdir):
@@ -91,7 +96,7 @@ def test_a_run_completes_without_a_kernel_that_misbehaves(kernel, plain, tmp_pat
 def test_two_processes_that_disagree_run_what_process_0_selects(both, is_selected, line, tmp_path):
     """The kernel is right on one of two chips. Process 1 has a verdict on its own chip."""
     caches = [tmp_path / "0", tmp_path / "1"]
-    status, text = train(both[1], tmp_path / "alone", caches[1], "--config.input.batch_size=32")
+    status, text = train(both[1], tmp_path / "alone", caches[1], "--config.input.batch_size=32", STEP_ONLY)
     assert status == 0, text
     runs = train_in_two_processes(both, tmp_path / "run", caches)
     text = "".join(text for _, text in runs)
