@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -13,6 +12,7 @@ from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
+from dcvit.parallel.trees import flattened
 
 FILE = """
 from ml_collections import ConfigDict
@@ -83,12 +83,6 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     assert json.loads(again.to_json()) == json.loads(config.to_json())
 
 
-def flat(config):
-    """Return the values by their whole keys."""
-    leaves = jax.tree_util.tree_leaves_with_path(config.to_dict(), is_leaf=lambda x: x is None)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "changed"),
     [
@@ -101,7 +95,7 @@ def flat(config):
     ],
 )
 def test_argument_of_a_config_changes_its_keys_and_nothing_else(name, arguments, changed):
-    usual, other = flat(configs.load(name)), flat(configs.load(f"{name}:{arguments}"))
+    usual, other = (flattened(configs.load(spec).to_dict()) for spec in (name, f"{name}:{arguments}"))
     assert other == usual | changed
 
 

@@ -14,6 +14,7 @@ from dcvit import cli, errors, generate, tokenize, train
 from dcvit.config import load as configs
 from dcvit.hub import kinds
 from dcvit.models.presets import PRESETS
+from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics
 from dcvit.training import optim, setup
 
@@ -61,8 +62,7 @@ def test_recipe_is_that_of_the_released_configs():
     assert rates["DCFormer++-2.8B"] == 3.2e-4
     shapes = setup.param_shapes(kinds.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
     decays = optim.first_match(shapes, config.wd_mults, 0.0, "wd_mults")
-    for path, rate in jax.tree_util.tree_leaves_with_path(decays):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, rate in by_name(decays).items():
         assert rate == (0.0 if name.endswith(("scale", "bias")) else 1.0), name
 
 

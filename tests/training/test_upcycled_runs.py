@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 
-import jax
 import pytest
 from trained_workdirs import load_params
 
@@ -13,6 +12,7 @@ from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models.upcycling import COMPOSITION
+from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics
 from dcvit.training.model import make_loader
 
@@ -25,10 +25,6 @@ def upcycle(init, workdir, arguments="", *overrides):
     return cli.run(train.main, ["--config", f"upcycle:init={init}{arguments}", "--workdir", str(workdir), *words])
 
 
-def names(params):
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)}
-
-
 @pytest.mark.weekly
 def test_run_of_images_starts_with_the_metrics_of_the_plain_run_and_new_compositions(digits_workdir, tmp_path):
     run = tmp_path / "run"
@@ -37,8 +33,8 @@ def test_run_of_images_starts_with_the_metrics_of_the_plain_run_and_new_composit
     assert after[0]["step"] == 0
     assert after[0]["test/loss"] == pytest.approx(before[-1]["test/loss"], abs=1e-6)
     assert after[0]["num_params"] > before[0]["num_params"]
-    gained = {name for name in names(load_params(run)) if COMPOSITION.fullmatch(name)}
-    assert gained == names(load_params(run)) - names(load_params(digits_workdir))
+    old, new = (by_name(load_params(workdir)).keys() for workdir in (digits_workdir, run))
+    assert new - old == {name for name in new if COMPOSITION.fullmatch(name)}
 
 
 def test_plain_run_in_a_composed_model_is_one_line_that_names_the_option(digits_workdir, tmp_path, capsys):
