@@ -171,12 +171,8 @@ def test_one_label_with_unknown_ones_trains_with_a_softmax(data, tmp_path, capsy
 
 INVALID = [
     ("sep=|,val=vla", {}, "no row has 'vla' in the column 'split'; did you mean 'val'?"),
-    ("sep=|", {"class_weights": "blanced"}, "config.class_weights='blanced' should be 'balanced', or finite numbers"),
-    ("sep=|", {"class_weights": "(1.0, 2.0)"}, "config.class_weights has 2 number(s), but there are 3 classes"),
     ("sep=|", {"loss": "softmax_xent", "pos_weight": None}, "type='multilabel' is for loss='sigmoid_xent'"),
-    ("sep=|", {"loss": "softmax_xent"}, "config.pos_weight is for loss='sigmoid_xent', not 'softmax_xent'"),
     ("sep=|", {"evals.val.thresholds": "(0.5, 2)"}, "should be a probability from 0 to 1"),
-    ("sep=|", {"evals.val.thresholds": "(0.5, 0.2)"}, "config.evals.val.thresholds has 2 number(s), but there are 3"),
     ("sep=|", {"evals.val.data.split_column": "fold"}, "no column 'fold'"),
     ("sep=|,labels=colour", {}, "has no column 'colour'"),
     ("labels='red,blue'", {}, "has no column 'red'"),
