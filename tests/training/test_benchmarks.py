@@ -95,9 +95,7 @@ def test_steps_are_timed_in_random_order_and_the_first_of_each_turn_is_not_timed
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     steps = {name: functools.partial(order.append, name) for name in "abc"}
     assert timing.interleaved(steps, 20) == {name: [1.0] * 20 for name in "abc"}
-    turns = list(itertools.batched(order, 6)) if hasattr(itertools, "batched") else [
-        tuple(order[i : i + 6]) for i in range(0, len(order), 6)
-    ]  # fmt: skip
+    turns = [tuple(order[i : i + 6]) for i in range(0, len(order), 6)]
     assert all(collections.Counter(turn) == dict.fromkeys("abc", 2) and turn[::2] == turn[1::2] for turn in turns)
     assert len({*turns}) > 3
     before = [*order]
