@@ -34,7 +34,7 @@ from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
 from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
 from dcvit.hub.kinds import check_loss, kind_of, with_text
-from dcvit.models import lm, losses, pixels
+from dcvit.models import Params, lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
@@ -46,7 +46,6 @@ from input_pipeline.preprocess.builder import decoded_as
 from input_pipeline.preprocess.packing import Packing
 
 Batch = dict[str, Any]  # arrays, or trees of arrays
-Params = Mapping[str, Any]
 Loss = Callable[[Params, Batch, jax.Array], jax.Array]  # (parameters, prepared batch, dropout key) -> mean loss
 STAND_IN_EXAMPLES = 1_000_000
 
