@@ -1,14 +1,12 @@
 """Classification evaluator: equal to counting by hand, for any batch size and device count."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, numbered
+from sources import ListSource, look_up, mesh_of, numbered
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
-from dcvit.parallel.sharding import make_mesh
 
 CLASSES = 10
 
@@ -19,11 +17,6 @@ LABELS = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.ar
 
 TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
 PARAMS = {"table": jnp.asarray(TABLE)}
-
-
-def predict(params, images):
-    """Look up the logits of example i in a table."""
-    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
 
 
 def by_hand(present=slice(None), every=LABELS):
@@ -44,8 +37,7 @@ PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
 
 
 def evaluator(devices=1, **options):
-    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
-    return Evaluator(predict, mesh, Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
+    return Evaluator(look_up, mesh_of(devices), Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
 
 
 def set_source(monkeypatch, labels, **options):

@@ -7,21 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource
+from sources import ListSource, mesh_of
 
 import input_pipeline
 from dcvit import evaluators
 from dcvit.models import vit
-from dcvit.parallel.sharding import make_mesh
 
 # 23 rows of tokens, as a language model reads them; two of them are unreadable.
 ROWS = ListSource(
     [{"tokens": np.full(5, i, np.int32), "is_target": np.arange(5) > i % 5} for i in range(23)], corrupt=(3, 22)
 )
-
-
-def mesh_of(devices):
-    return make_mesh([("data", -1)], jax.devices()[:devices])
 
 
 @pytest.mark.parametrize(("batch", "devices", "size"), [(1, 1, 1), (7, 1, 7), (1, 8, 8), (9, 8, 16), (64, 8, 64)])

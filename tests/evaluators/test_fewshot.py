@@ -1,15 +1,13 @@
 """Few-shot evaluator: equal to ridge regression in numpy's float64, for any batch size and device count."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, numbered
+from sources import ListSource, mesh_of, numbered
 
 import input_pipeline
 from dcvit.errors import ConfigError
 from dcvit.evaluators.fewshot import Evaluator, Options, linear_scores
-from dcvit.parallel.sharding import make_mesh
 
 PP = "value_range(0, 255)|keep('image', 'label')"
 WIDTH, CLASSES = 12, 4
@@ -40,9 +38,8 @@ def evaluate(table=TABLE, devices=1, **options):
         halves = features.reshape(len(images), 2, -1)
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
-    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     options = {"data": {"kind": "train"}, "test_data": {"kind": "test"}, "batch_size": 64, "pp": PP, **options}
-    evaluator = Evaluator(predict, mesh, Options(**options))
+    evaluator = Evaluator(predict, mesh_of(devices), Options(**options))
     return evaluator.run({"table": jnp.asarray(table)})
 
 
@@ -151,7 +148,6 @@ def test_features_of_padding_are_refused(monkeypatch):
 
     pp = "patches(1, 16)|value_range(0, 255)|keep('image', 'grid', 'label')"
     options = {"data": {}, "test_data": {}, "shots": (2,), "batch_size": 12, "pp": pp}
-    mesh = make_mesh([("data", -1)], jax.devices()[:1])
-    assert Evaluator(predict, mesh, Options(**options)).run({})["n"] == 12
+    assert Evaluator(predict, mesh_of(1), Options(**options)).run({})["n"] == 12
     with pytest.raises(ConfigError, match="'encoded' is of each token, with padding of the op patches: choose one of"):
-        Evaluator(predict, mesh, Options(**options, representation="encoded")).run({})
+        Evaluator(predict, mesh_of(1), Options(**options, representation="encoded")).run({})

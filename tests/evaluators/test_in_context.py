@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource
+from sources import ListSource, mesh_of
 
 from dcvit.errors import ConfigError
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
-from dcvit.parallel.sharding import make_mesh
 
 VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
 
@@ -67,8 +66,9 @@ def evaluator(monkeypatch):
         source = ListSource(make_rows())
         source.task_names = TASKS
         monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: source)
-        mesh = make_mesh([("data", -1)], jax.devices()[:devices])
-        return in_context.Evaluator(predict, mesh, in_context.Options(data={"kind": "rows"}, batch_size=batch_size))
+        return in_context.Evaluator(
+            predict, mesh_of(devices), in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
+        )
 
     return build
 
@@ -104,7 +104,6 @@ def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
 
 
 def test_data_without_tasks_is_an_error():
-    mesh = make_mesh([("data", -1)], jax.devices()[:1])
     options = in_context.Options(data={"kind": "stdlib", "split": "validation", "context": 16})
     with pytest.raises(ConfigError, match="'in_context' needs tasks; data of kind 'stdlib' has none"):
-        in_context.Evaluator(predict, mesh, options)
+        in_context.Evaluator(predict, mesh_of(1), options)

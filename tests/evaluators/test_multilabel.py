@@ -1,13 +1,12 @@
 """Multi-label evaluator: equal to scikit-learn, for any batch size and device count, without unknown labels."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from scipy.special import expit
 from sklearn import metrics
-from sources import ListSource
+from sources import ListSource, look_up, mesh_of
 
 import input_pipeline
 from dcvit.config import load as configs
@@ -15,7 +14,6 @@ from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
 from dcvit.evaluators.multilabel import Evaluator, Options, average_precision, best_thresholds, measures, rank
 from dcvit.hub.evaluate import make_evaluators
-from dcvit.parallel.sharding import make_mesh
 
 N, CLASSES = 61, 5
 RNG = np.random.default_rng(0)
@@ -29,11 +27,6 @@ PARAMS = {"table": jnp.asarray(LOGITS)}
 THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
 
 
-def predict(params, images):
-    """Look up the logits of example i in a table."""
-    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
-
-
 def ranked(logits, labels):
     """Return copies in the order of `rank`."""
     found = logits.copy(), labels.copy()
@@ -44,9 +37,8 @@ def ranked(logits, labels):
 def evaluator(monkeypatch, labels, devices=1, **options):
     examples = [{"image": np.full((1, 1, 1), i, np.uint8), "labels": row} for i, row in enumerate(labels)]
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(examples))
-    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     pp = "value_range(0, 255)|keep('image', 'labels')"
-    return Evaluator(predict, mesh, Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
+    return Evaluator(look_up, mesh_of(devices), Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
 
 
 def expected(labels, thresholds):
@@ -175,7 +167,7 @@ def test_thresholds_are_those_of_the_models_classes_also_if_the_data_names_fewer
     config = configs.load("vit_digits", ["num_classes=12", "loss=sigmoid_xent"])
     config = replaced(config, evals=ConfigDict({"test": options}))
     if count == 12:
-        assert make_evaluators(config, predict, make_mesh([("data", -1)]))["test"].thresholds == [0.5] * 12
+        assert make_evaluators(config, look_up, mesh_of(8))["test"].thresholds == [0.5] * 12
         return
     with pytest.raises(ConfigError, match=r"config.evals.test.thresholds has 10 number\(s\), but there are 12 classes"):
-        make_evaluators(config, predict, make_mesh([("data", -1)]))
+        make_evaluators(config, look_up, mesh_of(8))

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from report_examples import predict, source_of
+from report_examples import source_of
 from scipy import optimize, special
 from sklearn import metrics
+from sources import look_up
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
@@ -36,7 +37,7 @@ def observed(monkeypatch, axes=ONE, batch=32, loss="softmax_xent", table=TABLE):
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: source_of(LABELS))
     pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
     mesh = make_mesh([*axes.items()], jax.devices()[: math.prod(axes.values())])
-    evaluator = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=batch, loss=loss))
+    evaluator = Evaluator(look_up, mesh, Options(data={}, pp=pp, batch_size=batch, loss=loss))
     evaluator.observer = outcomes = Outcomes(sigmoid=loss == "sigmoid_xent")
     return evaluator.run({"table": jnp.asarray(table)}), outcomes
 

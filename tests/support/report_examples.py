@@ -1,6 +1,5 @@
 """Evaluations for tests of the report: a classifier whose logits are a table, and pages of made-up results."""
 
-import jax.numpy as jnp
 import numpy as np
 from sources import ListSource, numbered
 
@@ -17,11 +16,6 @@ HOSTILE = (
 def source_of(labels):
     """Return examples whose image is their number, with the given labels."""
     return ListSource(numbered([np.atleast_1d(np.array(label, int)) for label in labels], side=2))
-
-
-def predict(params, images):
-    """Look up the logits of example i in a table."""
-    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
 
 
 def evaluation(classes, images=400, size=8, names=None, sigmoid=False, dtype=np.uint8, accuracy=0.7, name="test"):
