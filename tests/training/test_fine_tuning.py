@@ -6,10 +6,7 @@ import numpy as np
 import optax
 import pytest
 from small_models import random_params, stack_blocks
-from trained_workdirs import load_params
 from training_runs import (
-    digits_command,
-    interrupted_before,
     make_step,
     refusal,
     same,
@@ -96,9 +93,9 @@ def test_decay_multiplies_lr_mults_and_the_decay_of_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm(scan):
-    recipe = {"model.depth": 2, "model.scan": scan, "schedule": {"decay_type": "constant"}}
+def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm():
+    """Some arrays are frozen as a whole, others for the first of two scanned layers."""
+    recipe = {"model.depth": 2, "model.scan": True, "schedule": {"decay_type": "constant"}}
     whole, batch, update = make_step(small_setup(**recipe))
     state, _, frozen_update = make_step(small_setup(**recipe, freeze_layers=1, layer_decay=0.5))
     after, metrics = frozen_update(state, batch)
@@ -112,8 +109,8 @@ def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm(scan):
 def test_the_backward_pass_ends_at_the_frozen_layers():
     """With all blocks frozen, only the forward pass is left, a third of the operations."""
     flops = []
-    for frozen in (None, 2, 4):
-        setup = small_setup(**{"model.depth": 4, "model.width": 64}, freeze_layers=frozen)
+    for frozen in (None, 1, 2):
+        setup = small_setup(**{"model.depth": 2, "model.width": 64}, freeze_layers=frozen)
         state, batch, update = make_step(setup)
         flops.append(update.lower(state, batch).compile().cost_analysis()["flops"])
     assert flops[1] / flops[0] == pytest.approx(2 / 3, abs=0.02)
@@ -154,31 +151,11 @@ def test_warm_up_of_the_average_counts_updates_and_not_skipped_steps():
     assert not same(state.ema, state.params)
 
 
-@pytest.mark.slow
-def test_fine_tuning_resumes_to_the_same_bits(digits_run, tmp_path, monkeypatch):
-    recipe = {"layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True, "model.depth": 2}
-    recipe |= {"model.scan": True, "mixup": 0.2}
-    assert digits_command(tmp_path / "complete", **recipe) == 0
-    with interrupted_before(monkeypatch, 5):
-        assert digits_run("interrupted", **recipe)[0] == 130
-    status, workdir = digits_run("interrupted", **recipe)
-    assert status == 0
-    assert same(load_params(tmp_path / "complete"), load_params(workdir))
-    assert (tmp_path / "complete/metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
-
-
 START = {"model_init": "absent", "model.depth": 2}
 LORA = {"lora.rank": 2, "lora.targets": ".*block_1/.*/query/kernel", "wd": 0.0}
 BAD = {
     "no decay": ({"layer_decay": 0.0}, "config.layer_decay=0.0 should be in (0, 1]"),
-    "growth": ({"layer_decay": 1.1}, "config.layer_decay=1.1 should be in (0, 1]"),
-    "word": ({"layer_decay": "'x'"}, "config.layer_decay='x' should be of type float"),
     "negative": ({"freeze_layers": -1}, "config: freeze_layers=-1 should be in 0 … 1, the number of blocks"),
-    "too many": ({"freeze_layers": 3, "model.depth": 2}, "freeze_layers=3 should be in 0 … 2, the number of blocks"),
-    "no average": (
-        {"ema_warmup": True},
-        "config.ema_warmup=True needs an average of the weights: set config.ema_decay",
-    ),
     "everything": (
         {"freeze_layers": 1, "frozen": ["head/.*", "Transformer/encoder_norm/.*"]},
         "config: freeze_layers=1 leaves no parameter to train",

@@ -10,6 +10,7 @@ from small_models import jit
 from training_runs import interrupted_before, refusal, same_runs, small_lm_setup, steps_on_meshes
 
 from dcvit.models import lm, vit
+from dcvit.parallel.trees import by_name
 from dcvit.training import optim
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -31,11 +32,6 @@ OTHERS = {
     "embedding/embedding": (9, 6),
     "head/kernel": (6, 9),
 }
-
-
-def flat_of(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def orthogonalized(x, steps):
@@ -78,7 +74,7 @@ def test_updates_equal_the_equations():
     state = tx.init(tree)
     for g in gradients:
         updates, state = jit(tx.update)(unflatten_dict(g, sep="/"), state, tree)
-    for name, update in flat_of(updates).items():
+    for name, update in by_name(updates).items():
         wanted = -(0.1 * expected(gradients, name) + 0.01 * params[name])
         np.testing.assert_allclose(update, wanted, rtol=1e-3, atol=1e-4, err_msg=name)
 
@@ -94,7 +90,7 @@ def test_muon_updates_the_projections_and_mlps_and_nothing_else(name):
     model, shape = MODELS[name]
     example = jnp.zeros(shape, jnp.float32 if name == "vit" else jnp.int32)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), example)["params"])
-    axes = flat_of(jax.tree.map(lambda a: a is not None, optim.muon_matrices(shapes), is_leaf=lambda x: x is None or
+    axes = by_name(jax.tree.map(lambda a: a is not None, optim.muon_matrices(shapes), is_leaf=lambda x: x is None or
                                 isinstance(x, optax.contrib.MuonDimensionNumbers)))  # fmt: skip
     chosen = {"/".join(n.split("/")[-2:]) for n, is_muon in axes.items() if is_muon}
     mlp = {"Dense_0/kernel", "Dense_1/kernel", "pre_logits/kernel"} if name == "vit" else {
@@ -107,20 +103,22 @@ def test_muon_updates_the_projections_and_mlps_and_nothing_else(name):
 
 def test_sharded_state_trains_as_one_device():
     """The momentum is sharded as its parameters."""
-    options = {"optax_name": "muon", "optax": {}, "model.compose": "both", "input.batch_size": 16, "lr": 0.01}
-    options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32}
+    options = {"optax_name": "muon", "optax": {"ns_steps": 1}, "model.compose": "pre", "input.batch_size": 16}
+    options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32, "lr": 0.01}
     found = [after for _, after in steps_on_meshes(1, **options)]
     for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-4)
-    momenta = {name: x for name, x in flat_of(found[1].opt_state).items() if "/mu/" in name}
-    for name, p in flat_of(found[1].params).items():
+    momenta = {name: x for name, x in by_name(found[1].opt_state).items() if "/mu/" in name}
+    for name, p in by_name(found[1].params).items():
         (momentum,) = (x for path, x in momenta.items() if path.endswith("/mu/" + name))
         assert momentum.sharding == p.sharding
     assert any("fsdp" in p.sharding.spec for p in jax.tree.leaves(found[1].params))
 
 
 def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
-    options = {"optax_name": "muon", "optax": {"mu_dtype": "bfloat16"}, "frozen": ["embedding/.*"]}
+    """Also with layers that are scanned and partly frozen, and with an average of the weights that warms up."""
+    options = {"optax_name": "muon", "optax": {"mu_dtype": "bfloat16", "ns_steps": 1}, "model.depth": 2}
+    options |= {"model.scan": True, "layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True}
     status, complete = digits_run("complete", **options)
     assert status == 0
     with interrupted_before(monkeypatch, 5):
