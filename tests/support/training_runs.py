@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -71,21 +72,27 @@ def nats(net, params, tokens):
     return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
 
 
+def steps_of(run, count):
+    """Return the state before and after the first steps of a setup on its mesh, and the metrics of the last."""
+    mesh, data, teacher = run.model.mesh, run.data, run.run_teacher
+    shapes = step.state_shapes(run)
+    with jax.set_mesh(mesh):
+        state = jax.jit(
+            lambda: step.initial_state(run, step.init_params(run, jax.random.key(0))),
+            out_shardings=jax.tree.map(lambda s: s.sharding, shapes.replace(teacher=None)),
+        )()
+        state = state.replace(teacher=teacher and teacher.load(mesh, run.model.strategy))
+        before, update = jax.device_get(state), step.jit_update(run, shapes)
+        for batch in itertools.islice(data.batches(0), count):
+            state, metrics = update(state, sharding.put_batch(batch, mesh, data.batch_size))
+    return before, state, metrics
+
+
 def steps_on_meshes(count, **overrides):
     """Yield the state before and after some steps of a small model: replicated, and sharded over eight devices."""
     for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
-        run = small_setup(**overrides, **mesh)
-        shapes = step.state_shapes(run)
-        with jax.set_mesh(run.model.mesh):
-            state = jax.jit(
-                lambda run=run: step.initial_state(run, step.init_params(run, jax.random.key(0))),
-                out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
-            )()
-            before, update = jax.device_get(state), step.jit_update(run, shapes)
-            batch = sharding.put_batch(next(run.data.batches(0)), run.model.mesh, overrides["input.batch_size"])
-            for _ in range(count):
-                state, _ = update(state, batch)
-        yield before, state
+        before, after, _ = steps_of(small_setup(**overrides, **mesh), count)
+        yield before, after
 
 
 @functools.cache
