@@ -110,7 +110,8 @@ def dynamic_weights(
     pre_activations = x @ _padded(joined)
     active = jnp.tanh(pre_activations)
     if hidden:
-        is_hidden = _column(pre_activations) < layout[-1].hidden.stop
+        column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, pre_activations.shape[2]), 2)
+        is_hidden = column < layout[-1].hidden.stop
         active = jnp.where(is_hidden, jax.nn.gelu(pre_activations, approximate=gelu == "tanh"), active)
     by_side = {side: columns_of(params, side, heads) for side in present}
     fits = sum(c.width for columns in by_side.values() for c in columns) <= REGISTER
@@ -237,8 +238,3 @@ def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I padded"]:
     """
     missing = -w.shape[1] % REGISTER
     return jnp.pad(w, ((0, 0), (0, missing))) if 8 * missing <= w.shape[1] + missing else w
-
-
-def _column(x: Float[Array, "B N columns"]) -> Array:
-    """Return the number of each column, (1, 1, columns)."""
-    return jax.lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)
