@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.numerics import statistics_dtype
+from dcvit.dcmha.numerics import is_float, statistics_dtype
 from dcvit.dcmha.shapes import Array, Float, Shaped
 
 RMS_EPSILON = 1e-6
@@ -169,7 +169,7 @@ def query_map(
 def check_floating(arrays: Mapping[str, Shaped[Array, "..."] | None]) -> None:
     """Raise ValueError with the name of an array that does not have floating-point numbers."""
     for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        if x is not None and not is_float(x):
             raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
 
 

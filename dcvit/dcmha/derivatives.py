@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from dcvit.dcmha.numerics import is_float
 from dcvit.dcmha.shapes import Array
 
 Static = TypeVar("Static", bound=Hashable)
@@ -66,7 +67,7 @@ def differentiable(
             inputs = jax.tree.unflatten(tree, known)[0]
             floats = iter(given)
             leaves, structure = jax.tree.flatten(inputs)
-            each = [next(floats) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+            each = [next(floats) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
             along = jax.tree.unflatten(structure, each)
             return [jax.jvp(functools.partial(forward_mode, static), (inputs,), (along,))[1]]
 
@@ -110,7 +111,7 @@ def _gradients(
 
 def _of_floats(inputs: Inputs, found: Inputs) -> list[Array]:
     """Return the leaves of `found` that belong to floating-point leaves of `inputs`."""
-    return jax.tree.leaves(jax.tree.map(lambda x, g: g if _is_float(x) else None, inputs, found))
+    return jax.tree.leaves(jax.tree.map(lambda x, g: g if is_float(x) else None, inputs, found))
 
 
 def _check_type(name: str, found: Array, expected: Array) -> None:
@@ -122,11 +123,7 @@ def _check_type(name: str, found: Array, expected: Array) -> None:
 
 
 def _zero_tangent(x: Array) -> Array | np.ndarray:
-    return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros_like(x) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
 # The first `count` arguments are known arrays, in which the primitive is not linear. `tangent` maps both kinds of

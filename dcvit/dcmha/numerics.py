@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -19,6 +20,11 @@ MASKED_SCORE = -1e30  # the score of a masked key: finite, and 2^MASKED_SCORE is
 def statistics_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
     """Return the dtype of softmax and norm statistics: float64 for float64 inputs, float32 for all others."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def is_float(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+    """Return True if an array has floating-point numbers."""
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def cdiv(size: int, block: int) -> int:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha import verdicts
+from dcvit.dcmha.numerics import is_float
 from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verdicts import Verdict, Verdicts
 
@@ -281,7 +282,7 @@ def _milliseconds(program: Callable[..., list[Array]], placed: tuple[Tree, Array
 
 def _reference(case: Case, arrays: Tree, cotangent: np.ndarray) -> list[np.ndarray]:
     """Return the output and the gradients of the reference, in float32 and from products at the highest precision."""
-    wide = jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, np.float32)) if _is_float(x) else x, arrays)
+    wide = jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, np.float32)) if is_float(x) else x, arrays)
     with jax.default_matmul_precision("highest"):
         results = jax.jit(_with_gradients(case.reference))(wide, cotangent.astype(np.float32))
     return list(jax.device_get(results))
@@ -292,7 +293,7 @@ def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array]
 
     def run(arrays: Tree, cotangent: Array) -> list[Array]:
         leaves, structure = jax.tree_util.tree_flatten(arrays)
-        places = [i for i, x in enumerate(leaves) if _is_float(x)]
+        places = [i for i, x in enumerate(leaves) if is_float(x)]
 
         def of_floats(*floats: Array) -> Array:
             both = dict(enumerate(leaves)) | dict(zip(places, floats, strict=True))
@@ -313,7 +314,7 @@ def _random_arrays(shapes: Tree) -> Tree:
     random = np.random.default_rng(0)
 
     def fill(path: Sequence[Any], x: jax.ShapeDtypeStruct) -> np.ndarray:
-        if _is_float(x):
+        if is_float(x):
             is_weight = any(getattr(key, "name", "") in ("pre", "post") for key in path)
             return _normal(random, x, 0.3 if is_weight else 1.0)
         if x.dtype == np.int32:
@@ -344,15 +345,11 @@ def _normal(random: np.random.Generator, x: jax.ShapeDtypeStruct, scale: float =
     return found
 
 
-def _is_float(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
 def _bound(shapes: Tree) -> float:
     """Return the largest relative error of a correct result for arrays of these dtypes; see `BOUND`."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     exact = jax.default_backend() == "cpu" or precision in ("highest", "float32")
-    narrow = any(_is_float(x) and x.dtype.itemsize < 4 for x in jax.tree.leaves(shapes))
+    narrow = any(is_float(x) and x.dtype.itemsize < 4 for x in jax.tree.leaves(shapes))
     return BOUND_FLOAT32 if exact and not narrow else BOUND
 
 
