@@ -19,7 +19,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
-from dcvit.dcmha.inputs import Call
+from dcvit.dcmha.inputs import Attend, Call
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 
@@ -31,7 +31,7 @@ def supports(call: Call) -> str | None:
     return call.composition.why_not_foldable(call.inputs.k.shape[2])
 
 
-def run(call: Call, *, attend: Callable[[Call], Array], combine: Combine) -> Float[Array, "B T H D"]:
+def run(call: Call, *, attend: Attend, combine: Combine) -> Float[Array, "B T H D"]:
     """Return the outputs of heads of a `Call` by plain attention, `attend`; `combine` is as in `compose_heads`."""
     inputs, groups = call.inputs, call.options.groups
     q = compose_heads(inputs.q, inputs.pre, groups=groups, combine=combine)

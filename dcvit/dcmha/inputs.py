@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +300,9 @@ class Call:
         """Return the call of plain attention with the queries `q` and the same keys, values, mask and segments."""
         plain = self.inputs._replace(q=q, pre=None, post=None)
         return Call(plain, dataclasses.replace(self.options, groups=1), Composition())
+
+
+Attend: TypeAlias = Callable[[Call], Array]  # a function that computes attention: the outputs of the heads of a call
 
 
 class UnsupportedError(NotImplementedError):

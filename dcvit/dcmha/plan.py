@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from dcvit.dcmha import device, folded, selection
 from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.backends.xla.reference import Dropout
 from dcvit.dcmha.device import map_examples, splits_arrays
-from dcvit.dcmha.inputs import Call, Inputs, Options
+from dcvit.dcmha.inputs import Attend, Call, Inputs, Options
 from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verification import Case, describe, shapes_of
 
@@ -38,7 +38,6 @@ MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may
 # Scores of all heads and examples, 4 GiB in float32. With as many, only dropout holds them on GPUs.
 MAX_GPU_SCORES = 2**30
 
-Implementation: TypeAlias = Callable[[Call], Array]  # a function that computes attention
 # Kinds of calls, by which the table says where a backend is tried: of one query, as in decoding; of few scores without
 # composition on a CPU; all others, and those whose scores are not held on a GPU.
 ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
@@ -288,7 +287,7 @@ def make_case(names: Sequence[str], call: Call) -> Case:
     """Return the `Case` (for verification) whose verdicts determine which of the backends `names` a call uses."""
     arrays = shapes_of(call.inputs)
 
-    def of_arrays(implementation: Implementation) -> Callable[[Inputs], Array]:
+    def of_arrays(implementation: Attend) -> Callable[[Inputs], Array]:
         return lambda inputs: implementation(dataclasses.replace(call, inputs=inputs))
 
     functions = {name: of_arrays(BACKENDS[name].load().run) for name in names}
@@ -333,7 +332,7 @@ def _facts(facts: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in facts.items())
 
 
-def reference_of(inputs: Inputs) -> Implementation:
+def reference_of(inputs: Inputs) -> Attend:
     """Return the implementation with which kernels are compared; for long rows, one that does not hold all scores."""
     return BACKENDS["blockwise"].load().run if is_long(inputs, examples=1) else _by_example
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -10,7 +9,7 @@ import jax
 
 from dcvit.dcmha import Dropout
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Call, Composition, Inputs, make_call
+from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
@@ -164,7 +163,7 @@ class Attention(VariantProjections):
         def attend(call: Call) -> Array:
             return sharded_attention.attention(call, implementation=self.implementation, dropout=dropout)
 
-        maybe_remat: Callable[[Call], Array] = attend
+        maybe_remat: Attend = attend
         if self.remat:
             maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
         if self.heads not in MODULES:

@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from dcvit.dcmha.derivatives import RESULTS
-from dcvit.dcmha.inputs import Call, Inputs
+from dcvit.dcmha.inputs import Attend, Call, Inputs
 from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Float, not_none
 from dcvit.parallel.mesh import axis_size
 
 BY_QUERY = ("q", "q1", "q2", "qg", "queries")  # the fields of `Inputs` with a query axis, which is axis 1
 BY_KEY = ("k", "v", "k1", "k2", "kg", "keys")
-Attend = Callable[[Call], Array]
 
 
 def token_axes(call: Call, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Call, Composition, Inputs
+from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs
 from dcvit.dcmha.kv_cache import positions
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.segments import Segments
@@ -34,8 +34,6 @@ BALANCE = 0.01  # weight of the load-balance loss of "moh_topk": β in the paper
 LOSSES = "losses"  # the collection to which modules sow losses
 DIFF_EPSILON = 1e-5  # of the norm of "diff", as released
 NORM_EPSILON = 1e-12  # least squared length of a value that "xsa" divides by
-
-Attend = Callable[[Call], Array]  # a call of attention -> outputs of its heads
 
 
 class Tokens(NamedTuple):
