@@ -241,12 +241,6 @@ def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
 
 
 @pytest.mark.slow
-def test_a_rotary_embedding_of_other_tokens_raises():
-    with pytest.raises(ValueError, match="of the same tokens"):
-        Attention(4, rotary=2).init(jax.random.key(0), jnp.zeros((2, 5, 16)), jnp.zeros((2, 7, 16)))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "options", "refused"),
     [
