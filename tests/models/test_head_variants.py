@@ -14,6 +14,7 @@ from small_models import (
     assert_trees_close,
     assert_trees_equal,
     jit,
+    make_lm,
     make_tokens,
     param_shapes,
     random_params,
@@ -40,8 +41,7 @@ def make_layer(name, heads, key_heads, **fields):
     fields = {**values_of(net, AttentionFields), **fields}
     layer = Attention(heads, num_key_heads=key_heads, use_bias=False, heads=net.heads, layer=LAYER, **fields)
     x = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
-    return layer, random_params(shapes, std=0.4), x
+    return layer, random_params(param_shapes(layer, jnp.asarray(x, jnp.float32)), std=0.4), x
 
 
 def expected(name, params, x, mask, heads, key_heads, **more):
@@ -147,7 +147,7 @@ def test_layers_outside_the_subset_have_plain_attention(model, layers):
     build, fields, shape = SUBSETS[model]
     some = build(17, heads="lightweight", compose_layers=layers, **fields)
     inputs = make_tokens(*shape) if model == "lm" else jnp.asarray(np.random.default_rng(0).normal(size=shape), "f4")
-    params = random_params(jax.eval_shape(some.init, jax.random.key(0), inputs)["params"])
+    params = random_params(param_shapes(some, inputs))
     blocks = {i: params["Transformer"][f"{'de' if model == 'lm' else 'en'}coderblock_{i}"] for i in range(3)}
     composed = [i for i, block in blocks.items() if "post" in block["MultiHeadDotProductAttention_0"]]
     assert composed == sorted(i % 3 for i in layers)
@@ -254,9 +254,7 @@ def test_head_convolution_inside_groups():
 
 
 def make_net(name, **fields):
-    net = lm.Model(17, heads=name, **{**TINY, **fields})
-    shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return net, random_params(shapes)
+    return make_lm(heads=name, **{**TINY, **fields})
 
 
 def text_loss(net):
@@ -316,7 +314,7 @@ def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, 
         net = vit.Model(3, heads="moh_topk", patch_size=(4, 4), width=16, depth=1, mlp_dim=16, num_heads=4)
         inputs = jnp.asarray(np.random.default_rng(0).normal(size=example), jnp.float32)
         name = "encoderblock_0"
-        params = random_params(jax.eval_shape(net.init, jax.random.key(0), inputs)["params"])
+        params = random_params(param_shapes(net, inputs))
     seen, project = [], Attention.project
     monkeypatch.setattr(Attention, "project", lambda self, x, *rest: seen.append(x) or project(self, x, *rest))
     of_layer = lambda p: (net.apply({"params": p}, inputs, mutable=[head_variants.LOSSES])[1], seen[-1])  # noqa: E731
@@ -345,8 +343,7 @@ def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, 
 def test_the_documented_formulas_give_the_numbers_of_parameters(heads):
     def count(name):
         net = lm.Model(7, heads=name, **{**TINY, "num_heads": heads, "width": 64})
-        shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        return sum(x.size for x in jax.tree.leaves(shapes))
+        return sum(x.size for x in jax.tree.leaves(param_shapes(net, jnp.zeros((1, 2), jnp.int32))))
 
     rows = [line.split(" | ") for line in (ROOT / "docs/heads.md").read_text().splitlines() if line.startswith("| `")]
     formulas = {row[0].strip("|` "): row[3].replace("²", "**2").replace("·", "*") for row in rows if len(row) > 5}
