@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import save_npz
 
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import vit
 from dcvit.models.input_channels import RULES, adapted
 from dcvit.models.trees import param_shapes
-from dcvit.parallel.trees import by_name
 
 KERNEL = np.random.default_rng(0).normal(size=(4, 5, 3, 8)).astype(np.float32)
 NET = vit.Model(3, variant="mu/4", depth=0, num_heads=4, head_zeroinit=False)
@@ -30,11 +30,7 @@ def shapes(channels, net=NET):
 def rgb(tmp_path_factory):
     """A checkpoint of a model of RGB images, and its parameters."""
     found = params(3)
-    np.savez(
-        path := tmp_path_factory.mktemp("rgb") / "rgb.npz",
-        **{name: np.asarray(leaf) for name, leaf in by_name(found).items()},
-    )
-    return str(path), found
+    return save_npz(tmp_path_factory.mktemp("rgb") / "rgb.npz", found), found
 
 
 @pytest.mark.parametrize("rule", RULES)

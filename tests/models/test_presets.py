@@ -12,6 +12,7 @@ from small_models import jit
 
 from dcvit.models import flops, lm
 from dcvit.models.presets import PRESETS
+from dcvit.parallel.trees import by_name
 
 VOCAB = 50_257  # GPT-2's
 COMPOSED = sorted(name for name in PRESETS if name.startswith(("DCFormer", "DCPythia")))
@@ -28,7 +29,7 @@ def trace(net):
     """Return the parameters of a model with one layer as shapes by name; a plan of attention changes none of them."""
     net = net.clone(depth=1, scan=False, window_pattern="none", prefill_window=None, implementation="reference")
     params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.size for p, x in jax.tree.leaves_with_path(params)}
+    return {name: x.size for name, x in by_name(params).items()}
 
 
 def count(net, only=lambda name: True):

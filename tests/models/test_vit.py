@@ -10,20 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import exhaustive
-from small_models import (
-    assert_trees_close,
-    jit,
-    name_of,
-    param_shapes,
-    random_params,
-    save_npz,
-    stack_blocks,
-)
+from small_models import assert_trees_close, jit, param_shapes, random_params, save_npz, stack_blocks
 
 from dcvit.errors import CheckpointError
 from dcvit.models import encoder, layers, vit
 from dcvit.models.attention import Attention
 from dcvit.models.trees import unstack_blocks
+from dcvit.parallel.trees import by_name, shapes_of
 
 SMALL = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4, rank=1)
 IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.float32)
@@ -31,8 +24,7 @@ IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.flo
 
 def shapes(images=(1, 224, 224, 3), num_classes=1000, **fields):
     """Return the names and shapes of the parameters, without computing any."""
-    params = param_shapes(vit.Model(num_classes, **fields), jax.ShapeDtypeStruct(images, jnp.float32))
-    return {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    return shapes_of(param_shapes(vit.Model(num_classes, **fields), jax.ShapeDtypeStruct(images, jnp.float32)))
 
 
 def count(variant=None, **fields):
@@ -249,8 +241,7 @@ def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_ne
     np.testing.assert_allclose(scanned_logits, logits, rtol=1e-5, atol=1e-5)
     assert_trees_close(unstack_blocks(scanned), grads, rtol=1e-3, atol=1e-4)
     assert jax.tree.structure(unstack_blocks(stack_blocks(start))) == jax.tree.structure(start)
-    leaves = ((name_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(grads))
-    new = {name: leaf for name, leaf in leaves if re.search("layer_scale|gate|registers", name)}
+    new = {name: leaf for name, leaf in by_name(grads).items() if re.search("layer_scale|gate|registers", name)}
     assert len(new) == 1 + 2 * 4 + 2 * (pool == "map")
     assert all(np.abs(leaf).max() > 0 for leaf in new.values())
 

@@ -18,6 +18,7 @@ from dcvit.hub import kinds
 from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding, topologies
+from dcvit.parallel.trees import by_name
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training import hooks, setup, step
@@ -99,11 +100,9 @@ def check_strategies(strategies, model, **options):
         found, sharded, last = train_steps(configured(model, **options, **placed))
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for one, many in zip(states, sharded, strict=True):
-            names = jax.tree_util.tree_flatten_with_path(one)[0]
-            for (path, a), b in zip(names, jax.tree.leaves(many), strict=True):
-                largest = max(1e-3, float(np.abs(a).max(initial=0)))
-                where, atol = f"{strategy} {jax.tree_util.keystr(path)}", min(1e-5, 5e-4 * largest)
-                np.testing.assert_allclose(b, a, atol=atol, rtol=0, err_msg=where)
+            for (path, a), b in zip(by_name(one).items(), jax.tree.leaves(many), strict=True):
+                atol = min(1e-5, 5e-4 * max(1e-3, float(np.abs(a).max(initial=0))))
+                np.testing.assert_allclose(b, a, atol=atol, rtol=0, err_msg=f"{strategy} {path}")
         axes = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
         assert axes - {None} == set(name.split("+")) - {"ddp"}
 
@@ -209,15 +208,14 @@ def test_custom_rules_give_strategies_or_mesh_axes():
 def test_every_matrix_of_both_models_is_split(model):
     """Both axes of fsdp+tensor split every matrix, except matrices that the tensor axis replicates."""
     model = model.clone(num_heads=4, compose="both", groups=4)
-    example = jax.ShapeDtypeStruct((1, 8, 8, 3) if isinstance(model, vit.ViT) else (1, 8), jnp.float32)
-    if isinstance(model, lm.LM):
-        example = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    shape, dtype = ((1, 8, 8, 3), jnp.float32) if isinstance(model, vit.ViT) else ((1, 8), jnp.int32)
+    example = jax.ShapeDtypeStruct(shape, dtype)
     places = sharding.shardings(
         setup.param_shapes(model, example), sharding.make_mesh(MESHES["fsdp+tensor"]), "fsdp+tensor"
     )
     replicated_over_tensor = r".*(embedding/kernel|pos_embedding|pre_logits/kernel)"
-    for path, place in jax.tree_util.tree_flatten_with_path(places)[0]:
-        name, axes = jax.tree_util.keystr(path, simple=True, separator="/"), set(jax.tree.leaves(tuple(place.spec)))
+    for name, place in by_name(places).items():
+        axes = set(jax.tree.leaves(tuple(place.spec)))
         if re.fullmatch(r".*/(kernel|embedding|w_..?)", name):
             assert "fsdp" in axes, name
             assert "tensor" in axes or re.fullmatch(replicated_over_tensor, name), name

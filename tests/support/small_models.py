@@ -1,13 +1,13 @@
 """Small models with random parameters, and a `jit` that compiles them quickly."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dcvit.models import lm
+from dcvit.parallel.trees import by_name
 
 VOCAB, LENGTH, WINDOW, HEADS = 17, 12, 3, 4
 SMALL = dict(context=LENGTH, width=32, depth=2, mlp_dim=40, num_heads=HEADS, window=WINDOW)
@@ -79,9 +79,8 @@ def logits_of(net, params, inputs):
 
 def save_npz(path, params):
     """Write parameters in big_vision's format and return the path."""
-    leaves = jax.tree.leaves_with_path(params)
-    np.savez(path, **{name_of(p): np.asarray(x) for p, x in leaves})
-    return str(Path(path))
+    np.savez(path, **by_name(params))
+    return str(path)
 
 
 def assert_trees_close(a, b, rtol=1e-4, atol=1e-5):
