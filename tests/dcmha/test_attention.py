@@ -10,6 +10,7 @@ import oracle
 import pytest
 from attention_cases import on_arrays, queries_with_nan, random_case, to_jax
 from jax.test_util import check_grads
+from marks import exhaustive
 
 from dcvit.dcmha import ComposeWeights, attention, plan
 
@@ -258,8 +259,8 @@ def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(place, implem
     ("implementation", "relative_error"),
     [
         pytest.param("blockwise", 3e-6),
-        pytest.param("reference", 3e-6, marks=pytest.mark.exhaustive),
-        pytest.param("elementwise", 3e-6, marks=pytest.mark.exhaustive),
+        exhaustive("reference", 3e-6),
+        exhaustive("elementwise", 3e-6),
         pytest.param("pallas_tpu", 4e-7 * 1e5, marks=pytest.mark.weekly),
         pytest.param("pallas_gpu", 4e-7 * 1e5, marks=pytest.mark.weekly),
     ],

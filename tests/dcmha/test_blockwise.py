@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
+from marks import exhaustive
 
 from dcvit.dcmha import ComposeWeights, attention, device
 from dcvit.dcmha.backends.xla import blockwise, reference
@@ -90,9 +91,9 @@ def test_several_blocks_equal_the_reference_in_output_and_gradients(name, small_
     ("case", "sizes"),
     [
         ({"queries": 700, "causal": True, "segments": 9}, [256, 512, 700]),
-        pytest.param({"queries": 90, "keys": 700, "segments": 3}, [256, 512, 700], marks=pytest.mark.exhaustive),
-        pytest.param({"queries": 500, "window": 300, "segments": 4}, [256, 363], marks=pytest.mark.exhaustive),
-        pytest.param({"queries": 2100, "causal": True, "segments": 1}, None, marks=pytest.mark.exhaustive),
+        exhaustive({"queries": 90, "keys": 700, "segments": 3}, [256, 512, 700]),
+        exhaustive({"queries": 500, "window": 300, "segments": 4}, [256, 363]),
+        exhaustive({"queries": 2100, "causal": True, "segments": 1}, None),
     ],
 )
 def test_segments_equal_the_reference_to_rounding(x64, case, sizes):

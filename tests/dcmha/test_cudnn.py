@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import call_of, on_arrays, random_case
 from jax._src.cudnn import fused_attention_stablehlo
+from marks import exhaustive
 from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
 from dcvit import dcmha
@@ -102,7 +103,7 @@ def test_without_cudnn_the_reference_attends(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [ALL[:1], pytest.param(ALL[1:], marks=pytest.mark.exhaustive)], ids=["first", "all"])
+@pytest.mark.parametrize("names", [ALL[:1], exhaustive(ALL[1:])], ids=["first", "all"])
 def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_reference(monkeypatch, names):
     """XLA computes attention in place of cuDNN, so that the derivatives around it run without a GPU, in float32."""
     args, options = random_case(16, branches=None, heads=4, window=5, key_heads=2)

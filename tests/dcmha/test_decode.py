@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
+from marks import exhaustive
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
 
 from dcvit import dcmha
@@ -78,11 +79,7 @@ def test_output_equals_the_reference(name, implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "name",
-    ["groups, shared keys",
-     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("masks, batch 5", "one key head, plain"))],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["groups, shared keys", *map(exhaustive, ("masks, batch 5", "one key head, plain"))])
 def test_bfloat16_is_close_to_float32(name, implementation):
     args, options = random_case(1, **CASES[name], dtype=jnp.bfloat16)
     ((_, error),) = compare(implementation, args, **options)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import random_case
+from marks import exhaustive
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races
 
 from dcvit import dcmha
@@ -43,8 +44,8 @@ def output_and_gradients(interpret, *args):
     [
         (300, 2, 4, 16, False),
         (384, 2, 3, 16, True),
-        pytest.param(512, 1, 2, 80, False, marks=pytest.mark.exhaustive),
-        pytest.param(257, 4, 1, 32, False, marks=pytest.mark.exhaustive),
+        exhaustive(512, 1, 2, 80, False),
+        exhaustive(257, 4, 1, 32, False),
     ],
 )
 def test_vectors_and_gradients_are_those_of_the_sum(length, groups, per_group, head_dim, shared):

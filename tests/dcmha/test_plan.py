@@ -134,7 +134,7 @@ def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_set", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("is_set", [False, exhaustive(True)])
 def test_a_layer_on_several_devices_is_lowered_for_tpus_with_and_without_a_mesh(is_set, monkeypatch):
     """Inputs and parameters that are split by `NamedSharding` alone, as in the trainer of big_vision."""
     monkeypatch.setattr(device, "platform", lambda: "tpu")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from attention_cases import call_of
 from jax.experimental import pallas as pl
+from marks import exhaustive
 
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.backends.tpu import api
@@ -45,8 +46,8 @@ def stated(monkeypatch, **options):
     [
         (700, 700, True, 100),
         (512, 640, False, None),
-        pytest.param(1024, 1024, True, None, marks=pytest.mark.exhaustive),
-        pytest.param(1024, 1024, True, 256, marks=pytest.mark.exhaustive),
+        exhaustive(1024, 1024, True, None),
+        exhaustive(1024, 1024, True, 256),
     ],
 )
 def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, queries, keys, causal, window):

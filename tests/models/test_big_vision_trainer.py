@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from marks import exhaustive
 from ml_collections import ConfigDict
 from small_models import assert_trees_equal, jit, random_params, save_npz
 
@@ -52,16 +53,15 @@ def train_step(model, params, batch, rng):
     "options",
     [
         {"depth": 1},
-        pytest.param(
+        exhaustive(
             {
                 "compose": "both",
                 "scan": True,
                 "remat_policy": "dots_with_no_batch_dims_saveable",
                 "dtype_mm": "bfloat16",
-            },
-            marks=pytest.mark.exhaustive,
+            }
         ),
-        pytest.param({"depth": 1, "compose": "both", "set_mesh": True}, marks=pytest.mark.exhaustive),
+        exhaustive({"depth": 1, "compose": "both", "set_mesh": True}),
     ],
     ids=["unrolled", "scanned", "with a mesh"],
 )

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from marks import exhaustive
 
 from dcvit.models import dcmha, dcmha_nnx
 
@@ -105,9 +106,7 @@ def test_arguments_without_a_counterpart_are_refused_with_the_reason(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row", ["dtypes", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in LINEN_ROWS if row != "dtypes")]
-)
+@pytest.mark.parametrize("row", ["dtypes", *(exhaustive(row) for row in LINEN_ROWS if row != "dtypes")])
 def test_plain_linen_layer_is_that_of_flax_for_every_argument(row, library_promotion):
     fields, x = LINEN_ROWS[row], inputs().astype(LINEN_ROWS[row].get("dtype", jnp.float32))
     library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
@@ -119,9 +118,7 @@ def test_plain_linen_layer_is_that_of_flax_for_every_argument(row, library_promo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row", ["widths", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in NNX_ROWS if row != "widths")]
-)
+@pytest.mark.parametrize("row", ["widths", *(exhaustive(row) for row in NNX_ROWS if row != "widths")])
 def test_plain_nnx_layer_is_that_of_flax_for_every_argument(row, library_promotion):
     """Paths, shapes, dtypes, values and metadata of all variables with the same `rngs`, and the output."""
     fields, x = NNX_ROWS[row], inputs().astype(NNX_ROWS[row].get("dtype", jnp.float32))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from language_models import CONTEXT, DC, GPT3, LLAMA, TINY, VOCAB, random_model
+from marks import exhaustive
 
 from dcvit.models import lm
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
@@ -68,7 +69,7 @@ decoded_by_default = functools.cache(decoded)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MODELS)])
+@pytest.mark.parametrize("name", [*MODELS, *map(exhaustive, MORE_MODELS)])
 def test_decoding_equals_the_complete_sequence_at_every_position(name):
     net, params, _ = compiled(name)
     whole = np.asarray(jax.jit(net.apply)({"params": params}, make_tokens())[0])

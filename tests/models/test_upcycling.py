@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from marks import exhaustive
 from refusals import refused
 from small_models import (
     LENGTH,
@@ -81,10 +82,7 @@ def assert_same_function(tmp_path, plain, composed, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("setting", "preset", "fields"),
-    [*STARTS, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_STARTS)],
-)
+@pytest.mark.parametrize(("setting", "preset", "fields"), [*STARTS, *(exhaustive(*row) for row in MORE_STARTS)])
 def test_composed_model_starts_as_the_function_of_the_plain_one(tmp_path, setting, preset, fields):
     models = functools.partial(language_models, preset) if preset else image_models
     assert_same_function(tmp_path, *models(**fields, **SETTINGS[setting]))
@@ -121,7 +119,7 @@ def by_name(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", [image_models, pytest.param(language_models, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("models", [image_models, exhaustive(language_models)])
 def test_gradient_reaches_up_projections_gates_and_static_at_once_and_everything_soon(tmp_path, models):
     plain, composed, inputs = models(groups=2, static=True)
     _, params = upcycled(tmp_path, plain, composed, inputs)
