@@ -246,9 +246,11 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
         raise ValueError(f"a cache of {length} tokens is longer than the {net.context} learned positions")
     slots = [min(window or length, length) for window in layer_windows(net)]
     period, repeats = net.scan_layout(len(slots))
+    key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
 
     def cache(layer: int) -> Cache:
-        return _layer_cache(net, layer, batch, slots[layer % len(slots)])
+        leading = batch, slots[layer % len(slots)]
+        return empty(net.composition_of(layer), leading, net.num_heads, key_width, jnp.dtype(net.dtype_mm))
 
     layers: dict[str, Any] = {f"decoderblock_{i}": cache(i) for i in range(repeats * period, net.depth)}
     if repeats:
@@ -264,12 +266,6 @@ def _capacity(net: LM, layers: object) -> int:
         return MAX_TOKENS
     caches = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, Cache))
     return max(int(cache.k.shape[-2]) for cache in caches)  # global layers have the most slots
-
-
-def _layer_cache(net: LM, layer: int, batch: int, slots: int) -> Cache:
-    """Return the empty cache of one layer."""
-    key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
-    return empty(net.composition_of(layer), (batch, slots), net.num_heads, key_width, jnp.dtype(net.dtype_mm))
 
 
 def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  # noqa: N802
