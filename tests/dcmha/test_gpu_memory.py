@@ -129,7 +129,7 @@ def bytes_of(x):
     return x.size * x.dtype.itemsize
 
 
-# Whose implementation does not depend on verdicts: no kernel supports them, as `test_pallas_gpu` says, or cuDNN does.
+# Calls whose implementation depends on no verdict: the kernels do not support them, or cuDNN computes them.
 WITHOUT_KERNEL = {
     "DC, float16": "blockwise", "DC, static": "blockwise", "static": "blockwise", "DC, rank 8": "blockwise",
     "static, float32, window of 256": "blockwise", "DC, heads of 256, float32": "blockwise",
