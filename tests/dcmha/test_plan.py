@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import on_arrays, random_case
+from attention_cases import on_arrays, output_and_gradients, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from marks import exhaustive
@@ -215,14 +215,11 @@ def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(implementation
 
 
 def check_on_a_mesh(implementation, args, options):
-    def both(attend, *args):
-        out, pull = jax.vjp(lambda *a: attend(*a, **options, implementation=implementation), *args)
-        return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
-
-    right = jax.jit(both, static_argnums=0)(dcmha.attention, *args)
+    options = {**options, "implementation": implementation}
+    right = output_and_gradients(dcmha.attention, args, options)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), ("data", "fsdp", "tensor"))
     with jax.set_mesh(mesh):
-        found = jax.jit(both, static_argnums=0)(on_arrays(sharded_attention.attention), *args)
+        found = output_and_gradients(on_arrays(sharded_attention.attention), args, options)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
