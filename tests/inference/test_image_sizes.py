@@ -27,9 +27,8 @@ SEVEN = Path(__file__).parents[1] / "data" / "seven.png"
         (
             "resize_small(40)|central_crop(32)",
             (48, 48),
-            "resize_small(smaller_size=60, method='area', antialias=False)",
+            "resize_small(smaller_size=60, method='area', antialias=False)|central_crop(crop_size=48)",
         ),
-        ("resize_small(40)|central_crop(32)", (48, 48), "|central_crop(crop_size=48)"),
         ("resize_small(40)|central_crop(32)", (48, 64), "resize_small(smaller_size=80,"),
         ("resize([40, 52])|central_crop(32)", (64, 48), "resize(size=[80, 78],"),
         ("resize(32)|central_crop", (16, 16), "resize(size=16,"),
