@@ -80,7 +80,8 @@ def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
 
 
 def test_without_the_library_nothing_is_trained(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness_tasks.importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     assert cli.run(reproduce.main, ["table4", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert 'pip install "dcvit[eval]"' in error
