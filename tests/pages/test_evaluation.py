@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import param_shapes
 
 from dcvit.errors import ConfigError
 from dcvit.hub import model as hub
@@ -37,7 +38,7 @@ def run(monkeypatch, tmp_path):
     checkpoint.touch()
     fields = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": (4, 4)}
     opened = hub.open_trained(None, "vit_digits", checkpoint, [f"model.{k}={v}" for k, v in fields.items()])
-    params = jax.jit(opened.model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    params = param_shapes(opened.model, jnp.zeros((1, 8, 8, 1)))
     evaluators = {"a": CountEvaluator("bytes", "loss"), "b": CountEvaluator("loss", "tokens")}
     monkeypatch.setattr(hub.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
     monkeypatch.setattr(hub.TrainedModel, "params", lambda *_: params)
