@@ -6,7 +6,6 @@ import math
 import dcmha as bench_dcmha
 import input as bench_input
 import jax
-import jax.numpy as jnp
 import native_aspect_ratio as bench_native
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ import runs as bench_runs
 import synthetic_parts
 import train as bench_train
 from fake_training import write_run
+from small_models import HEADS, LENGTH, jit, make_lm, make_tokens
 
 from dcvit.config.load import load
 from dcvit.dcmha.backends.xla.reference import compose
-from dcvit.models import lm
 from dcvit.reproduction.seeded import run_checksum, stored
 from dcvit.reproduction.speeds import StepTimes
 from input_pipeline.preprocess.packing import place
@@ -65,12 +64,11 @@ def test_the_input_pipeline_is_measured(tmp_path, monkeypatch):
 def test_the_benchmark_of_packed_images_writes_its_file_and_its_table(tmp_path, library_promotion):
     page = tmp_path / "native_aspect_ratio.md"
     page.write_text(f"before\n\n{bench_native.BEGIN}\n\nNot measured.\n\n{bench_native.END}\nafter\n")
-    bench_native.main(["--tiny", "--attention", "plain", "folded", "--docs", str(tmp_path)])
+    bench_native.main(["--tiny", "--attention", "folded", "--docs", str(tmp_path)])
     result = json.loads(page.with_suffix(".json").read_text())
     assert result["tokens"]["tokens"] <= result["tokens"]["packed"] < result["tokens"]["padded"]
-    assert [(row["attention"], row["work"]) for row in result["results"]] == [
-        (attention, work) for attention in ("plain", "folded") for work in ("forward", "training step")
-    ]
+    measured = [(row["attention"], row["work"]) for row in result["results"]]
+    assert measured == [("folded", "forward"), ("folded", "training step")]
     for row in result["results"]:
         for low, middle, high in (row["padded"], row["packed"], row["gain"]):
             assert 0 < low <= middle <= high
@@ -136,28 +134,23 @@ def test_tables_pair_the_complete_runs_of_arms_that_differ_in_composition_and_st
 @pytest.mark.slow
 def test_a_branch_or_a_head_is_ablated_alone():
     """The composition is that of the same weights with the branch left out; no other head contributes to the head."""
-    net = lm.Model(11, width=12, depth=2, num_heads=3, mlp_dim=8, context=7, compose="both", init_std=0.5)
-    tokens = jax.random.randint(jax.random.key(0), (2, 7), 0, 11)
-    rng = np.random.default_rng(2)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.asarray(rng.normal(size=x.shape), x.dtype) if "w_" in jax.tree_util.keystr(path) else x,
-        jax.jit(net.init)(jax.random.key(1), tokens)["params"],
-    )
+    net, params = make_lm(compose="both", depth=1)
+    heads = [*range(HEADS)]
 
-    @jax.jit
+    @jit
     def weights(params):
         _, state = net.apply(
-            {"params": params}, tokens, mutable=["intermediates"],
+            {"params": params}, make_tokens(), mutable=["intermediates"],
             capture_intermediates=lambda module, method: method == "compose_weights",
         )  # fmt: skip
         attention = state["intermediates"]["Transformer"]["decoderblock_0"]["MultiHeadDotProductAttention_0"]
         return attention["compose_weights"][0]
 
-    a = jax.random.normal(jax.random.key(5), (2, 3, 7, 7))
-    whole, composed_by = weights(params), jax.jit(compose)
+    a = jax.random.normal(jax.random.key(5), (2, HEADS, LENGTH, LENGTH))
+    whole, composed_by = weights(params), jit(compose)
     for branch in synthetic_parts.BRANCHES:
         where, side = branch.split(", ")
-        without, expected = weights(synthetic_parts.ablated(params, [branch], [0, 1], [0, 1, 2])), {}
+        without, expected = weights(synthetic_parts.ablated(params, [branch], [0], heads)), {}
         for name in ("pre", "post"):
             gone = {f"{side[0]}{part}": None for part in "12g"} if name == where else {}
             expected[name] = composed_by(a, whole[name]._replace(**gone))
