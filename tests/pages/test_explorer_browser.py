@@ -6,12 +6,14 @@ import json
 import time
 
 import explorer_pages as pages
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from browser import CHROMIUM
 from explorer_driver import MODELS, change, make, opened
 from PIL import Image
+from small_models import HEADS
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import pair_terms
@@ -66,28 +68,34 @@ def test_the_page_opens_on_the_largest_loan_of_weights_between_two_tokens(browse
     }
 
 
+# The branches and the heads that are switched off, and the factors that are 0 then.
 SWITCHES = {
-    "pre: query projection": ({"pre.query projection"}, set(), {"block01/pre/q2": jnp.zeros_like}),
-    "pre: gates": ({"pre.query gate", "pre.key gate"}, set(), {"block01/pre/?g": jnp.zeros_like}),
-    "post: key projection": ({"post.key projection"}, set(), {"block01/post/k2": jnp.zeros_like}),
-    "static": ({"pre.static", "post.static"}, set(), {"*/static": jnp.zeros_like}),
-    "a head": (
-        set(), {1},
-        {f"block01/{name}": lambda x: x.at[:, 1].set(0) for name in ("scores", "weights", "composed_weights")},
-    ),
-}  # fmt: skip
+    "pre: query projection": ({"pre.query projection"}, set(), {"pre/q2"}),
+    "pre: gates": ({"pre.query gate", "pre.key gate"}, set(), {"pre/qg", "pre/kg"}),
+    "post: key projection": ({"post.key projection"}, set(), {"post/k2"}),
+    "static": ({"pre.static", "post.static"}, set(), {"pre/static", "post/static"}),
+    "a head": (set(), {1}, set()),
+}
+
+
+def arrays_without(name, ablated, zeros):
+    """The arrays of a model whose layer 1 lacks heads and factors; all switches share one compiled program."""
+    heads = np.ones((1, HEADS, 1, 1), np.float32)
+    heads[:, [*ablated]] = 0
+    gates = dict.fromkeys(("scores", "weights", "composed_weights"), heads)
+    gates |= {factor: np.float32(factor not in zeros) for *_, each in SWITCHES.values() for factor in each}
+    hooks = {f"block01/{array}": jax.tree_util.Partial(jnp.multiply, gate) for array, gate in gates.items()}
+    return run_with_cache(*make(name), hooks).arrays
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("name", ["image", "text"])
 def test_switches_recompute_the_layer_as_hooks_do(browser, file, name, switch):
-    off, ablated, hooks = SWITCHES[switch]
-    hooks = {pattern.replace("*/static", "block01/*/static"): hook for pattern, hook in hooks.items()}
+    off, ablated, zeros = SWITCHES[switch]
     opened(browser, file)
     change(browser, sample=[*MODELS].index(name), layer=1, query=6, off=off, ablated=ablated)
-    arrays = run_with_cache(*make(name), hooks).arrays
+    arrays, plain = arrays_without(name, ablated, zeros), arrays_without(name, set(), set())
     assert_equal(browser, arrays, 1, 6)
-    plain = run_with_cache(*make(name)).arrays
     before, after = (np.asarray(some["block01/heads"])[0, 6] for some in (plain, arrays))
     changes = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
     shown = browser.value("[...document.querySelectorAll('#effects tbody tr')].map(r => r.cells[2].textContent)")
@@ -194,7 +202,8 @@ def test_switches_work_after_a_reset(browser, file):
 def test_marks_stay_inside_a_smaller_input(browser, tmp_path):
     file = tmp_path / "page.html"
     images = (pages.image_model(), pages.image_model(size=(8, 8)))
-    file.write_text(pages.page([pages.sample_of(i, 0, f"{i}", *model) for i, model in enumerate(images)]))
+    samples = [pages.sample_of(i, 0, f"{i}", *model, ablate=False) for i, model in enumerate(images)]
+    file.write_text(pages.page(samples))
     opened(browser, file)
     change(browser, query=20, key=22, other=1)
     ends = "parseFloat(m.style.top) + parseFloat(m.style.height)"
@@ -226,7 +235,7 @@ def test_numbers_and_picture_are_saved(browser, file, tmp_path):
 def planted_file(tmp_path_factory):
     """The page of a model in which head 0 contributes to head 2 for one token only."""
     path = tmp_path_factory.mktemp("planted") / "explore.html"
-    path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted())]))
+    path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted(), ablate=False)]))
     return path
 
 
