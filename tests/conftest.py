@@ -196,7 +196,9 @@ def store_here(store_fake, monkeypatch):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """A headless Chromium."""
-    from browser import Browser
+    from browser import CHROMIUM, Browser
 
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
     with Browser(tmp_path_factory.mktemp("profile")) as found:
         yield found

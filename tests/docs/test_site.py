@@ -11,13 +11,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from browser import CHROMIUM
 from markdown_pages import ROOT
 
 SPHINX = all(importlib.util.find_spec(name) for name in ("sphinx", "myst_parser", "furo"))
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
     pytest.mark.skipif(not SPHINX, reason="the extra docs is not installed"),
 ]
 PAGES = ("index", "pretrained", "explore", "performance", "reproduction", "tutorials/own_model", "reference/api/index")

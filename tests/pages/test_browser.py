@@ -1,13 +1,9 @@
 """The page in a real browser: no errors and requests, all parts shown, nothing cut at the width of a telephone."""
 
 import pytest
-from browser import CHROMIUM
 from report_examples import HOSTILE, evaluation, page
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

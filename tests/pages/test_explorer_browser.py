@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from browser import CHROMIUM
 from explorer_driver import MODELS, change, make, opened
 from PIL import Image
 from small_models import HEADS
@@ -18,10 +17,7 @@ from small_models import HEADS
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import pair_terms
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
+pytestmark = pytest.mark.exhaustive
 CLOSE = dict(rtol=2e-3, atol=2e-3)
 STAGES = ("scores", "composed_scores", "weights", "composed_weights")
 

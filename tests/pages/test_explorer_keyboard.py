@@ -4,13 +4,9 @@ import json
 import time
 
 import pytest
-from browser import CHROMIUM
 from explorer_driver import change, opened, press
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
+pytestmark = pytest.mark.exhaustive
 
 
 def test_keys_move_through_queries_layers_and_heads(browser, file):
