@@ -116,28 +116,30 @@ def percent(value: object, digits: int = 2) -> str:
 
 def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
     """Return the section of an evaluator, the one of index `number` in the page."""
-    several, notes = evaluation.outcomes.several, _data_notes(evaluation.options)
-    notes += [f"{several:,} images have several labels; a prediction is correct if it is any of them."] * (several > 0)
+    several = evaluation.outcomes.several
+    notes = [f"{several:,} images have several labels; a prediction is correct if it is any of them."] * (several > 0)
     if present := evaluation.options.get("present_classes_only"):
         notes.append(f"present_classes_only={present}: only classes that occur in the data are predicted.")
+    columns = tag("div", _calibration(evaluation), _confusions(evaluation), class_="columns")
+    parts = _tiles(evaluation), columns, _mistakes(evaluation), _classes(evaluation)
+    return _section(evaluation, number, notes, parts)
+
+
+def _section(
+    evaluation: Evaluation | MultiLabelEvaluation, number: int, notes: Sequence[str], parts: Sequence[ET.Element]
+) -> ET.Element:
+    """Return the section of an evaluator, the one of index `number` in the page: its data, notes, parts and options."""
+    data = evaluation.options.get("data")
+    shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
+    notes = [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown) + [*notes]
     return tag(
         "section",
         tag("h2", "Evaluation “", tag("bdi", evaluation.name), "”"),
         *(tag("p", note, class_="note") for note in notes),
-        _tiles(evaluation),
-        tag("div", _calibration(evaluation), _confusions(evaluation), class_="columns"),
-        _mistakes(evaluation),
-        _classes(evaluation),
+        *parts,
         tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", flattened(evaluation.options))),
         id=f"evaluation-{number}",
     )
-
-
-def _data_notes(options: Mapping[str, object]) -> list[str]:
-    """Return the text about an evaluator's data, alone in a list; [] if the options have none."""
-    data = options.get("data")
-    shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
-    return [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown)
 
 
 def _tiles(evaluation: Evaluation) -> ET.Element:
@@ -363,15 +365,8 @@ def _multilabel(evaluation: MultiLabelEvaluation, number: int) -> ET.Element:
         "and the label of known images is known; others do not count for the class. AP is the average precision, which "
         f"does not depend on the threshold. {evaluation.thresholds_from}"
     )
-    return tag(
-        "section",
-        tag("h2", "Evaluation “", tag("bdi", evaluation.name), "”"),
-        *(tag("p", note, class_="note") for note in _data_notes(evaluation.options)),
-        _tile_list(tiles),
-        _part("Classes", text, _table("Classes", header, cells, sortable=True)),
-        tag("details", tag("summary", "Data and preprocessing"), _values("Evaluator", flattened(evaluation.options))),
-        id=f"evaluation-{number}",
-    )
+    classes = _part("Classes", text, _table("Classes", header, cells, sortable=True))
+    return _section(evaluation, number, [], [_tile_list(tiles), classes])
 
 
 def _overview(
