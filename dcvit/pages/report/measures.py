@@ -50,13 +50,13 @@ class ClassMeasures(NamedTuple):
     f1: float
 
 
-def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's confidence interval of the proportion successes/n (Wilson, 1927); (0, 1) if n is 0."""
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of the proportion successes/n (Wilson, 1927); (0, 1) if n is 0."""
     if not n:
         return 0.0, 1.0
     from scipy import stats  # takes long to import
 
-    low, high = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
+    low, high = stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
     return float(low), float(high)
 
 
