@@ -133,8 +133,8 @@ class Table(NamedTuple):
     chart: Chart | Curves | Maps | None = None
 
 
-def write(table: Table, out: Path) -> list[Path]:
-    """Write NAME.md, NAME.csv and, for a table with a chart, NAME.png to a folder. Return the files."""
+def write(table: Table, out: Path) -> None:
+    """Write NAME.md, NAME.csv and, for a table with a chart, NAME.png to a folder."""
     out.mkdir(parents=True, exist_ok=True)
     replace(out / f"{table.name}.md", markdown(table))
     text = io.StringIO()
@@ -142,11 +142,8 @@ def write(table: Table, out: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows(table.rows)
     replace(out / f"{table.name}.csv", text.getvalue())
-    files = [out / f"{table.name}.md", out / f"{table.name}.csv"]
     if table.chart is not None:
-        files.append(out / f"{table.name}.png")
-        table.chart.figure(table.rows).savefig(files[-1], dpi=120)
-    return files
+        table.chart.figure(table.rows).savefig(out / f"{table.name}.png", dpi=120)
 
 
 def markdown(table: Table) -> str:

@@ -120,10 +120,11 @@ def test_differences_of_zero_have_neither_sign_nor_digits_of_rounding():
 def test_results_are_written_with_the_values_of_the_paper(tmp_path):
     rows = [{"config": "a", "ours": 1.23456, "paper": 2}, {"config": "b", "ours": 12345.6, "paper": None}]
     table = tables.Table("t", "Title", rows, ("A note.",), tables.Chart("config", "ours", None, "paper"))
-    md, plain, png = tables.write(table, tmp_path / "new")
-    assert md.read_text() == (
+    tables.write(table, tmp_path / "new")
+    assert (tmp_path / "new" / "t.md").read_text() == (
         "# Title\n\n| config | ours | paper |\n| --- | --- | --- |\n| a | 1.235 | 2 |\n| b | 12,346 | – |\n\n"
         "![Title](t.png)\n\nA note.\n"
     )
-    assert list(csv.reader(plain.read_text().splitlines()))[1] == ["a", "1.23456", "2"]
-    assert png.read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "new" / "t.csv").open(newline="") as file:
+        assert list(csv.reader(file))[1] == ["a", "1.23456", "2"]
+    assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
