@@ -26,7 +26,6 @@ KeyPath = tuple[jax.tree_util.DictKey, ...]
 
 # Parameters that the modules convert to their compute dtype before use; norms and W_b stay float32.
 CAST = ("kernel", "embedding", "pos_embedding", "w_q1", "w_q2", "w_qg", "w_k1", "w_k2", "w_kg")
-DEFAULT_SAMPLING = Sampling()
 
 
 class Options(NamedTuple):
@@ -43,7 +42,7 @@ class Options(NamedTuple):
     """
 
     max_tokens: int
-    sampling: Sampling = DEFAULT_SAMPLING
+    sampling: Sampling = Sampling()
     seed: int = 0
     stop: Sequence[int] = ()
     begin: int | None = None

@@ -35,7 +35,7 @@ class TextOptions(NamedTuple):
     """
 
     max_tokens: int | None = None
-    sampling: Sampling = generation.DEFAULT_SAMPLING
+    sampling: Sampling = Sampling()
     seed: int = 0
     stop: Sequence[str] = ()
 
