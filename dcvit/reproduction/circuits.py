@@ -59,7 +59,7 @@ def find_case(runs: Path, seeds: Sequence[int]) -> Case:
     """
     in_context.check_complete(runs, seeds)
     for seed in sorted(seeds):
-        trained = {name: open_trained(workdir_of(runs / name, seed), None, None) for name in in_context.ARMS}
+        trained = {name: open_trained(workdir_of(runs / name, seed)) for name in in_context.ARMS}
         evaluators = {name: evaluated(each) for name, each in trained.items()}
         correct = {name: each.answers.correct for name, each in evaluators.items() if each.answers is not None}
         found = np.flatnonzero(correct[COMPOSED] & ~correct[PLAIN])
@@ -224,7 +224,7 @@ SHARES = (0.5, 0.9)
 
 def curves(workdir: Path) -> dict[str, Float64[np.ndarray, " N"]]:
     """Return the `captured_variance` of the QK and of the OV circuits of a run's model, mean over its layers."""
-    model, params = open_trained(workdir, None, None).language_model()
+    model, params = open_trained(workdir).language_model()
     found = [[captured_variance(forms) for forms in circuits(model, params, layer)] for layer in range(model.depth)]
     return dict(zip(KINDS, np.asarray(found, np.float64).mean(axis=0), strict=True))
 

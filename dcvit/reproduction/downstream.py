@@ -156,7 +156,7 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
     """
 
     def compute() -> dict[str, float]:
-        trained = open_trained(workdir, None, None)
+        trained = open_trained(workdir)
         harness_tasks.prepare(online=False)
         from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 

@@ -41,7 +41,7 @@ def measured(workdir: Path) -> dict[str, dict[str, float]]:
     """Return accuracy and perplexity of each evaluation of a trained run, by name; stored in the workdir."""
 
     def compute() -> dict[str, dict[str, float]]:
-        rows, _ = evaluate(open_trained(workdir, None, None))
+        rows, _ = evaluate(open_trained(workdir))
         return {
             str(row["evaluation"]): {key: cast(float, row[key]) for key in ("accuracy", "perplexity")} for row in rows
         }

@@ -145,7 +145,7 @@ def complete_configs() -> list[Json]:
 
 def read_config(path: Path) -> None:
     values.read_json(path)
-    open_trained(path.parent, None, None)
+    open_trained(path.parent)
 
 
 def image_files() -> list[bytes]:

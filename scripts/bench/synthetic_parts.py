@@ -60,7 +60,7 @@ def measure(workdir: Path) -> dict[str, dict[str, float]]:
     """
 
     def compute() -> dict[str, dict[str, float]]:
-        trained = open_trained(workdir, None, None)
+        trained = open_trained(workdir)
         mesh, strategy, evaluators = trained.evaluators()
         (evaluator,) = evaluators.values()
         params = trained.params(mesh=mesh, strategy=strategy)

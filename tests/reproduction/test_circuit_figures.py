@@ -86,7 +86,7 @@ def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_pa
         assert ("in_context/plain/seed0" in capsys.readouterr().out) == (name == "table5")
     runs = tmp_path / "runs" / catalog.ENTRIES["figure7"].compute.folder
     case = circuits.find_case(runs, [0])
-    trained = [open_trained(runs / name / "seed0", None, None) for name in ("plain", "DCMHA")]
+    trained = [open_trained(runs / name / "seed0") for name in ("plain", "DCMHA")]
     greedy = [
         jit(lambda tokens, net=net, params=params: net.apply({"params": params}, tokens)[0].argmax(axis=-1))
         for net, params in (each.language_model() for each in trained)
