@@ -24,7 +24,7 @@ LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
 MOST_ANY = 210  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 51_100, ("tests",): 41_280, ("scripts",): 4_630}  # of Python
+MOST_LINES = {("dcvit", "input_pipeline"): 50_980, ("tests",): 41_000, ("scripts",): 4_655}  # of Python
 ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "process", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
