@@ -2,10 +2,10 @@
 
 import dis
 import functools
-import importlib.util
 import inspect
 import re
 import types
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
@@ -67,12 +67,16 @@ def names_of(code):
     return names, {name.partition(".")[0] for name in libraries}
 
 
+# Bound before a test can hide a library from `importlib` or in `sys.modules`: a failure of such a test stays one.
+find_spec = PathFinder.find_spec
+
+
 def skip_if_missing(report):
     """Make a failure a skip if the package said in its error that a library is not installed, and this is true."""
     if report.failed:
         for found in MISSING.finditer(f"{report.longreprtext} {report.capstdout} {report.capstderr}"):
             name = found[1] or found[2]
-            if importlib.util.find_spec(name) is None:
+            if find_spec(name) is None:
                 path, line, _ = report.location
                 report.outcome, report.longrepr = "skipped", (path, line, f"Skipped: needs {name}")
                 return
