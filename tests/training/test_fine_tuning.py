@@ -93,9 +93,10 @@ def test_decay_multiplies_lr_mults_and_the_decay_of_weights():
 
 
 @pytest.mark.slow
-def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm():
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_frozen_layers_do_not_change_and_do_not_count_in_the_norm(scan):
     """Some arrays are frozen as a whole, others for the first of two scanned layers."""
-    recipe = {"model.depth": 2, "model.scan": True, "schedule": {"decay_type": "constant"}}
+    recipe = {"model.depth": 2, "model.scan": scan, "schedule": {"decay_type": "constant"}}
     whole, batch, update = make_step(small_setup(**recipe))
     state, _, frozen_update = make_step(small_setup(**recipe, freeze_layers=1, layer_decay=0.5))
     after, metrics = frozen_update(state, batch)

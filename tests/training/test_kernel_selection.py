@@ -21,7 +21,6 @@ TRAIN = [
     "train", "--config", "vit_digits:attention=dcmha", "--config.total_steps=3", "--config.total_epochs=None",
     "--config.model.depth=1", "--config.model.mlp_dim=16", "--config.tensorboard=False",
 ]  # fmt: skip
-
 STEP_ONLY = "--config.evals={}"
 
 
@@ -94,7 +93,10 @@ def test_a_run_completes_without_a_kernel_that_misbehaves(kernel, plain, tmp_pat
     ],
 )
 def test_two_processes_that_disagree_run_what_process_0_selects(both, is_selected, line, tmp_path):
-    """The kernel is right on one of two chips. Process 1 has a verdict on its own chip."""
+    """The kernel is right on one of two chips. Process 1 has a verdict on its own chip.
+
+    The runs have no evaluations, whose kernels are selected by the same function as those of a step.
+    """
     caches = [tmp_path / "0", tmp_path / "1"]
     status, text = train(both[1], tmp_path / "alone", caches[1], "--config.input.batch_size=32", STEP_ONLY)
     assert status == 0, text

@@ -103,7 +103,8 @@ def test_muon_updates_the_projections_and_mlps_and_nothing_else(name):
 
 def test_sharded_state_trains_as_one_device():
     """The momentum is sharded as its parameters."""
-    options = {"optax_name": "muon", "optax": {"ns_steps": 1}, "model.compose": "pre", "input.batch_size": 16}
+    options = {"optax_name": "muon", "optax": {}, "model.compose": "both", "input.batch_size": 16}
+    options["model.head_zeroinit"] = False  # which would make the gradients of all layers below it zero
     options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32, "lr": 0.01}
     found = [after for _, after in steps_on_meshes(1, **options)]
     for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
