@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -48,9 +49,11 @@ import json, sys, time
 import dcvit, jax
 from dcvit.runs import restoring
 
-def restore(*args, restore=restoring.restore):
+original = restoring.restore
+
+def restore(*args):
     started = time.perf_counter()
-    items = jax.block_until_ready(restore(*args))
+    items = jax.block_until_ready(original(*args))
     print("restored", time.perf_counter() - started, flush=True)
     return items
 
@@ -68,11 +71,11 @@ def start(config: str, workdir: str, options: Mapping[str, object], cache: Path)
 
 
 def wait_for_step(run: subprocess.Popen[str], step: int) -> float:
-    """Return the seconds of restoring when a run has completed a step.
+    """Wait until a run has completed a step; return its seconds of restoring, NaN if it restored nothing.
 
     Exit with the run's last lines if it ends before, or takes too long.
     """
-    last, restored = collections.deque[str](maxlen=20), 0.0
+    last, restored = collections.deque[str](maxlen=20), math.nan
     timer = threading.Timer(TIMEOUT, run.kill)
     timer.start()
     for line in run.stdout:
@@ -112,6 +115,8 @@ def restart(config: str, workdir: str, options: Mapping[str, object], cache: Pat
     restored = wait_for_step(run, SAVED + 1)
     seconds = time.perf_counter() - started
     kill(run)
+    if math.isnan(restored):
+        raise SystemExit(f"restart: the run in {workdir} did not resume")
     return seconds, restored
 
 
@@ -145,7 +150,7 @@ def table(result: Mapping[str, object]) -> str:
         f"`{result['config']}`, {result['rounds']} rounds ({result['machine']}). Seconds from the restart to the next "
         "completed step: median (smallest–largest).",
         "",
-        "| workdir | empty compilation cache | filled compilation cache | restoring, of these |",
+        "| workdir | empty compilation cache | filled compilation cache | of which restoring (both caches) |",
         "|---|---|---|---|",
     ]
     seconds: Mapping[str, Sequence[float]] = result["seconds"]

@@ -35,7 +35,7 @@ def test_table_of_attention_compares_every_implementation_with_plain_attention()
 
 @pytest.mark.weekly
 def test_the_benchmark_of_restarts_writes_its_file_and_its_table(tmp_path):
-    """All arms resume from a checkpoint of their place; on the killed run's machine, none waits for a lock."""
+    """All arms resume from the checkpoint of their place."""
     pytest.importorskip("moto")
     page = tmp_path / "fault_tolerance.md"
     page.write_text(f"before\n\n{bench_restart.BEGIN}\n\nNot measured.\n\n{bench_restart.END}\nafter\n")
@@ -44,6 +44,7 @@ def test_the_benchmark_of_restarts_writes_its_file_and_its_table(tmp_path):
     assert {arm: len(times) for arm, times in result["seconds"].items()} == dict.fromkeys(
         ("disk, cold", "disk, warm", "S3 (moto, same machine), cold", "S3 (moto, same machine), warm"), 1
     )
+    assert {*result["restoring"]} == {"disk", "S3 (moto, same machine)"}
     for where, (cold, warm) in result["restoring"].items():
         assert 0 < cold < result["seconds"][f"{where}, cold"][0], where
         assert 0 < warm < result["seconds"][f"{where}, warm"][0], where
