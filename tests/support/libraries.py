@@ -19,7 +19,7 @@ OPTIONAL = (
     "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|optuna|s3fs|tensorflow|tensorflow_datasets|tokenizers|yaml|"
     "zstandard"
 )
-MISSING = re.compile(rf"(\w+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
+MISSING = re.compile(rf"([\w.]+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
 
 
 def unmarked(items):
@@ -75,7 +75,7 @@ def skip_if_missing(report):
     """Make a failure a skip if the package said in its error that a library is not installed, and this is true."""
     if report.failed:
         for found in MISSING.finditer(f"{report.longreprtext} {report.capstdout} {report.capstderr}"):
-            name = found[1] or found[2]
+            name = (found[1] or found[2]).partition(".")[0]
             if find_spec(name) is None:
                 path, line, _ = report.location
                 report.outcome, report.longrepr = "skipped", (path, line, f"Skipped: needs {name}")

@@ -20,5 +20,6 @@ def refused(error, *parts, match=None, most_bytes=None):
         assert not most_bytes or tracemalloc.get_traced_memory()[1] < most_bytes
     finally:
         tracemalloc.stop()
-    assert len(str(raised.value).splitlines()) == 1
-    assert [part for part in parts if part not in str(raised.value)] == [], str(raised.value)
+    message = str(raised.value)
+    assert message.splitlines() == [message]  # also without a line break at its end
+    assert [part for part in parts if part not in message] == [], message
