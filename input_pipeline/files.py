@@ -20,7 +20,7 @@ FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 MAX_SHOWN = 500  # characters of a path that is too long
-MAX_BYTES = 1 << 30  # of a file that is read completely: an uncompressed image of 178 megapixels, 6 bytes each
+MAX_BYTES = 1 << 30  # of a file that is read completely: an uncompressed image of 178 megapixels of 6 bytes
 
 
 def expand(path: str | Path) -> Path:

@@ -86,16 +86,17 @@ KEYS = {
     "wd_times_lr": Key(bool, False, "Multiply the weight decay by the learning rate, as AdamW does."),
     "wd_mults": Key(
         Sequence, ((".*/kernel", 1.0),),
-        "Pairs (regex of a parameter's name, multiplier of wd). The first match counts; no match: 0.",
+        "Pairs (regex of a parameter's whole name, multiplier of wd). The first match counts; no match: 0.",
     ),
     "lr_mults": Key(
-        Sequence, (), "Pairs (regex of a parameter's name, multiplier of lr). The first match counts; no match: 1."
+        Sequence, (),
+        "Pairs (regex of a parameter's whole name, multiplier of lr). The first match counts; no match: 1.",
     ),
     "layer_decay": Key(
         float, 1.0, "Factor of the learning rate and the weight decay from one layer to the one below, as in timm. 1: "
         "none.",
     ),
-    "frozen": Key(Sequence, (), "Regexes of the names of parameters that are not trained."),
+    "frozen": Key(Sequence, (), "Regexes of the whole names of parameters that are not trained."),
     "freeze_layers": Key(
         int | None, None, "Number of blocks, from the first one, that are not trained; nor are the embeddings. None: "
         "all are trained.",

@@ -1,4 +1,4 @@
-"""A data source of given examples, for tests of what reads one, and what evaluators of it need."""
+"""A data source of given examples, and a model and a mesh with which tests evaluate it."""
 
 import jax
 import jax.numpy as jnp
@@ -41,5 +41,5 @@ def look_up(params, images):
 
 
 def mesh_of(devices):
-    """Return a mesh of so many devices, which split a batch."""
+    """Return a mesh of a number of devices, which split a batch."""
     return make_mesh([("data", -1)], jax.devices()[:devices])

@@ -131,7 +131,8 @@ def _section(
     """Return the section of an evaluator, the one of index `number` in the page: its data, notes, parts and options."""
     data = evaluation.options.get("data")
     shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
-    notes = [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown) + [*notes]
+    if shown:
+        notes = [", ".join(f"{key} {value}" for key, value in shown.items()), *notes]
     return tag(
         "section",
         tag("h2", "Evaluation “", tag("bdi", evaluation.name), "”"),
