@@ -14,11 +14,11 @@ pytest.importorskip("huggingface_hub", reason="needs huggingface_hub; pip instal
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub, in an upload
 def test_the_commands_and_the_code_of_the_page_run(tmp_path, monkeypatch, capsys):
-    *lines, train = [line for block in blocks(PAGE, "bash", MARKER) for line in commands(block)]
+    lines = [line for block in blocks(PAGE, "bash", MARKER) for line in commands(block)]
     (code,) = blocks(PAGE, "python", MARKER)
     with fake_hub.serve() as hub:
         fake_hub.use(monkeypatch, hub, tmp_path / "cache")
-        run_commands([*lines, f"{train} --config.evals={{}}"], tmp_path, monkeypatch)  # an evaluation compiles for long
+        run_commands(lines, tmp_path, monkeypatch)
         commit = hub.branches["owner/digits"]["main"]
         exec(compile(code, PAGE.name, "exec"), {})
     printed = capsys.readouterr().out

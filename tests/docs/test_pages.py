@@ -21,12 +21,10 @@ from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-import dcvit
 from dcvit import aot, benchmark, cli, dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
-from dcvit.training import run
 
 LIBRARY = "<!-- run by tests/docs/test_pages.py -->"  # before blocks that open workdirs
 RUN_ELSEWHERE = "<!-- run by .* -->"  # a line before blocks that need workdirs
@@ -137,17 +135,11 @@ def test_python_blocks_run_and_set_known_keys():
 
 @pytest.mark.slow
 def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch, library_promotion):
-    """With plain attention where they train, which compiles several times faster."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "W").symlink_to(digits_workdir)
     (tmp_path / "runs" / "text").symlink_to(lm_workdir)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-
-    def train(*words, model, **options):
-        return run.train(*words, model={**model, "compose": None}, **options)
-
-    monkeypatch.setattr(dcvit, "train", train)
     names: dict = {}
     for page in ("explore.md", "library.md", "pretrained.md"):
         for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
