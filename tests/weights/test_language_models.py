@@ -259,7 +259,7 @@ def test_generation_beyond_the_window_gives_the_tokens_of_transformers(name, sav
     "config",
     [
         dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent"),
-        dict(rope_scaling={"type": "linear", "factor": 3}),  # the base is then the default, whatever `rope_parameters`
+        dict(rope_scaling={"type": "linear", "factor": 3}),  # the base is then the default, for any `rope_parameters`
         dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL}),  # for the context, 40
         dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16}),
     ],
