@@ -19,9 +19,9 @@ from input_pipeline.errors import (
     first_line,
     first_line_with_type,
     has_type,
-    nearest,
     type_name,
 )
+from input_pipeline.errors import nearest as similar
 
 __all__ = [
     "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex",
@@ -42,6 +42,10 @@ SYNONYMS = {
     "steps": "total_steps",
     "weight_decay": "wd",
 }
+
+
+# Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
+REMOVED: dict[str, str] = {}
 
 
 class ConfigError(ValueError):
@@ -87,6 +91,11 @@ def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
         signal.signal(signal.SIGVTALRM, previous)
 
 
+def nearest(name: str, valid_names: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: what replaced it, the most similar one, or all."""
+    return f"removed in 0.3.0: {REMOVED[name]}" if name in REMOVED else similar(name, valid_names)
+
+
 def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
     """Return a message about an unknown key: the most similar one, or where all keys are listed.
 
@@ -95,6 +104,8 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
       key: the part of it that is not known.
       known: the valid names in its place.
     """
+    if key in REMOVED:
+        return f"unknown key {name!r}; {nearest(key, known)}"
     close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     if name == f"config.{key}" and key in SYNONYMS:
         close = [SYNONYMS[key]]
