@@ -10,8 +10,7 @@ from pathlib import Path
 
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.runs import checksums
-from dcvit.weights.peft import FILE as ADAPTER_WEIGHTS
-from dcvit.weights.tensors import ADAPTER, FILE_NAMES, GENERATION, PROCESSOR, TOKENIZER, read_json, shards
+from dcvit.weights.tensors import FILE_NAMES, GENERATION, PROCESSOR, TOKENIZER, read_json, shards
 from input_pipeline import huggingface
 from input_pipeline.huggingface import Repository
 from input_pipeline.optional import require
@@ -21,7 +20,7 @@ SAFETENSORS = ".safetensors"
 WHOLE, INDEX = (name for name in FILE_NAMES if SAFETENSORS in name)
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Files beside the weights. All that a repository may have besides these and the weights stays there.
-DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, ADAPTER, INDEX, *TOKENIZER_FILES, checksums.WEIGHTS)
+DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, INDEX, *TOKENIZER_FILES, checksums.WEIGHTS)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # and formats that are not read either
 FORMATS = ("hf", "safetensors", "timm")  # of conversions that `download` and `dcvit.load` open
 
@@ -46,7 +45,7 @@ def download(name: str) -> Path:
         raise CheckpointError(str(e)) from None
     if missing := [each for each in wanted if not (folder / each).is_file()]:
         raise CheckpointError(f"{repository} lacks {missing[0]}, or it is not in the cache")
-    return folder if {WHOLE, INDEX, ADAPTER_WEIGHTS} & {*names} else folder / wanted[0]
+    return folder if {WHOLE, INDEX} & {*names} else folder / wanted[0]
 
 
 def _weights(repository: Repository, names: Sequence[str], folder: Path) -> list[str]:
@@ -62,8 +61,6 @@ def _weights(repository: Repository, names: Sequence[str], folder: Path) -> list
         if other := next((file for file in files if not file.endswith(SAFETENSORS)), None):
             raise CheckpointError(f"{repository}: {INDEX} names {other!r}; expected safetensors files")
         return files
-    if {ADAPTER, ADAPTER_WEIGHTS} <= {*names}:
-        return [ADAPTER_WEIGHTS]
     found = [name for name in names if name.endswith(SAFETENSORS)]
     if len(found) == 1:
         return found

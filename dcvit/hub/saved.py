@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,16 +11,13 @@ from dcvit.config import values
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.source import ModelSource, adapted, open_parameters
+from dcvit.hub.source import ModelSource, open_parameters
 from dcvit.models import lm, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.models.lora import is_adapter
 from dcvit.parallel.trees import check_tree
-from dcvit.runs import steps
-from dcvit.runs.files import Folder
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import read_class_names
-from dcvit.weights import adapters
 from dcvit.weights.families import Weights, verified
 from dcvit.weights.family import Description, param_shapes
 from dcvit.weights.placement import unrolled
@@ -68,17 +64,10 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     description = Description(name, outputs, fields, pp, tuple(names), ends, trained.is_multilabel)
     source, arrays = trained.source, open_params(trained.source.path)
     params = open_parameters(source) if is_adapter(arrays) else _unrolled(arrays)
-    adapts = functools.partial(_adapted, source.path) if is_adapter(arrays) else None
     shapes = param_shapes(description, params)
     check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(source))
     record = values.read_json(workdir / "config.json").to_dict()
-    return Weights(path, "dcvit", description, params, record, workdir, adapts)
-
-
-def _adapted(path: Folder) -> Weights | None:
-    """Return the base weights of a run with adapters; None if the base is itself a run."""
-    about = steps.about(checkpoint := steps.step_folder(path))
-    return adapted(checkpoint, about, adapters.described(about, str(path))[1]).weights
+    return Weights(path, "dcvit", description, params, record, workdir)
 
 
 def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def average(models: Sequence[Weights]) -> Weights:
         for name, tensor in first.params.items()
     }
     paths = tuple(model.path for model in models)
-    return first._replace(family="dcvit", params=params, adapts=None, averaged=paths)
+    return first._replace(family="dcvit", params=params, averaged=paths)
 
 
 def _mean(tensors: Sequence[Tensor]) -> np.ndarray:

@@ -22,9 +22,9 @@ from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, absolute
 from dcvit.weights import adapters, big_vision_files, preprocessing
-from dcvit.weights.families import Weights, family_of, opened, recognized
+from dcvit.weights.families import Weights, family_of, recognized
 from dcvit.weights.placement import check_finite, in_layout, place_params
-from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz
+from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz, open_file
 from input_pipeline import huggingface
 from input_pipeline.files import expand
 
@@ -61,8 +61,8 @@ class ModelSource:
 
     @functools.cached_property
     def file(self) -> WeightsFile:
-        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.families.opened`."""
-        return opened(Path(self.path))
+        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.tensors.open_file`."""
+        return open_file(Path(self.path))
 
     @functools.cached_property
     def is_described(self) -> bool:

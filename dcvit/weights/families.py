@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,14 +31,13 @@ from dcvit.weights import (
     llama,
     names,
     own,
-    peft,
     preprocessing,
     siglip,
     timm_vit,
 )
 from dcvit.weights import links as linking
 from dcvit.weights.family import Description, Family, WrittenFamily, errors_name_file, example, param_shapes
-from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, adapted_base, of_floats, open_file, tokenizer_of
+from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, of_floats, open_file, tokenizer_of
 
 log = logging.getLogger(__name__)
 WRITTEN: dict[str, WrittenFamily] = {
@@ -71,8 +70,6 @@ class Weights(NamedTuple):
       params: the parameters by path in the tree of unrolled layers.
       record: the content of the run's config.json; empty if the weights are not a run.
       workdir: the folder of the run.
-      adapts: function that opens the base weights of a run of adapters, and returns None if the base is a run; None for
-        other weights.
       averaged: paths of the models whose average the parameters are; empty for a single model.
     """
 
@@ -82,7 +79,6 @@ class Weights(NamedTuple):
     params: Tensors
     record: Mapping[str, Any] = MappingProxyType({})
     workdir: Path | None = None
-    adapts: Callable[[], Weights | None] | None = None
     averaged: tuple[Path, ...] = ()
 
     @property
@@ -127,25 +123,13 @@ def family_of(file: WeightsFile) -> str:
 
 @checked
 def open_weights(path: str | Path) -> Weights:
-    """Open a file or a folder of another library; adapters of PEFT are merged into the weights of their base model.
+    """Open a file or a folder of another library.
 
     Raises:
       CheckpointError: see `dcvit.weights.tensors.open_file`; or the tensors belong to no known family, or do not fit
         the model that they describe.
     """
-    return recognized(opened(Path(path)))
-
-
-def opened(path: Path) -> WeightsFile:
-    """Open a file or a folder of weights; the tensors of a folder of PEFT are those of its base, adapted.
-
-    Raises:
-      CheckpointError: see `dcvit.weights.tensors.open_file`, `adapted_base` and `dcvit.weights.peft.merged`.
-    """
-    if not (base := adapted_base(path)):
-        return open_file(path)
-    file = open_file(base)
-    return WeightsFile(path, peft.merged(of_floats(file.tensors, base), path), file.config)
+    return recognized(open_file(Path(path)))
 
 
 def recognized(file: WeightsFile) -> Weights:

@@ -21,8 +21,7 @@ from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import Tensor, Tensors
 from dcvit.runs import checksums
 from dcvit.weights import big_vision_files
-from input_pipeline.errors import InputError
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import read_regular
 
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
@@ -34,7 +33,6 @@ FILE_NAMES = (
 )  # fmt: skip
 GENERATION = "generation_config.json"  # of language models of Hugging Face
 TOKENIZER = "tokenizer.json"
-ADAPTER = "adapter_config.json"  # of PEFT, in a folder without the model that it adapts
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 LFS_POINTER = b"version https://git-lfs"  # the beginning of a file that Git has not fetched
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
@@ -112,29 +110,9 @@ def has_files(path: Path) -> bool:
 
 
 def tokenizer_of(weights: Path) -> Path | None:
-    """Return the tokenizer.json in the folder of weights, or beside their file; None if there is none.
-
-    The tokenizer of an adapter of PEFT may be in the folder of its base model.
-    """
-    folder = weights if weights.is_dir() else weights.parent
-    file = folder / TOKENIZER
-    base = None if file.is_file() else adapted_base(folder)
-    return tokenizer_of(base) if base else file if file.is_file() else None
-
-
-def adapted_base(folder: Path) -> Path | None:
-    """Return the folder of the base model of a PEFT adapter; None if the folder is no adapter or has merged weights.
-
-    Raises:
-      CheckpointError: the adapter names no folder with a whole model.
-    """
-    if not (folder / ADAPTER).is_file() or any((folder / name).is_file() for name in FILE_NAMES):
-        return None
-    name = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    with contextlib.suppress(TypeError, OSError, InputError):  # no path, or none that can exist
-        if name and (base := expand(name)).is_dir() and not (base / ADAPTER).is_file():
-            return base
-    raise CheckpointError(f"{folder / ADAPTER}: base_model_name_or_path={name!r:.300} is no folder of a model")
+    """Return the tokenizer.json in the folder of weights, or beside their file; None if there is none."""
+    file = (weights if weights.is_dir() else weights.parent) / TOKENIZER
+    return file if file.is_file() else None
 
 
 def read_json(path: Path) -> Json:

@@ -3,7 +3,7 @@
 A table maps modules and tensors of another library to modules and parameters here; "{}" in both names stands for the
 number of a layer. The described model determines which parameters a module has, such as a bias, and their shapes;
 entries for modules that it lacks have no effect. PyTorch's linear layers store "out in", and convolutions "out in
-height width". Links write kernels with any number of inputs, because `dcvit.weights.peft` writes factors of kernels.
+height width".
 """
 
 from __future__ import annotations

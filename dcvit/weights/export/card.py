@@ -71,14 +71,6 @@ model = transformers.$auto.from_pretrained("."$trust)
 with torch.no_grad():
     print(model($zeros).logits.shape)
 """],
-    "peft": ["""
-import peft
-import torch
-
-model = peft.AutoPeftModelForCausalLM.from_pretrained(".")
-with torch.no_grad():
-    print(model($zeros).logits.shape)
-"""],
     "timm": ["""
 import json
 

@@ -20,9 +20,8 @@ from dcvit.runs import checksums
 from dcvit.runs.files import rename
 from dcvit.weights.export import card, formats, libraries, logits, programs
 from dcvit.weights.families import Weights, open_weights, verified
-from dcvit.weights.tensors import ADAPTER
 
-WRITTEN_BY_HAND = (card.CARD, ADAPTER)  # files without checksum; the second one names the folder of the base
+WRITTEN_BY_HAND = (card.CARD,)  # files without checksum
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
 WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
@@ -31,7 +30,6 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "safetensors": formats.write_safetensors,
     "hf": formats.write_hf,
     "timm": formats.write_timm,
-    "peft": formats.write_peft,
     "onnx": programs.write_onnx,
     "savedmodel": programs.write_savedmodel,
     "stablehlo": programs.write_stablehlo,
@@ -236,8 +234,6 @@ def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tu
             found = libraries.transformers_logits(folder, x)
             if found is not None:
                 return found, "transformers"
-        if to == "peft" and libraries.installed("torch", "transformers", "peft"):
-            return libraries.peft_logits(folder, x), "peft"
         if to == "timm" and libraries.installed("torch", "timm"):
             return libraries.timm_logits(folder, x), "timm"
     return None

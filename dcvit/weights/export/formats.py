@@ -2,7 +2,7 @@
 
 `npz`, `bv` and `safetensors` have this project's parameter names, which are big_vision's for the plain ViT, and a
 config.json with the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of transformers and
-timm. `peft` has only the adapters of a run.
+timm.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.parallel.trees import nested
-from dcvit.runs import restoring, steps
+from dcvit.runs import steps
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import replace
-from dcvit.weights import adapters, dcvit_hf, hf_processor, names, own, peft, preprocessing
+from dcvit.weights import dcvit_hf, hf_processor, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import WRITTEN, Weights
 from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
-from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
+from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 
 # Families of transformers by our models; the first that can express a model is used.
 NATIVE = {"vit": ("hf_vit", "siglip", "dinov2", "dinov3"), "lm": ("gpt2", "llama", "gpt_neox")}
@@ -193,33 +193,6 @@ def write_timm(weights: Weights, folder: Path) -> None:
     labels = {"label_names": list(weights.description.class_names)} if weights.description.class_names else {}
     _write_json(folder / "config.json", {**config, **labels})
     write_shards(folder, _theirs(name, weights), max_shard_bytes=ONE_FILE)
-
-
-def write_peft(weights: Weights, folder: Path) -> None:
-    """Write the adapters of a run in the format of PEFT, for a base model that transformers has.
-
-    Raises:
-      CheckpointError: the weights are not a run with adapters of such a model, or it trained other parameters too.
-    """
-    if not weights.adapts:
-        raise CheckpointError(f"{weights.path} has no adapters: --to peft needs a run with config.lora")
-    lora, init = adapters.described(steps.about(steps.step_folder(weights.path)), str(weights.path))
-    arrays = restoring.open_params(weights.path)
-    factors = adapters.single_layers({name: restoring.as_tensor(array, name) for name, array in arrays.items()})
-    if whole := sorted(name for name in factors if not name.endswith(adapters.FACTORS)):
-        raise CheckpointError(f"{weights.path} trains {whole[0]} as a whole, but --to peft writes adapters only")
-    base = weights.adapts()
-    family = "dcvit" if not base else "peft" if adapted_base(base.path) else base.family
-    if not base or family not in NATIVE["lm"]:
-        raise CheckpointError(f"{weights.path} adapts {init} ({family}): --to peft needs {', '.join(NATIVE['lm'])}")
-    WRITTEN[family].config(weights.description)
-    shapes = {name: tensor.shape for name, tensor in weights.params.items()}
-    in_out = family == "gpt2"  # its linear layers store "in out"
-    tensors = peft.tensors(WRITTEN[family].links(weights.description), factors, shapes, in_out)
-    write_shards(folder, iter(tensors.items()), max_shard_bytes=ONE_FILE)
-    (folder / "model.safetensors").rename(folder / peft.FILE)
-    base_folder = base.path if base.path.is_dir() else base.path.parent
-    _write_json(folder / ADAPTER, peft.config(lora, tensors, base_folder, in_out))
 
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:

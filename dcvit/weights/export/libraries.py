@@ -1,10 +1,9 @@
-"""Logits of a folder of transformers, PEFT or timm, computed by that library itself."""
+"""Logits of a folder of transformers or timm, computed by that library itself."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, first_line_with_type
 from dcvit.weights import dcvit_hf, gpt2, gpt_neox, llama
-from dcvit.weights.tensors import Json, adapted_base, read_json
+from dcvit.weights.tensors import Json, read_json
 
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -76,18 +75,6 @@ def class_name(config: Json) -> str | None:
     kind, names = config.get("model_type"), config.get("architectures")
     known = KNOWN.get(kind, ()) if isinstance(kind, str) else ()
     return next((name for name in known if names == [name]), None)
-
-
-def peft_logits(folder: Path, x: np.ndarray) -> np.ndarray:
-    """Return the logits that PEFT computes for an adapter of a language model, from its folder and that of its base."""
-    import peft
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    base = transformers.AutoModelForCausalLM.from_pretrained(adapted_base(folder), dtype=torch.float32)
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # it calls what transformers has deprecated
-        return np.asarray(peft.PeftModel.from_pretrained(base, folder).eval()(_torch(x)).logits.numpy())
 
 
 def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
