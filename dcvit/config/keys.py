@@ -40,11 +40,6 @@ KEYS = {
     "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
     "model_init": Key(str | None, None, "Model to start from: what `dcvit.load` opens, a .npz or a .bv."),
     "model_load": Key(dict, {}, "Further arguments of the model's `load`: `dont_load`, `upcycle` and `channels`."),
-    "lora": Key(
-        dict, {},
-        "Train low-rank adapters of `model_init` and save nothing else: `rank`, `targets` (regex of the names of "
-        "adapted matrices) and `alpha`. Parameters of `model_load.dont_load` are trained as a whole.",
-    ),
     "distill": Key(
         dict, {},
         "Image models: also learn from a trained model: `teacher` (anything that `dcvit.load` opens), `loss` (`kl` or "

@@ -11,10 +11,9 @@ from dcvit.config import values
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.source import ModelSource, open_parameters
+from dcvit.hub.source import ModelSource
 from dcvit.models import lm, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
-from dcvit.models.lora import is_adapter
 from dcvit.parallel.trees import check_tree
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import read_class_names
@@ -62,10 +61,9 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
     ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
     description = Description(name, outputs, fields, pp, tuple(names), ends, trained.is_multilabel)
-    source, arrays = trained.source, open_params(trained.source.path)
-    params = open_parameters(source) if is_adapter(arrays) else _unrolled(arrays)
+    params = _unrolled(open_params(trained.source.path))
     shapes = param_shapes(description, params)
-    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(source))
+    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.source))
     record = values.read_json(workdir / "config.json").to_dict()
     return Weights(path, "dcvit", description, params, record, workdir)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,19 +15,17 @@ from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub import pretrained
 from dcvit.models import Params
-from dcvit.models.lora import is_adapter
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
-from dcvit.runs.files import Folder, absolute
-from dcvit.weights import adapters, big_vision_files, preprocessing
+from dcvit.runs.files import Folder
+from dcvit.weights import big_vision_files, preprocessing
 from dcvit.weights.families import Weights, family_of, recognized
 from dcvit.weights.placement import check_finite, in_layout, place_params
-from dcvit.weights.tensors import Json, WeightsFile, has_files, is_npz, open_file
+from dcvit.weights.tensors import WeightsFile, has_files, is_npz, open_file
 from input_pipeline import huggingface
 from input_pipeline.files import expand
 
-BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
 
@@ -121,15 +118,14 @@ def find(name: str) -> ModelSource:
     return ModelSource(expand(pretrained.resolve(name)))
 
 
-def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> Tensors:
+def open_parameters(source: ModelSource) -> Tensors:
     """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
 
     Args:
       source: a workdir (its latest checkpoint), one of its checkpoints, or weights of any format.
-      adapted_by: checkpoints of adapters that led to this base, by which a cycle is recognized.
 
     Raises:
-      CheckpointError: the source is missing, damaged, or of an unknown format; or adapters have no base but themselves.
+      CheckpointError: the source is missing, damaged, or of an unknown format.
     """
     if source.weights:
         return source.weights.params
@@ -140,38 +136,7 @@ def open_parameters(source: ModelSource, adapted_by: Sequence[Folder] = ()) -> T
         if not path.exists():
             big_vision_files.check_named(str(path))
     arrays = restoring.open_params(path)
-    tensors = {name: restoring.as_tensor(array, f"{name} of {path}") for name, array in arrays.items()}
-    if not is_adapter(tensors):
-        return tensors
-    about = steps.about(checkpoint := steps.step_folder(path))
-    _, init = adapters.described(about, str(path))
-    if (checkpoint := absolute(checkpoint)) in adapted_by:
-        raise CheckpointError(f"{checkpoint} is its own base")
-    try:
-        base = open_parameters(adapted(checkpoint, about, init), (*adapted_by, checkpoint))
-    except CheckpointError as e:
-        raise CheckpointError(f"{path} adapts config.model_init={init!r}: {e}") from None
-    return adapters.merged(base, tensors, about, str(path))
-
-
-def adapted(checkpoint: Folder, about: Json, init: str) -> ModelSource:
-    """Return the base model that a checkpoint of adapters, with description `about`, adapts: its `model_init`, `init`.
-
-    The description stores a relative path from the workdir; descriptions of older versions do not have it.
-    """
-    if path := about.get(BASE_PATH):
-        moved = Path(absolute(checkpoint).parent.parent, path).resolve()
-        if moved.exists():
-            return ModelSource(moved)
-    return find(init)
-
-
-def path_from(workdir: Folder, init: str) -> dict[str, str]:
-    """Return {`BASE_PATH`: path from the workdir} of a relative `model_init`, for a checkpoint's description, or {}."""
-    path = find(init).path
-    if path.is_absolute() or not isinstance(workdir, Path):
-        return {}
-    return {BASE_PATH: os.path.relpath(path.resolve(), workdir.resolve())}
+    return {name: restoring.as_tensor(array, f"{name} of {path}") for name, array in arrays.items()}
 
 
 def load_params(
@@ -196,7 +161,7 @@ def load_params(
     tensors = convert(tensors) if convert else tensors
     like = make_like(tensors)
     same_layout = not convert and {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
-    if same_layout and source.is_checkpoint and not steps.about(source.path).get("base"):
+    if same_layout and source.is_checkpoint:
         params = restoring.restore_params(source.path, like)  # each process reads its part only
         check_finite(params, str(source))
         return params

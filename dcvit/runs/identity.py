@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dcvit.config import values
-from dcvit.errors import ConfigError, nearest
+from dcvit.errors import REMOVED, ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
@@ -120,7 +120,8 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
     """Return the differences of a config and data from the "config" and "data" of a run; see `check_same_run`."""
     found: dict[str, str] = {}
     if "config" in saved:
-        before = saved["config"]
+        # Removed keys that were not set have no effect.
+        before = {key: value for key, value in saved["config"].items() if value or key not in REMOVED}
         defaults = json.loads(json.dumps(values.defaults()))  # of keys that an older version did not have
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))

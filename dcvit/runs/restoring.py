@@ -126,8 +126,11 @@ def open_params(source: Folder) -> dict[str, ts.TensorStore]:
     place, context = absolute(item), ts.Context()
     url = f"file://{place}" if isinstance(place, Path) else str(place)
     base = kvstore(url) if url.startswith("s3://") else url
+    names = shapes_of(_metadata(item))
+    if any(name.endswith("/lora_a") for name in names):
+        raise CheckpointError(f"{folder} holds adapters of LoRA; 0.2.0 merges them: dcvit convert RUN NEW --to dcvit")
     opened = {}
-    for name in shapes_of(_metadata(item)):
+    for name in names:
         inside = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}
         opened[name] = ts.open({"driver": "zarr", "kvstore": inside}, open=True, read=True, context=context)
     try:

@@ -21,7 +21,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax h
 ABOUT = "about"  # item with the description of the run
 ABOUT_TYPES: dict[str, type] = {
     "step": int, "config": dict, "data": dict, "software": dict, "devices": dict, "row": dict, "metrics_rows": int,
-    "seconds": float, "base": dict, "base_path": str,
+    "seconds": float,
 }  # fmt: skip
 COMMITTED = "commit_success.txt"
 WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums

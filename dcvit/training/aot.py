@@ -188,7 +188,7 @@ def _activations(setup: Setup, state: TrainState, batch: Shapes) -> int:
         return jax.vjp(lambda p: make_objective(setup, model)(p, state, prepared, key), state.params)[1]
 
     residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, state, part, key)) if hasattr(x, "dtype")]
-    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state.params, state.base))]
+    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)]
     total = 0
     for leaf in residuals:
         if (leaf.shape, leaf.dtype) in excluded:

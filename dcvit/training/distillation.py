@@ -40,7 +40,8 @@ from dcvit.models.vit import ViT
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import Strategy, check_model
 from dcvit.training.augment import Augmentation
-from dcvit.weights import adapters, preprocessing
+from dcvit.weights import preprocessing
+from dcvit.weights.placement import layer_checksums
 from input_pipeline import InputError, Preprocess, Source, patch_sizes
 from input_pipeline.preprocess.builder import decoded_as, parsed
 
@@ -137,7 +138,7 @@ class Distillation:
     def identity(self) -> dict[str, int]:
         """Return CRC-32 checksums of the teacher: of each parameter by name, and of `model` and `pp_predict`."""
         with _named(self.options.teacher):
-            found = adapters.layer_checksums(open_parameters(self.teacher.source))
+            found = layer_checksums(open_parameters(self.teacher.source))
         record = self.teacher.record()
         of_config = {
             key: zlib.crc32(json.dumps(record[key], sort_keys=True).encode()) for key in ("model", "pp_predict")

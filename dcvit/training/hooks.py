@@ -16,7 +16,7 @@ from dcvit.parallel import multihost, topologies
 from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run
-from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays, step_flops
+from dcvit.training.step import TrainState, non_finite_arrays, step_flops
 from input_pipeline import patch_sizes
 
 
@@ -121,10 +121,9 @@ class MetricsHook(Hook):
     def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
         """Run the named evaluators, and return their metrics by the keys "EVALUATOR/METRIC" of a row."""
         found: dict[str, float] = {}
-        params = evaluated_params(self.run.setup, state) if evaluators else {}
         for name in evaluators:
             self.run.watchdog(f"evaluating {name} after step {step}")
-            found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(params).items()}
+            found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
         return found
 
 

@@ -22,8 +22,8 @@ class TooLargeError(ConfigError):
     """A model, training state or program that needs more memory than the devices have free."""
 
 
-def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *, trained: bool) -> None:
-    """Raise ConfigError if the parameters of a model of many layers, and gradients if `trained`, exceed the memory.
+def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct) -> None:
+    """Raise ConfigError if the parameters of a model of many layers, with their gradients, exceed the memory.
 
     The size is extrapolated from models of one and two layers, which are traced quickly. It is a lower bound: the
     parameters are split over all devices, and compositions do not count if only a part of the layers has them.
@@ -34,8 +34,7 @@ def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct, *,
         model = model.clone(compose=None, compose_layers=None) if some else model
         one, two = (_size(param_shapes(model.clone(depth=layers), example)) for layers in (1, 2))
         size = one + (depth - 1) * (two - one)
-        copies, what = (2, " with gradients") if trained else (1, "")
-        _check(mesh, copies * 4 * size // mesh.size, f"about {size:,} parameters{what}")
+        _check(mesh, 2 * 4 * size // mesh.size, f"about {size:,} parameters with gradients")
 
 
 def check_state(mesh: Mesh, state: object, trained: object) -> None:

@@ -11,20 +11,16 @@ import flax.linen as nn
 import jax
 from ml_collections import ConfigDict
 
-from dcvit.config.keys import is_rate
 from dcvit.config.values import defaults, run_config
-from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex, first_line
+from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex
 from dcvit.hub.kinds import make_model
 from dcvit.hub.model import listed
 from dcvit.hub.source import find
 from dcvit.models import Params
 from dcvit.models.input_channels import check_rule
-from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import fields_that_change_the_function
-from dcvit.parallel.trees import shapes_of
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.weights.families import Weights
-from dcvit.weights.placement import period_of
 
 LOG = logging.getLogger(__name__)
 SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
@@ -63,41 +59,6 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
         return params
 
     return load_initial
-
-
-def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | None, Params]:
-    """Return the adaptation of `config.lora` or None, and the shapes of the parameters that are trained.
-
-    Raises:
-      ConfigError: an option is invalid, or there is nothing that could be adapted.
-    """
-    options = config.lora.to_dict()
-    if not options:
-        return None, shapes
-    whole = tuple(config.model_load.get("dont_load", ()))
-    if "whole" in options:
-        raise ConfigError(
-            "config.lora has no option 'whole': parameters of model_load.dont_load are trained as a whole"
-        )
-    check_call(Adaptation, options, "config.lora")
-    check_regex(options["targets"], "config.lora.targets")
-    if not is_rate(options.get("alpha") or 0.0):
-        raise ConfigError(f"config.lora.alpha={options['alpha']!r} should be finite and not negative")
-    if not config.model_init or upcycles(config) or config.model_load.get("channels"):
-        raise ConfigError(
-            "config.lora adapts the parameters of config.model_init: set it, without model_load.upcycle or channels"
-        )
-    found = Adaptation(**options, whole=whole)
-    try:
-        trained = jax.eval_shape(lambda params: found.trained(params, jax.random.key(0)), shapes)
-    except ValueError as e:
-        raise ConfigError(f"config.lora: {first_line(e)}") from None
-    if period_of(shapes_of(trained)) not in (0, period := period_of(shapes_of(shapes))):
-        raise ConfigError(
-            f"config.lora.targets={found.targets!r} matches none of the last of the {period} layers that a scan "
-            "repeats, from which a checkpoint's layers are numbered: match one, or set config.model.scan=False"
-        )
-    return found, trained
 
 
 def upcycles(config: ConfigDict) -> bool:

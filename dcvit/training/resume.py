@@ -17,10 +17,9 @@ import numpy as np
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.data import TOKENIZER
-from dcvit.hub.source import ModelSource, find, load_params, open_parameters, path_from
+from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import Params
 from dcvit.parallel import multihost
-from dcvit.parallel.trees import shapes_of
 from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace
@@ -31,7 +30,6 @@ from dcvit.training import kernels, memory
 from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
-from dcvit.weights import adapters
 
 LOG = logging.getLogger(__name__)
 
@@ -44,8 +42,8 @@ class Start:
       step: the step to resume from, 0 for a new run, also from a converted model.
       about: the description stored in the checkpoint to resume from; empty without a checkpoint.
       shapes: shapes and shardings of the state.
-      loaded: the parameters that a new run (or any run with adapters) has loaded; None for each parameter that is to be
-        initialized. `start_state` donates their memory to the state.
+      loaded: the parameters that a new run has loaded; None for each parameter that is to be initialized. `start_state`
+        donates their memory to the state.
       teacher: the parameters of the teacher that the training state holds; None without one.
     """
 
@@ -115,16 +113,12 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
-    about |= _base_of_adapters(setup, folder)
     if setup.task.distillation:
         about[TEACHER] = setup.task.distillation.identity()
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
-        for name, key in (("base", "model_init"), (TEACHER, "distill.teacher")):
-            accepted = name == TEACHER and {"distill", key} & {*accept}
-            before, now = start.about.get(name, {}), about.get(name, {})
-            if changed := adapters.changed(before, now) if start.step and not accepted else ():
-                raise CheckpointError(f"config.{key} has another {changed[0]} than when the run started")
+        if start.step and not {"distill", "distill.teacher"} & {*accept}:
+            _check_same_teacher(start.about.get(TEACHER, {}), about.get(TEACHER, {}))
         writer = None
         if multihost.is_first():
             trackers = setup.options.trackers
@@ -145,7 +139,7 @@ def start_state(run: Run) -> TrainState:
       CheckpointError: the checkpoint cannot be restored, or is of another step.
     """
     start, setup = run.start, run.setup
-    if start.step and setup.model.lora is None:
+    if start.step:
         return _restored(run).replace(teacher=start.teacher)
 
     def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
@@ -158,12 +152,11 @@ def start_state(run: Run) -> TrainState:
     run.watchdog("initializing the parameters")
     with stage("initializing the parameters", run.display.line):
         state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
-    state = _restored(run).replace(base=state.base) if start.step else state
     return state.replace(teacher=start.teacher)
 
 
 def _restored(run: Run) -> TrainState:
-    """Return the state from the checkpoint that a run resumes from; a base model's parameters are not in it."""
+    """Return the state from the checkpoint that a run resumes from."""
     start = run.start
     checkpoint = run.checkpointer.folder / str(start.step)
     with stage(f"restoring {checkpoint}", run.display.line, announce=False):
@@ -176,7 +169,7 @@ def _restored(run: Run) -> TrainState:
 def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     """Return the start of a new run, after checking that all processes have the same run; nothing is written.
 
-    A base model is loaded in any case, other parameters only if the workdir has no checkpoint to resume from.
+    Parameters are loaded only if the workdir has no checkpoint to resume from.
     """
     saved = steps.saved_steps(folder)
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
@@ -184,24 +177,19 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     shapes = state_shapes(setup)
     if setup.options.check_memory:
         memory.check_state(setup.model.mesh, shapes, shapes.params)
-    whole = shapes.params if shapes.base is None else shapes.base
-    loaded = jax.tree.map(lambda _: None, whole)
-    if setup.model.load_initial and (shapes.base is not None or not saved):
-        loaded = setup.model.load_initial(whole)
+    loaded = jax.tree.map(lambda _: None, shapes.params)
+    if setup.model.load_initial and not saved:
+        loaded = setup.model.load_initial(shapes.params)
     teacher = None
     if setup.run_teacher:
         teacher = setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
     return Start(0, {}, shapes, loaded, teacher)
 
 
-def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
-    """Return entries for a checkpoint's description: path and checksums of the base model; {} without adapters."""
-    if setup.model.lora is None:
-        return {}
-    source = setup.record["model_init"]
-    shapes = shapes_of(setup.model.shapes)
-    tensors = open_parameters(find(source))
-    return {"base": adapters.checksums(tensors, shapes, setup.model.lora, source), **path_from(folder, source)}
+def _check_same_teacher(before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Raise CheckpointError, with a name, if the checksums of a teacher differ from those when the run started."""
+    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        raise CheckpointError(f"config.distill.teacher has another {changed[0]} than when the run started")
 
 
 @contextlib.contextmanager
@@ -266,8 +254,6 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
         raise ConfigError(f"{folder} is at step {step}, beyond the {setup.plan.total_steps} steps of this config")
     checkpoint = folder / steps.FOLDER / str(step)
     if step == steps.CONVERTED:
-        if setup.model.lora is not None:
-            raise CheckpointError(f"{checkpoint} is a whole model; to adapt it: another --workdir, model_init={folder}")
         LOG.info("training starts from the converted model in %s", checkpoint)
         loaded = load_params(ModelSource(checkpoint), lambda _: fresh.shapes.params)
         return dataclasses.replace(fresh, about=steps.about(checkpoint), loaded=loaded)

@@ -25,7 +25,6 @@ from dcvit.hub.data import open_source, with_tokenizer
 from dcvit.hub.evaluate import make_evaluators, mesh_of, predictor
 from dcvit.hub.kinds import make_model
 from dcvit.models import Params
-from dcvit.models.lora import Adaptation
 from dcvit.models.packed_images import check_packed
 from dcvit.models.trees import param_shapes
 from dcvit.parallel.sharding import Strategy, check_context
@@ -33,7 +32,7 @@ from dcvit.runs.files import Folder
 from dcvit.training.distillation import Distillation
 from dcvit.training.inputs import TrainingData, check_batch, own_tokenizer, read_input
 from dcvit.training.memory import check_layers
-from dcvit.training.model import make_adaptation, make_loader, upcycles
+from dcvit.training.model import make_loader, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, task_class
 
@@ -48,8 +47,6 @@ class ModelSetup:
     shapes: Params
     load_initial: Callable[[Params], Params] | None  # from parameter shapes to the parameters of `config.model_init`
     upcycle: bool  # `load_initial` upcycles: compositions that it does not load start as the identity
-    lora: Adaptation | None  # of the parameters that `load_initial` loads
-    trained: Params  # shapes of the parameters that are trained: all of `shapes` without `lora`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +111,7 @@ def make_setup(
         if task.distillation:
             task.distillation.check_student(model.module, mesh)
         evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
-        plan = make_plan(completed, data, model.trained, evaluators, module.depth)
+        plan = make_plan(completed, data, model.shapes, evaluators, module.depth)
         options = make_options(completed, evaluators, plan.total_steps, model.module)
     record = json.loads(completed.to_json())
     if tokenizer is not None:  # without the path of a temporary file
@@ -134,12 +131,10 @@ def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(mesh), fused:
         if config.check_memory:
-            check_layers(mesh, module, example, trained=not config.lora)
+            check_layers(mesh, module, example)
         shapes = param_shapes(module, example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
-    lora, trained = make_adaptation(config, shapes)
-    strategy = config.sharding_strategy
-    return ModelSetup(module, mesh, strategy, shapes, load_initial, upcycles(config), lora, trained)
+    return ModelSetup(module, mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
 
 
 def load_setup(

@@ -20,7 +20,6 @@ from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.models import Params
 from dcvit.models.flops import forward_flops, training_flops
-from dcvit.models.lora import Adaptation
 from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
@@ -30,7 +29,6 @@ from dcvit.training.optim import at_step, zero_frozen
 from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch
 
-LORA = 1 << 30  # distinguishes the random key of adapters from those of the steps
 Metrics = dict[str, jax.Array]
 Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
 ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
@@ -49,9 +47,8 @@ class TrainState(flax.struct.PyTreeNode):
     ema: Any  # averaged parameters; None if weights are not averaged
     skipped: Any  # number of damaged examples skipped so far, int32
     nonfinite: Any  # number of steps skipped because their loss or gradient was not finite, int32
-    # Neither trained nor saved:
-    base: PyTree = None  # all parameters, which adapters in `params` adapt; else None
-    teacher: PyTree = None  # parameters of the teacher that the model is distilled from; else None
+    # Parameters of the teacher that the model is distilled from, neither trained nor saved; else None.
+    teacher: PyTree = None
 
     def items(self) -> dict[str, Any]:
         """Return the trees that a checkpoint stores, by name: `params`, `ema` if present, and `rest`, all others."""
@@ -68,23 +65,10 @@ class TrainState(flax.struct.PyTreeNode):
 
 def initial_state(setup: Setup, params: Params, teacher: Params | None = None) -> TrainState:
     """Return the state before the first step, from all parameters of the model, and those of its teacher if any."""
-    base, lora = None, setup.model.lora
-    if lora is not None:
-        base, params = params, lora.trained(params, jax.random.fold_in(jax.random.key(setup.seed), LORA))
     ema = jax.tree.map(jnp.copy, params) if setup.plan.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
     opt_state = setup.plan.optimizer.init(params)
-    return TrainState(params=params, opt_state=opt_state, ema=ema, base=base, teacher=teacher, **counts)
-
-
-def evaluated_params(setup: Setup, state: TrainState) -> Params:
-    """Return the parameters of the whole model to evaluate: averaged if they exist, with adapters merged."""
-    return state.best if state.base is None else _merged(setup.model.lora, state.base, state.best)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _merged(lora: Adaptation, base: Params, trained: Params) -> Params:
-    return lora.merged(base, trained)
+    return TrainState(params=params, opt_state=opt_state, ema=ema, teacher=teacher, **counts)
 
 
 def init_params(setup: Setup, key: jax.Array) -> Params:
@@ -126,15 +110,14 @@ def jit_update(setup: Setup, shapes: TrainState) -> Any:
 def make_objective(setup: Setup, module: nn.Module) -> Objective:
     """Return the function (trained parameters, state, prepared batch, dropout key) -> loss, with `module` as the model.
 
-    The state's parameters do not count. Its `base` is what the trained parameters adapt, and its `teacher` adds the
-    teacher's logits to the batch.
+    The state's parameters do not count. Its `teacher` adds the teacher's logits to the batch.
     """
-    loss_of, lora, distillation = setup.task.loss(module), setup.model.lora, setup.task.distillation
+    loss_of, distillation = setup.task.loss(module), setup.task.distillation
 
     def objective(params: Params, state: TrainState, batch: Batch, key: jax.Array) -> jax.Array:
         if distillation is not None and state.teacher is not None:
             batch = {**batch, TEACHER: distillation.logits(state.teacher, batch["image"])}
-        return loss_of(params if lora is None else lora.merged(state.base, params), batch, key)
+        return loss_of(params, batch, key)
 
     return objective
 

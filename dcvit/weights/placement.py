@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -55,6 +56,18 @@ def unrolled(shapes: Shapes) -> dict[str, Part]:
             raise CheckpointError(f"{path} and {parts[min(both)].path} hold the same parameter {min(both)}")
         parts |= names
     return parts
+
+
+def layer_checksums(tensors: Tensors) -> dict[str, int]:
+    """Return the CRC-32 of each parameter, as float32, in unrolled layers; an array of several is read once."""
+    places: dict[str, dict[str, int | None]] = {}  # layers by name, of each array
+    for name, (path, layer) in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
+        places.setdefault(path, {})[name] = layer
+    found: dict[str, int] = {}
+    for path, layers in places.items():
+        array = np.ascontiguousarray(tensors[path].read(), np.float32)
+        found |= {name: zlib.crc32((array if i is None else array[i]).tobytes()) for name, i in layers.items()}
+    return found
 
 
 def period_of(paths: Iterable[str]) -> int:

@@ -133,6 +133,12 @@ def test_keys_without_effect_on_a_step_may_change(tmp_path):
         identity.check_same_run(tmp_path, {"config": config}, {}, {})
 
 
+def test_a_removed_key_that_an_earlier_version_recorded_refuses_a_run_only_if_it_was_set(tmp_path):
+    assert identity.check_same_run(tmp_path, {"config": {"lora": {}}}, {}, {}) == []
+    with pytest.raises(ConfigError, match=r"config\.lora \(saved: \{'rank': 2\}, now: None\)"):
+        identity.check_same_run(tmp_path, {"config": {"lora": {"rank": 2}}}, {}, {})
+
+
 def test_other_devices_and_software_are_reported():
     here = {"software": {"jax": "1"}, "devices": {"kind": "cpu", "count": 8}}
     assert identity.resume_warnings({}, here) == identity.resume_warnings(here, here) == []

@@ -147,9 +147,6 @@ def test_weights_of_rgb_start_a_run_of_13_channels_on_request(of_photos, land, t
     assert re.search(r"embedding/kernel .*--config\.model_load\.channels=repeat\n$", capsys.readouterr().err)
     assert cli.run(train.main, [*start, "--config.model_load.channels=sum"]) == 2
     assert "channels='sum'; known: repeat, mean" in capsys.readouterr().err
-    lora = ["--config.model_load.channels=repeat", "--config.lora.rank=2", "--config.lora.targets='.*'"]
-    assert cli.run(train.main, [*start, *lora]) == 2
-    assert "without model_load.upcycle or channels" in capsys.readouterr().err
     assert cli.run(train.main, [*start, "--config.model_load.channels=repeat"]) == 0
     old, new = (load_params(run)["embedding"]["kernel"] for run in (of_photos, tmp_path / "run"))
     np.testing.assert_allclose(new, np.asarray(old)[:, :, np.arange(13) % 3] * 3 / 13, rtol=1e-6)

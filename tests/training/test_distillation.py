@@ -228,23 +228,6 @@ def test_parts_of_a_batch_train_the_student_and_its_average_as_the_whole_batch_d
 
 
 @pytest.mark.slow
-def test_adapters_of_a_student_learn_from_the_teacher(teacher):
-    """The loss is that of the merged student, and neither it nor the teacher changes."""
-    sizes = {f"model.{name}": value for name, value in FIELDS.items()}
-    options = {"distill.teacher": teacher, "model_init": teacher, "input.pp": FIXED, **sizes, "distill.weight": 0.9}
-    lora = {"lora.rank": 2, "lora.targets": ".*/Dense_[01]/kernel", "lr": 0.05, "wd": 0.0}
-    setup, whole = small_setup(**options, **lora), small_setup(**options)
-    before, after = jax.device_get(steps_of(setup, 12)[:2])
-    assert same((before.teacher, before.base), (after.teacher, after.base))
-    assert {name.rpartition("/")[2] for name in by_name(after.params)} == {"lora_a", "lora_b"}
-    batch, key = prepared_batch(setup)
-    losses = [float(loss_of(setup, state, batch, key)) for state in (before, after)]
-    assert losses[1] < 0.9 * losses[0]
-    merged = after.replace(params=step.evaluated_params(setup, after), base=None)
-    assert float(loss_of(whole, merged, batch, key)) == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_step_with_a_teacher_is_timed(teacher, cache):
     words = [f"{name}={value}" for name, value in TINY.items()] + ["input.batch_size=16", f"input.pp={FIXED}"]

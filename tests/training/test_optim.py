@@ -11,7 +11,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dcvit import errors
 from dcvit.errors import ConfigError
-from dcvit.models.lora import Adaptation
 from dcvit.parallel import sharding
 from dcvit.training import optim
 from dcvit.weights.placement import place_params
@@ -124,8 +123,6 @@ ENDLESS = "(.+)+x"  # backtracking takes 2^n steps for a name of n characters
 USES = {
     "optimizer": lambda tree: optim.first_match(tree, [(ENDLESS, 1.0)], 0.0, "wd_mults"),
     "sharding": lambda tree: sharding.shardings(tree, sharding.data_mesh(), [(ENDLESS, "ddp")]),
-    "targets": lambda tree: Adaptation(1, ENDLESS).trained(tree, jax.random.key(0)),
-    "whole": lambda tree: Adaptation(1, "a", whole=(ENDLESS,)).trained(tree, jax.random.key(0)),
     "dont_load": lambda tree: place_params({}, tree, "file", [ENDLESS]),
 }
 

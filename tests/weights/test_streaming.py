@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+import zlib
 from unittest.mock import Mock
 
 import jax
@@ -31,7 +32,7 @@ from dcvit.training.model import make_loader
 from dcvit.weights import families as weights_module
 from dcvit.weights import npz
 from dcvit.weights.families import open_weights
-from dcvit.weights.placement import place_params, unrolled
+from dcvit.weights.placement import layer_checksums, place_params
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 
@@ -195,13 +196,19 @@ def test_two_tensors_of_the_same_parameter_are_refused(small):
         place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
 
 
-@pytest.mark.parametrize(("group", "block"), [("group", "decoderblock"), ("encodergroup", "encoderblock")])
-def test_layers_of_a_group_are_numbered_also_if_the_first_of_the_group_are_not_there(group, block):
-    """As in the adapters of some layers."""
-    parts = unrolled({f"Transformer/{group}/layer_1/x": (2, 3), "Transformer/decoder_norm/scale": (3,)})
-    found = {name: (path, layer) for name, (path, layer) in parts.items() if "norm" not in name}
-    stacked = f"Transformer/{group}/layer_1/x"
-    assert found == {f"Transformer/{block}_1/x": (stacked, 0), f"Transformer/{block}_3/x": (stacked, 1)}
+def test_an_array_of_several_layers_is_read_once_for_its_checksums():
+    reads = []
+
+    def tensor(name, *shape):
+        array = np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+        return Tensor(shape, lambda: reads.append(name) or array), array
+
+    stack, kernels = tensor(name := "Transformer/encoderblock/MlpBlock_0/Dense_0/kernel", 3, 2, 4)
+    one, bias = tensor("head/bias", 5)
+    expected = {name.replace("block/", f"block_{i}/"): zlib.crc32(kernels[i].tobytes()) for i in range(3)}
+    found = layer_checksums({name: stack, "head/bias": one})
+    assert found == {**expected, "head/bias": zlib.crc32(bias.tobytes())}
+    assert reads == [name, "head/bias"]
 
 
 @pytest.mark.parametrize("missing", [0, 1])
