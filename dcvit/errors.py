@@ -48,6 +48,7 @@ SYNONYMS = {
 REMOVED: dict[str, str] = {
     "lora": "fine-tune with `freeze_layers`, `frozen` and `layer_decay`",
     "peft": "write the merged model with --to hf",
+    "savedmodel": "write a program with --to stablehlo or onnx",
 }
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -175,35 +175,6 @@ def store_any(ref: Value, x: Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
-
-
-@contextlib.contextmanager
-def stablehlo_for_tensorflow() -> Iterator[None]:
-    """Let JAX serialize programs in a version of StableHLO, and with operations, that the installed TensorFlow reads.
-
-    JAX chooses the version of a month before its own release, which an older TensorFlow cannot read, and has no option
-    for it. From JAX 0.12, exact GELU calls an erfc whose shape TensorFlow 2.21 cannot infer from a symbolic one, except
-    with the highest accuracy. No public replacement is known: `jax.extend.mlir.dialects.stablehlo` and `jax.lax` hold
-    copies of the names, so that JAX does not see a change there. Delete when `jax2tf` asks TensorFlow, and TensorFlow
-    infers these shapes.
-    """
-    from unittest import mock
-
-    import jax
-    from jax._src.nn import functions
-    from jaxlib.mlir.dialects import stablehlo as written
-    from tensorflow.compiler.mlir.stablehlo import stablehlo as read
-
-    name = "get_version_from_compatibility_requirement"
-    choose = getattr(written, name)
-    erfc: Callable[..., jax.Array] = jax.lax.erfc
-    if "accuracy" in inspect.signature(erfc).parameters:
-        erfc = functools.partial(erfc, accuracy=jax.lax.AccuracyMode.HIGHEST)
-    with (
-        mock.patch.object(written, name, lambda age: read.get_smaller_version(choose(age), read.get_current_version())),
-        mock.patch.object(functions.lax, "erfc", erfc),
-    ):
-        yield
 
 
 @functools.cache

@@ -18,7 +18,6 @@ import zipfile
 from pathlib import Path
 
 import conversion_models
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from small_models import stack_blocks
 from trained_workdirs import load_params
 
 import dcvit
-from dcvit import cli, convert, evaluate, generate, versions
+from dcvit import cli, convert, evaluate, generate
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.hub.source import ModelSource, open_parameters
@@ -38,7 +37,7 @@ from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit
-from dcvit.weights.export import card, conversion, formats, libraries, logits, programs
+from dcvit.weights.export import card, conversion, formats, libraries, logits
 from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
@@ -167,8 +166,7 @@ def test_inputs_reach_beyond_a_window_and_all_over_the_vocabulary():
 
 
 LIBRARIES = {
-    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "savedmodel": ("tensorflow", "orbax.export"),
-    "stablehlo": (), "timm": ("torch", "timm"),
+    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "stablehlo": (), "timm": ("torch", "timm"),
 }  # fmt: skip
 
 
@@ -199,40 +197,12 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     assert process.stdout.count("\n") == 1
     found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
     assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
-    assert found[3] in ("transformers", "onnxruntime", "TensorFlow", "jax.export", "timm")
+    assert found[3] in ("transformers", "onnxruntime", "jax.export", "timm")
     for code in snippets_of(out):
         env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
         process = subprocess.run([sys.executable, "-c", code], cwd=out, env=env, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert process.stdout.strip()
-
-
-@pytest.mark.slow
-def test_programs_have_a_version_of_stablehlo_and_operations_that_tensorflow_reads():
-    """An assertion about a symbolic shape is an operation that differs between versions."""
-    reader = pytest.importorskip("tensorflow.compiler.mlir.stablehlo.stablehlo", reason="needs tensorflow")
-    (size,) = jax.export.symbolic_shape("b", constraints=["b >= 2"])
-    with versions.stablehlo_for_tensorflow():
-        gelu = jax.jit(functools.partial(jax.nn.gelu, approximate=False))
-        program = jax.export.export(gelu)(jax.ShapeDtypeStruct((size,), jnp.float32))
-    written = re.search(rb"StableHLO_v([0-9.]+)", program.mlir_module_serialized)[1].decode()
-    assert reader.get_smaller_version(written, reader.get_current_version()) == written
-    assert b"shape_assertion" in reader.deserialize_portable_artifact_str(program.mlir_module_serialized)
-    assert "composite" not in program.mlir_module()
-
-
-@pytest.mark.slow
-def test_the_reason_that_tensorflow_cannot_run_a_program_is_in_the_error(tmp_path):
-    tf = pytest.importorskip("tensorflow", reason="needs tensorflow")
-    xla = pytest.importorskip("tensorflow.compiler.tf2xla.python.xla")
-    types = dict(Tout=[tf.float32], Sout=[(None, 3)], platforms=("CPU",))
-    program = tf.function(
-        lambda x: {"logits": xla.call_module([x], version=9, module=b"unknown 1", **types)[0]},
-        input_signature=[tf.TensorSpec((None, 3), tf.float32)],
-    )
-    tf.saved_model.save(tf.Module(), str(tmp_path), signatures={"serving_default": program})
-    with pytest.raises(CheckpointError, match=r"^TensorFlow [0-9.]+ cannot run the program of JAX .*: .*unknown"):
-        programs.run_savedmodel(tmp_path, np.zeros((2, 3), np.float32))
 
 
 @pytest.mark.interop

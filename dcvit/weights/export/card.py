@@ -91,12 +91,6 @@ session = onnxruntime.InferenceSession("model.onnx")
 (logits,) = session.run(None, {"$name": numpy.zeros($shape, numpy.$dtype)})
 print(logits.shape)
 """],
-    "savedmodel": ["""
-import tensorflow as tf
-
-model = tf.saved_model.load("saved_model").signatures["serving_default"]
-print(model($name=tf.zeros($shape, tf.$dtype))["logits"].shape)
-"""],
     "stablehlo": ["""
 import jax
 import numpy

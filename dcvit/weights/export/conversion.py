@@ -31,11 +31,10 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "hf": formats.write_hf,
     "timm": formats.write_timm,
     "onnx": programs.write_onnx,
-    "savedmodel": programs.write_savedmodel,
     "stablehlo": programs.write_stablehlo,
 }
-LOGITS_ONLY = ("timm", "onnx", "savedmodel")  # formats that do not say whether probabilities are a softmax
-LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv", "tensorflow": "savedmodel"}
+LOGITS_ONLY = ("timm", "onnx")  # formats that do not say whether probabilities are a softmax
+LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
 
@@ -225,8 +224,6 @@ def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tu
     """Return the logits of the result, and the library of the format that computed them; None if none can."""
     if to == "onnx":
         return programs.run_onnx(folder / programs.ONNX, x), "onnxruntime"
-    if to == "savedmodel":
-        return programs.run_savedmodel(folder / programs.SAVED_MODEL, x), "TensorFlow"
     if to == "stablehlo":
         return programs.run_stablehlo(folder / programs.STABLEHLO, verified(open_weights(folder)), x), "jax.export"
     if weights.size * 4 <= libraries.MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Writers of compiled or traced programs: ONNX, TensorFlow's SavedModel, and StableHLO of `jax.export`."""
+"""Writers of traced programs: ONNX, and StableHLO of `jax.export`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import nested
 from dcvit.weights.export import formats
@@ -24,7 +23,7 @@ from dcvit.weights.families import Weights
 from dcvit.weights.family import build, example
 
 IMPLEMENTATION = "reference"  # plain operations, which every format has
-ONNX, STABLEHLO, SAVED_MODEL = "model.onnx", "model.stablehlo", "saved_model"
+ONNX, STABLEHLO = "model.onnx", "model.stablehlo"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 ONNX_BYTES = 1 << 31  # of a protobuf
 Apply = Callable[[Any, jax.Array], jax.Array]
@@ -103,32 +102,6 @@ def write_stablehlo(weights: Weights, folder: Path) -> None:
     formats.write_safetensors(weights, folder, formats.ONE_FILE)
 
 
-def write_savedmodel(weights: Weights, folder: Path) -> None:
-    """Write `saved_model/`, whose signature `serving_default` takes images or tokens and returns logits.
-
-    Raises:
-      CheckpointError: an operation cannot be expressed, or TensorFlow or orbax-export is not installed.
-    """
-    tf, export = library("tensorflow"), library("orbax.export")
-    weights = weights.in_float32()
-    tail, apply = _tail(weights), _apply(weights)
-    if weights.description.fields.get("position") == "learned":
-        rest: tuple[int | None, ...] = (formats.context_of(weights),)  # a longer row has no position embeddings
-    else:
-        rest = tail or (None,)
-    signature = tf.TensorSpec((None, *rest), tf.float32 if tail else tf.int32, name=input_name(weights))
-    try:
-        with _silent(), versions.stablehlo_for_tensorflow():
-            module = export.JaxModule(
-                nested(dict(weights.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
-                input_polymorphic_shape="b, t" if rest == (None,) else "b, ...",
-            )  # fmt: skip
-            config = export.ServingConfig("serving_default", input_signature=[signature])
-            export.ExportManager(module, [config]).save(str(folder / SAVED_MODEL))
-    except Exception as e:
-        raise CheckpointError(f"savedmodel cannot express the model: {_operation(e)}") from None
-
-
 def _operation(error: Exception) -> str:
     """Return "NAME is not supported" for the primitive that an error names, or else its first line."""
     found = re.search(r"primitive[:\s'\"]+([\w-]+)", str(error))
@@ -143,25 +116,6 @@ def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()
     return _with_length(lambda rows: session.run(None, {given.name: rows})[0], x, given.shape[1])
-
-
-def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
-    """Return the outputs of a SavedModel for inputs `x`, computed by TensorFlow.
-
-    Raises:
-      CheckpointError: TensorFlow cannot run the program, for instance because it has newer operations.
-    """
-    tf = library("tensorflow")
-    with _silent():
-        function = tf.saved_model.load(str(path)).signatures["serving_default"]
-        (given,) = function.structured_input_signature[1].values()
-        try:
-            return _with_length(lambda rows: function(tf.constant(rows))["logits"].numpy(), x, given.shape[1])
-        except tf.errors.OpError as e:
-            reason = re.search("error: (.+)", str(e))  # of MLIR, below a line without one
-            found = reason[1] if reason else first_line(e)
-            error = f"TensorFlow {tf.__version__} cannot run the program of JAX {jax.__version__}: {found}"
-            raise CheckpointError(error) from None
 
 
 def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
