@@ -12,7 +12,7 @@ from dcvit.errors import MetricsError
 from dcvit.runs import metrics, steps
 from dcvit.versions import __version__
 from dcvit.weights import dcvit_hf
-from dcvit.weights.export import formats, tokenizer_files
+from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.family import example
 from dcvit.weights.tensors import Json
@@ -88,7 +88,7 @@ import numpy
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
-(logits,) = session.run(None, {"$name": numpy.zeros($shape, numpy.$dtype)})
+(logits,) = session.run(None, {"images": numpy.zeros($shape, numpy.$dtype)})
 print(logits.shape)
 """],
     "stablehlo": ["""
@@ -185,10 +185,8 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
         command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
         return f"```bash\ndcvit {command}\n```"
     shape = (1, *example(weights.description, weights.params).shape[1:])
-    if to == "onnx" and not image:
-        shape = (1, formats.context_of(weights))
     slots = {
-        "shape": shape, "dtype": "float32" if image else "int32", "name": "images" if image else "tokens",
+        "shape": shape, "dtype": "float32" if image else "int32",
         "zeros": "torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
         "auto": dcvit_hf.AUTO[dcvit_hf.IMAGE if image else dcvit_hf.TEXT], "trust": "",
     }  # fmt: skip

@@ -29,7 +29,7 @@ from dcvit.weights import dcvit_hf, hf_processor, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import WRITTEN, Weights
-from dcvit.weights.family import Description, build, example
+from dcvit.weights.family import Description, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 
@@ -176,11 +176,6 @@ def _image_size(weights: Weights) -> Json:
         return {}
     *size, channels = example(weights.description, weights.params).shape[1:]
     return {"image_size": preprocessing.square(size), "num_channels": channels}
-
-
-def context_of(weights: Weights) -> int:
-    """Return the number of tokens in a row of a language model; 0 for an image model."""
-    return int(getattr(build(weights.description), "context", 0))
 
 
 def write_timm(weights: Weights, folder: Path) -> None:

@@ -46,34 +46,31 @@ def _apply(weights: Weights) -> Apply:
     return lambda params, x: net.apply({"params": params}, x)[0]
 
 
-def input_name(weights: Weights) -> str:
-    """Return the name of the input: "images", B height width channels in [-1, 1], or "tokens", B T."""
-    return "images" if weights.description.model_name == "vit" else "tokens"
-
-
 def _tail(weights: Weights) -> tuple[int, ...]:
     """Return the sizes of the fixed axes of an input after the batch axis: those of an image, none for tokens."""
     return example(weights.description, weights.params).shape[1:] if weights.description.model_name == "vit" else ()
 
 
 def write_onnx(weights: Weights, folder: Path) -> None:
-    """Write `model.onnx`, with the parameters inside. Tokens have a fixed length, the model's context.
+    """Write `model.onnx`, a model of images with the parameters inside.
 
     Raises:
-      CheckpointError: an operation or the size of the model cannot be expressed, or jax2onnx is not installed.
+      CheckpointError: the model is a language model, an operation or its size cannot be expressed, or jax2onnx is not
+        installed.
     """
+    if weights.description.model_name != "vit":
+        raise CheckpointError("onnx is for models of images; a language model: --to stablehlo or hf")
     jax2onnx, weights = library("jax2onnx"), weights.in_float32()
     if weights.size * 4 >= ONNX_BYTES:
         raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
-    shape: tuple[int | str, ...] = ("B", *(_tail(weights) or (formats.context_of(weights),)))
-    dtype = np.dtype(np.float32 if _tail(weights) else np.int32)
+    images = SimpleNamespace(shape=("B", *_tail(weights)), dtype=np.dtype(np.float32))
     apply, params = _apply(weights), nested(dict(weights.read()))
     try:
         # Nested jitted functions are inlined: jax2onnx 0.13 copies them by private names that JAX 0.12 changed.
         with _silent(), jax.disable_jit():
             proto = jax2onnx.to_onnx(
-                lambda x: apply(params, x), inputs=[SimpleNamespace(shape=shape, dtype=dtype)], model_name="dcvit",
-                input_names=[input_name(weights)], output_names=["logits"],
+                lambda x: apply(params, x), inputs=[images], model_name="dcvit", input_names=["images"],
+                output_names=["logits"],
             )  # fmt: skip
     except Exception as e:  # the library has no error type of its own
         raise CheckpointError(f"onnx cannot express the model: {_operation(e)}") from None
@@ -89,7 +86,7 @@ def write_stablehlo(weights: Weights, folder: Path) -> None:
     library("flatbuffers")  # writes the file, and JAX does not require it
     weights = weights.in_float32()
     tail = _tail(weights)
-    limit = [] if tail else [f"t <= {formats.context_of(weights)}"]
+    limit = [] if tail else [f"t <= {build(weights.description).context}"]
     free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)
     x = jax.ShapeDtypeStruct((*free, *tail), np.float32 if tail else np.int32)
     flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in weights.params.items()}
@@ -109,23 +106,12 @@ def _operation(error: Exception) -> str:
 
 
 def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
-    """Return the outputs of an ONNX file for inputs `x`, computed by onnxruntime."""
+    """Return the outputs of an ONNX file for images `x`, computed by onnxruntime."""
     runtime = library("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (given,) = session.get_inputs()
-    return _with_length(lambda rows: session.run(None, {given.name: rows})[0], x, given.shape[1])
-
-
-def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
-    """Return a program's outputs for images, or for rows of tokens, which are padded to `length` if it is an integer.
-
-    A causal model has the same logits at the tokens before the padding.
-    """
-    if x.ndim != 2 or not isinstance(length, int):
-        return np.asarray(apply(x))
-    return np.asarray(apply(np.pad(x, ((0, 0), (0, length - x.shape[1])))))[:, : x.shape[1]]
+    return np.asarray(session.run(None, {"images": x})[0])
 
 
 def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
