@@ -1,4 +1,4 @@
-"""Conversion: `python -m dcvit.convert SRC … DST --to npz|bv|safetensors|hf|timm|onnx|stablehlo|dcvit`.
+"""Conversion: `python -m dcvit.convert SRC … DST --to npz|safetensors|hf|timm|onnx|stablehlo|dcvit`.
 
 SRC is a workdir, one of its checkpoints, or weights of another library; DST is a new folder. The command ends with a
 comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=cli.utf8_path, help="a new folder")
     parser.add_argument(
         "--to", required=True,
-        help="npz, bv (big_vision), safetensors, hf (transformers), timm, onnx, stablehlo or dcvit",
+        help="npz (big_vision), safetensors, hf (transformers), timm, onnx, stablehlo or dcvit",
     )  # fmt: skip
     parser.add_argument(
         "--soup", choices=("uniform", "greedy"),

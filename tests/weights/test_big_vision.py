@@ -1,6 +1,7 @@
 """Checkpoints of big_vision in all layouts, compared with timm's reader of them; and the authors' ViT."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from small_models import assert_trees_equal, jit, param_shapes, random_params, s
 from dcvit.errors import CheckpointError
 from dcvit.models import vit
 from dcvit.models.trees import unstack_blocks
-from dcvit.weights import big_vision
+from dcvit.weights import big_vision, own
 from dcvit.weights import links as linking
 from dcvit.weights.families import open_weights
+from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensor
 
 SMALL = dict(patch_size=(8, 8), width=32, depth=2, mlp_dim=40, num_heads=4)
@@ -164,6 +166,17 @@ def test_folders_of_tensorstore_are_read(tmp_path, scan, pointer):
     assert_trees_equal(vit.load(init, str(path), {}), tree_of(flat))
 
 
+def test_a_folder_of_tensorstore_with_a_description_is_read(tmp_path):
+    """dcvit 0.2.0 wrote such folders."""
+    net, flat = make("gap", qk_norm="rmsnorm")
+    description = Description("vit", 5, {**SMALL, "pool_type": "gap", "qk_norm": "rmsnorm"})
+    save_as_big_vision(path := tmp_path / "checkpoint.bv", under("params", flat))
+    (path / "config.json").write_text(json.dumps(own.config(description)))
+    weights = open_weights(path)
+    assert (weights.family, vit.Model(5, **weights.description.fields)) == ("own", net)
+    assert_trees_equal(weights.tree(), tree_of(flat))
+
+
 FIELDS = [
     {},
     {"compose": "both", "static": True, "groups": 2, "rank": 1},
@@ -178,7 +191,7 @@ FIELDS = [
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_fields_are_told_by_the_tensors_which_are_written_bit_for_bit(tmp_path, fields):
     net, flat = make(**{"pool": "gap", **{("pool" if k == "pool_type" else k): v for k, v in fields.items()}})
-    description = big_vision.Description("vit", 5, {**SMALL, "pool_type": net.pool_type, **fields})
+    description = Description("vit", 5, {**SMALL, "pool_type": net.pool_type, **fields})
     arrays = {path: Tensor(x.shape, lambda x=x: np.asarray(x)) for path, x in flat.items()}
     np.savez(tmp_path / "model.npz", **dict(linking.write(big_vision.links(description), arrays)))
     weights = open_weights(tmp_path / "model.npz")

@@ -15,7 +15,7 @@ from dcvit.training import setup
 from dcvit.weights.npz import read
 
 SEVEN = Path(__file__).parents[1] / "data" / "seven.png"
-FORMATS = {"safetensors": "a.safetensors", "hf": "hf", "npz": "a.npz", "bv": "a.bv", "dcvit": "converted"}
+FORMATS = {"safetensors": "a.safetensors", "hf": "hf", "npz": "a.npz", "dcvit": "converted"}
 RUNS = {
     "images": ("vit_digits", {key: DIGITS[key] for key in DIGITS if key.startswith("model.")}),
     "texts": ("lm_stdlib", {**TEXT, "model.end_of_text": 256}),

@@ -76,7 +76,7 @@ def several_labels(fields, folder, to, multilabel=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("to", "fields"), [
-    ("dcvit", PLAIN), ("safetensors", PLAIN), ("npz", PLAIN), ("bv", PLAIN), ("hf", PLAIN), ("hf", {}),
+    ("dcvit", PLAIN), ("safetensors", PLAIN), ("npz", PLAIN), ("hf", PLAIN), ("hf", {}),
 ])  # fmt: skip
 def test_probabilities_of_several_labels_stay_sigmoids(to, fields, tmp_path):
     image = np.random.default_rng(0).uniform(-1, 1, (16, 16, 3)).astype(np.float32)

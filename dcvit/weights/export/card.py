@@ -57,7 +57,6 @@ print(model.module)
 # Code that loads the result, by format.
 LOAD = {
     "safetensors": [DCVIT],
-    "bv": [DCVIT],
     "npz": [DCVIT, """
 import numpy
 

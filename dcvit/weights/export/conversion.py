@@ -26,7 +26,6 @@ TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the 
 WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
     "npz": formats.write_npz,
-    "bv": formats.write_bv,
     "safetensors": formats.write_safetensors,
     "hf": formats.write_hf,
     "timm": formats.write_timm,
@@ -34,7 +33,7 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "stablehlo": programs.write_stablehlo,
 }
 LOGITS_ONLY = ("timm", "onnx")  # formats that do not say whether probabilities are a softmax
-LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv"}
+LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "npz"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Writers of weights: each writes a model into an empty folder.
 
-`npz`, `bv` and `safetensors` have this project's parameter names, which are big_vision's for the plain ViT, and a
+`npz` and `safetensors` have this project's parameter names, which are big_vision's for the plain ViT, and a
 config.json with the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of transformers and
 timm.
 """
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import tensorstore as ts
 
 from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
@@ -40,7 +39,6 @@ MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
 DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
-CHUNK_BYTES = 1 << 30  # the compressor of zarr takes less than 2 GiB
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 log = logging.getLogger(__name__)
 
@@ -52,24 +50,6 @@ def write_npz(weights: Weights, folder: Path) -> None:
             with archive.open(f"{own.ROOT}{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
     _write_json(folder / "config.json", own.config(weights.description))
-
-
-def write_bv(weights: Weights, folder: Path) -> None:
-    """Write a folder of big_vision: one zarr array for each parameter, with ~ for / in its name."""
-    for name, array in weights.read():
-        path = str(folder.absolute() / f"{own.ROOT}{name}".replace("/", "~"))
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
-        store = ts.open(spec, create=True, dtype=array.dtype, shape=array.shape, chunk_layout=_layout(array)).result()
-        store.write(array).result()
-    _write_json(folder / "config.json", own.config(weights.description))
-
-
-def _layout(array: np.ndarray) -> ts.ChunkLayout:
-    """Return TensorStore's layout: one chunk for an array, or several along the first axis if it is large."""
-    shape = [max(size, 1) for size in array.shape]
-    if array.nbytes > CHUNK_BYTES:
-        shape[0] = max(1, shape[0] * CHUNK_BYTES // array.nbytes)
-    return ts.ChunkLayout(chunk_shape=shape)
 
 
 def write_safetensors(weights: Weights, folder: Path, max_shard_bytes: int | None = None) -> None:
