@@ -21,12 +21,12 @@ class Key(NamedTuple):
       name: the key.
       read: function (content of config.json, fields read from earlier keys) -> fields read from this key; {} for a key
         that is only checked. Raises CheckpointError for a value that is not supported.
-      write: function from the fields of a model to the value of the key, or `ABSENT`.
+      write: function from the fields of a model to the value of the key, or `ABSENT`, which is the default.
     """
 
     name: str
     read: Callable[[Json, Json], Json]
-    write: Callable[[Json], object]
+    write: Callable[[Json], object] = lambda _: ABSENT
 
 
 def field(

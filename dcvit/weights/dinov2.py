@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dcvit.weights import config_table, hf_config, hf_vision, preprocessing, vit_links
-from dcvit.weights.config_table import ABSENT, Key, field, written
+from dcvit.weights.config_table import Key, field
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
@@ -30,35 +30,19 @@ def _keys(kind: str) -> list[Key]:
         return hf_config.flag(config, "use_swiglu_ffn", False)
 
     def mlp_dim(config: Json, found: Json) -> Json:
-        return {"mlp_dim": _mlp_dim(found["width"], hf_config.size(config, "mlp_ratio", 4), gated(config))}
+        hidden = found["width"] * hf_config.size(config, "mlp_ratio", 4)
+        return {"mlp_dim": (int(hidden * 2 / 3) + 7) // 8 * 8 if gated(config) else hidden}
 
     def activation(config: Json, _: Json) -> Json:
         return {"mlp": "swiglu" if gated(config) else hf_config.activation(config, "hidden_act", "gelu")}
 
     return [
         *sizes(16 if "register" in kind else 14),
-        Key("mlp_ratio", mlp_dim, _ratio),
-        Key(
-            "hidden_act",
-            activation,
-            lambda fields: "gelu" if fields["mlp"] == "swiglu" else hf_config.activation_name(fields["mlp"]),
-        ),
-        written("use_swiglu_ffn", lambda fields: fields["mlp"] == "swiglu"),
+        Key("mlp_ratio", mlp_dim),
+        Key("hidden_act", activation),
         field("layerscale_value", "layer_scale", hf_config.number, 1.0),
         hf_vision.QKV_BIAS,
-        written("use_mask_token", False),
-        written("num_register_tokens", lambda fields: fields["registers"] or ABSENT),
     ]
-
-
-def _mlp_dim(width: int, ratio: int, gated: bool) -> int:
-    return (int(width * ratio * 2 / 3) + 7) // 8 * 8 if gated else width * ratio
-
-
-def _ratio(fields: Json) -> int | None:
-    """Return the `mlp_ratio` of a model, or None if no ratio gives the width of its MLPs."""
-    width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
-    return next((ratio for ratio in range(1, 64) if mlp_dim == _mlp_dim(width, ratio, gated)), None)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -84,13 +68,10 @@ def describe(tensors: Tensors, config: Json) -> Description:
     return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", "Bit")
 
 
-def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+def links(description: Description, tensors: Tensors) -> list[Link]:
     fields = vit_links.settings(description)
     gated, registers = fields["mlp"] == "swiglu", fields["registers"]
-    kind = "dinov2_with_registers." if registers else "dinov2."
-    prefix: str | None = kind if description.num_outputs else ""
-    if tensors is not None:
-        prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     before, embedded = ("", "") if prefix is None else (prefix, f"{prefix}embeddings.")
     tokens = ((f"{embedded}cls_token", 1), *([(f"{embedded}register_tokens", registers)] if registers else []))
     if prefix is None:
@@ -99,7 +80,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
         block = vit_links.block("blocks.{}", NORMS, ("attn.qkv", "attn.proj"), mlp, scales, gated=gated)
         table = {"patch_embed.proj": "embedding", **block, "norm": "Transformer/encoder_norm"}
         return vit_links.model_links(description, table, vit_links.TokenNames("pos_embed", tokens, 1))
-    newer = tensors is not None and any(".attention.q_proj." in name for name in tensors)
+    newer = any(".attention.q_proj." in name for name in tensors)
     mlp = ["mlp.weights_in", "mlp.weights_out"] if gated else ["mlp.fc1", "mlp.fc2"]
     if gated and newer:
         mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -107,29 +88,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     block = vit_links.block(f"{before}encoder.layer.{{}}", NORMS, attention, mlp, SCALES, gated=gated)
     table = {f"{before}{PATCHES}": "embedding", **block, f"{before}layernorm": "Transformer/encoder_norm"}
     positions = vit_links.TokenNames(f"{embedded}position_embeddings", tokens, 1)
-    found = vit_links.model_links(description, table, positions, ["classifier"])
-    if tensors is None and registers:
-        found.append(vit_links.ignored(f"{embedded}mask_token", (1, fields["width"])))  # the class has it
-    return found
-
-
-def config(description: Description) -> Json:
-    fields, classes = vit_links.settings(description), description.num_outputs
-    layer_scale = (fields["layer_scale"],) if fields["layer_scale"] is not None else (1.0,)
-    vit_links.check_expressible(
-        description, "DINOv2", pool_type=("tok+gap",) if classes else ("tok",), layer_scale=layer_scale,
-        mlp_dim=(fields["mlp_dim"],) if _ratio(fields) else (4 * fields["width"],), qkv_bias=("qkv", ""),
-    )  # fmt: skip
-    hf_vision.check_square(description, "DINOv2")
-    kind, name = (
-        ("dinov2_with_registers", "Dinov2WithRegisters") if fields["registers"] else ("dinov2", "Dinov2")
-    )  # fmt: skip
-    found: Json = {
-        "architectures": [f"{name}ForImageClassification" if classes else f"{name}Model"],
-        "model_type": kind,
-        **hf_vision.write(_keys(kind), description),
-    }
-    return found | ({"num_labels": classes} if classes else {})
+    return vit_links.model_links(description, table, positions, ["classifier"])
 
 
 def _describe_original(tensors: Tensors) -> Description:

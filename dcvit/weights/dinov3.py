@@ -12,13 +12,12 @@ import re
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
 from dcvit.weights import config_table, hf_config, hf_vision, torch_layers, vit_links
-from dcvit.weights.config_table import Key, field, only, written
+from dcvit.weights.config_table import Key, field, only
 from dcvit.weights.dinov2 import NORMS, SCALES
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensors
 
-WHAT = "Hugging Face's DINOv3"
 PATCHES, CLS, REGISTERS, MASK = (
     f"embeddings.{name}" for name in ("patch_embeddings", "cls_token", "register_tokens", "mask_token")
 )
@@ -35,10 +34,6 @@ def _activation(config: Json, _: Json) -> Json:
     return {"mlp": "swiglu"}
 
 
-def _written_activation(fields: Json) -> str:
-    return "silu" if fields["mlp"] == "swiglu" else hf_config.activation_name(fields["mlp"])
-
-
 def _biases(config: Json, _: Json) -> Json:
     found = "".join(initial for initial, key in BIASES.items() if hf_config.flag(config, key, initial != "k"))
     if found not in QKV_BIASES:
@@ -53,13 +48,10 @@ def _registers(config: Json, _: Json) -> Json:
 KEYS = [
     *hf_vision.sizes(norm_epsilon=1e-5, width=384, heads=6),
     field("intermediate_size", "mlp_dim", default=1536),
-    Key("hidden_act", _activation, _written_activation),
-    written("use_gated_mlp", lambda fields: fields["mlp"] == "swiglu"),
+    Key("hidden_act", _activation),
     field("layerscale_value", "layer_scale", hf_config.number, 1.0),
-    Key("num_register_tokens", _registers, lambda fields: fields["registers"]),
-    Key("query_bias", _biases, lambda fields: "q" in fields["qkv_bias"]),
-    written("key_bias", lambda fields: "k" in fields["qkv_bias"]),
-    written("value_bias", lambda fields: "v" in fields["qkv_bias"]),
+    Key("num_register_tokens", _registers),
+    Key("query_bias", _biases),
     only("proj_bias", True),
     only("mlp_bias", True),
     only("rope_theta", 100.0),  # as in `dcvit.models.vit`
@@ -78,26 +70,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
     return hf_vision.described(fields, None, config, tensors, PATCHES, "DINOv3ViT")
 
 
-def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+def links(description: Description, tensors: Tensors) -> list[Link]:
     fields = vit_links.settings(description)
-    layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in (tensors or ())), LAYERS[0])
+    layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in tensors), LAYERS[0])
     first = ("mlp.gate_proj", "mlp.up_proj") if fields["mlp"] == "swiglu" else ("mlp.up_proj",)
     block = vit_links.block(layer, NORMS, hf_vision.ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
     front = {PATCHES: "embedding", CLS: "cls", REGISTERS: "registers"}
     found = torch_layers.links({**front, **block, "norm": "Transformer/encoder_norm"}, description)
     if not fields["registers"]:
         found.append(vit_links.ignored(REGISTERS, (1, 0, fields["width"])))
-    return found if tensors is not None else [*found, vit_links.ignored(MASK, (1, 1, fields["width"]))]
-
-
-def config(description: Description) -> Json:
-    scale = vit_links.settings(description)["layer_scale"]
-    vit_links.check_expressible(
-        description, WHAT, posemb=("rotary2d",), pool_type=("tok",), qkv_bias=QKV_BIASES,
-        layer_scale=(1.0 if scale is None else scale,),
-    )  # fmt: skip
-    if description.num_outputs:
-        raise CheckpointError(f"{WHAT} has no classifier")
-    return {
-        "architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit", **hf_vision.write(KEYS, description)
-    }  # fmt: skip
+    return found

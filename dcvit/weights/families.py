@@ -44,9 +44,6 @@ WRITTEN: dict[str, WrittenFamily] = {
     "dcvit_hf": dcvit_hf,
     "timm": timm_vit,
     "hf_vit": hf_vit,
-    "siglip": siglip,
-    "dinov2": dinov2,
-    "dinov3": dinov3,
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,
@@ -56,7 +53,15 @@ FAMILIES: dict[str, Family] = {
     "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
     "dcmha_vit": dcmha_vit,
     "big_vision": big_vision,
-    **WRITTEN,
+    "dcvit_hf": dcvit_hf,
+    "timm": timm_vit,  # before dinov2, whose original files have some of its names
+    "hf_vit": hf_vit,
+    "siglip": siglip,
+    "dinov2": dinov2,
+    "dinov3": dinov3,
+    "gpt2": gpt2,
+    "llama": llama,
+    "gpt_neox": gpt_neox,
 }
 
 

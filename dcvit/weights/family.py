@@ -177,12 +177,15 @@ class Family(Protocol):
     def describe(self, tensors: Tensors, config: Json) -> Description:
         """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
 
-    def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
-        """Return the links of a model; `tensors` (None for writing) show which release's names a file has."""
+    def links(self, description: Description, tensors: Tensors) -> list[Link]:
+        """Return the links of a model; `tensors` show which release's names a file has."""
 
 
 class WrittenFamily(Family, Protocol):
     """Functions of the module of a family to which models can also be exported."""
+
+    def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
+        """Return the links of a model, as `Family` does; `tensors` is None for writing."""
 
     def config(self, description: Description) -> Json:
         """Return the content of config.json for a model.

@@ -10,7 +10,7 @@ import re
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
 from dcvit.weights import torch_layers
-from dcvit.weights.config_table import ABSENT, Key, field, only
+from dcvit.weights.config_table import Key, field, only
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link
 from dcvit.weights.lm_fields import ConfigTable
@@ -47,7 +47,7 @@ CONFIG = ConfigTable(
         field("hidden_size", "width"),
         field("num_hidden_layers", "depth", hf.depth),
         field("num_attention_heads", "num_heads"),
-        Key("head_dim", hf.check_head_dim, lambda _: ABSENT),
+        Key("head_dim", hf.check_head_dim),
         field("intermediate_size", "mlp_dim"),
         field("max_position_embeddings", "context", default=2048),
         field("layer_norm_eps", "norm_epsilon", hf.number, 1e-5),

@@ -80,11 +80,3 @@ def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     if isinstance(value, list) and len(value) == 2:
         return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
     return hf_config.size(config, key, default), hf_config.size(config, key, default)
-
-
-def check_square(description: Description, what: str) -> None:
-    """Raise CheckpointError if images or patches are not square; the library `what` supports only square ones."""
-    sizes = {"image_size": size_of(description.pp), "patch_size": vit_links.settings(description)["patch_size"]}
-    for key, (height, width) in sizes.items():
-        if height != width:
-            raise CheckpointError(f"{what} cannot express {key}={height}x{width}, only squares")

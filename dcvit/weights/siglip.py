@@ -10,7 +10,7 @@ import re
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import config_table, hf_config, hf_vision, torch_layers, vit_links
-from dcvit.weights.config_table import field, written
+from dcvit.weights.config_table import field
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
@@ -34,8 +34,7 @@ HEAD: torch_layers.Table = {
 KEYS = [
     *sizes(),
     field("intermediate_size", "mlp_dim", default=3072),
-    field("hidden_act", "mlp", hf_config.activation, "gelu_pytorch_tanh", hf_config.activation_name),
-    written("vision_use_head", lambda fields: fields["pool_type"] != "none"),
+    field("hidden_act", "mlp", hf_config.activation, "gelu_pytorch_tanh"),
 ]
 
 
@@ -60,10 +59,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
     return hf_vision.described(fields, classes, config, tensors, f"{prefix}{PATCHES}", "Siglip")
 
 
-def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    prefix: str | None = "vision_model." if description.num_outputs else ""
-    if tensors is not None:
-        prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
+def links(description: Description, tensors: Tensors) -> list[Link]:
+    prefix = vit_links.prefix_of(tensors, PREFIXES, f"{PATCHES}.weight")
     modules = {PATCHES: "embedding", **BLOCK, "post_layernorm": "Transformer/encoder_norm"}
     table = {f"{prefix}{theirs}": ours for theirs, ours in modules.items()}
     positions = vit_links.TokenNames(f"{prefix}embeddings.position_embedding.weight", batched=False)
@@ -75,22 +72,6 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     head = torch_layers.links({f"{prefix}head.{theirs}": ours for theirs, ours in HEAD.items()}, pooled)
     if pool_type == "map":
         return found + head
-    if tensors is None or f"{prefix}head.probe" in tensors:
+    if f"{prefix}head.probe" in tensors:
         found += [vit_links.ignored(name, shape) for x in head for name, shape in zip(x.theirs, x.shapes, strict=True)]
     return found
-
-
-def config(description: Description) -> Json:
-    classes = description.num_outputs
-    vit_links.check_expressible(
-        description, "Hugging Face's SigLIP", pool_type=("gap",) if classes else ("map", "none"), registers=(0,),
-        layer_scale=(None,), mlp=("gelu", "gelu_tanh"),
-    )  # fmt: skip
-    hf_vision.check_square(description, "Hugging Face's SigLIP")
-    vision: Json = {"model_type": "siglip_vision_model", **hf_vision.write(KEYS, description)}
-    if not classes:
-        return {"architectures": ["SiglipVisionModel"], **vision}
-    return {
-        "architectures": ["SiglipForImageClassification"], "model_type": "siglip", "vision_config": vision,
-        "num_labels": classes,
-    }  # fmt: skip

@@ -129,10 +129,9 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
     )  # fmt: skip
 
 
-def ignored(theirs: str, shape: Sequence[int | None]) -> Link:
-    """Link a tensor that has no effect but must exist in the file: it is not read, and written as zeros."""
-    sizes = [1 if size is None else size for size in shape]
-    return Link((theirs,), (), lambda *_: (), lambda: (np.zeros(sizes, np.float32),), (tuple(shape),))
+def ignored(theirs: str, shape: Shape) -> Link:
+    """Link a tensor that has no effect but must exist in the file: it is not read."""
+    return Link((theirs,), (), lambda *_: (), lambda: (), (shape,))
 
 
 def model_links(description: Description, table: Table, names: TokenNames, heads: Sequence[str] = ()) -> list[Link]:

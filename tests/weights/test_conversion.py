@@ -34,7 +34,7 @@ from dcvit.models import lm, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.weights import dcvit_hf, preprocessing, siglip, timm_vit
+from dcvit.weights import dcvit_hf, preprocessing, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits
 from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
@@ -434,10 +434,9 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), [
     ("vit", dict(pool_type="tok", mlp="gelu")),
-    ("dcvit", dict(pool_type="gap", mlp="gelu")),  # SigLIP's class interpolates square grids only
-    ("dcvit", dict(pool_type="tok+gap", mlp="gelu", layer_scale=0.1)),  # and so does DINOv2's
+    ("dcvit", dict(pool_type="tok+gap", mlp="gelu", layer_scale=0.1)),
 ])  # fmt: skip
-def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, tmp_path):
+def test_images_that_are_not_square_are_written_for_transformers(kind, fields, tmp_path):
     skip_without("torch", "transformers")
     model = conversion_models.image_model((8, 32, 3), compose=None, **fields)[2]
     report = conversion_models.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
@@ -478,7 +477,6 @@ def test_gray_images_stay_gray():
     fields = dict(width=8, depth=1, mlp_dim=16, num_heads=2, pool_type="gap", patch_size=(4, 4))
     description = Description("vit", 10, fields, pp)
     assert timm_vit.config(description)["pretrained_cfg"]["input_size"] == [1, 8, 8]
-    assert siglip.config(description)["vision_config"]["num_channels"] == 1
 
 
 def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_path, caplog):
@@ -537,9 +535,6 @@ def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
     assert example(resized([8, 32]).description, model.params).shape == (1, 8, 32, 3)
     with pytest.raises(CheckpointError, match="16 position embeddings, expected 4"):
         example(resized(8).description, model.params)
-    assert formats.native_family(resized(16), formats.NATIVE["vit"])[0] == "siglip"
-    with pytest.raises(CheckpointError, match=r"SigLIP cannot express image_size=8x32.*DINOv2 cannot express"):
-        formats.native_family(resized([8, 32]), formats.NATIVE["vit"])
 
 
 @pytest.mark.parametrize("named", [None, 5, {"a": 1}, [], [["ViTModel"]], ["pipeline"], ["GPT2LMHeadModel"]])

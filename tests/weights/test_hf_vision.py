@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""ViT, DeiT, SigLIP, DINOv2 and DINOv3 of transformers: the same logits or features, in both directions."""
+"""Vision models of transformers: the same logits or features when they are read; ViT and DeiT in both directions."""
 
 import json
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.interop
 pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
 transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
 import torch
+from conversion_models import convert
 from foreign_models import links_of, tensors_of
 from safetensors.torch import save_file
 from small_models import assert_trees_equal
@@ -75,6 +76,8 @@ def test_results_equal_those_of_transformers_in_both_directions(tmp_path, name):
     expected = of_torch(model, pixels, result)
     model.save_pretrained(tmp_path / "theirs")
     read = check_read(tmp_path / "theirs", expected, pixels)
+    if read.family not in weights.WRITTEN:
+        return
     check_written_back(read, sums_of(tensors_of(read)))
     folder = export(read, tmp_path / "ours")
     again, report = type(model).from_pretrained(folder, output_loading_info=True)
@@ -92,7 +95,17 @@ def test_names_of_release_5_in_memory_are_read(tmp_path, name):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     read = check_read(tmp_path, of_torch(model, pixels, result), pixels)
     assert any(".attention.q_proj.weight" in link.theirs[0] for link in links_of(read))
-    check_written_back(read, sums_of(tensors_of(read)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SigLIP classifier", "DINOv2 SwiGLU", "DINOv3 7B"])
+def test_a_family_that_is_read_only_is_exported_with_the_class_of_this_project(tmp_path, name):
+    create(name).save_pretrained(tmp_path / "theirs")
+    report = convert(tmp_path / "theirs", tmp_path / "ours", "hf")
+    assert (report.source, report.result) == ("transformers", "transformers")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "dcvit"
+    read, again = (weights.open_weights(tmp_path / side) for side in ("theirs", "ours"))
+    assert_trees_equal(again.tree(), read.tree())
 
 
 # Sizes of released models; the weights are random.
@@ -181,8 +194,7 @@ def test_names_of_facebookresearch_are_read_without_config(tmp_path, name):
     model = randomize(getattr(transformers, kind)(getattr(transformers, config)(**fields)))
     torch.save(original_dinov2(model), tmp_path / "dinov2.pth")
     pixels = images((32, 32))
-    read = check_read(tmp_path / "dinov2.pth", of_torch(model, pixels, result), pixels)
-    check_written_back(read, [n for n in ("cls_token", "register_tokens", "pos_embed") if n in tensors_of(read)])
+    check_read(tmp_path / "dinov2.pth", of_torch(model, pixels, result), pixels)
 
 
 def test_values_that_transformers_refuses_are_an_error_of_one_line(tmp_path):

@@ -33,10 +33,11 @@ from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 
 # Families of transformers by our models; the first that can express a model is used.
-NATIVE = {"vit": ("hf_vit", "siglip", "dinov2", "dinov3"), "lm": ("gpt2", "llama", "gpt_neox")}
+NATIVE = {"vit": ("hf_vit",), "lm": ("gpt2", "llama", "gpt_neox")}
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
-TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
+# Families whose folders transformers can evaluate.
+TRANSFORMERS = (OURS, *NATIVE["vit"], "siglip", "dinov2", "dinov3", *NATIVE["lm"])
 DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
