@@ -5,7 +5,7 @@ comparison of the logits of both sides on real inputs, and prints the largest di
 anything else fails, nothing is left at DST. A temporary folder beside DST that a killed process left is removed when
 the command runs again.
 
-With `--soup`, several models SRC of the same architecture are averaged to one (`dcvit.hub.soup`).
+With `--average`, several models SRC of the same architecture are averaged to one (`dcvit.hub.soup`).
 
 `--push OWNER/NAME` uploads DST to a repository of the Hugging Face Hub, in one commit. If the upload fails, DST stays,
 and the same command uploads it again.
@@ -13,10 +13,10 @@ and the same command uploads it again.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dcvit import cli
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=[
             "dcvit convert runs/digits digits_hf --to hf",
             "dcvit convert hf:openai-community/gpt2 runs/gpt2 --to dcvit",
-            "dcvit convert runs/a runs/b runs/c runs/soup --to dcvit --soup greedy --metric val/top1 max",
+            "dcvit convert runs/a runs/b runs/c runs/average --to dcvit --average",
             "dcvit convert runs/digits digits_hf --to hf --push OWNER/digits --private",
         ],
     )
@@ -44,18 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--to", required=True,
         help="npz (big_vision), safetensors, hf (transformers), timm, onnx, stablehlo or dcvit",
     )  # fmt: skip
-    parser.add_argument(
-        "--soup", choices=("uniform", "greedy"),
-        help="average several sources: all of them, or those that do not make --metric of the average worse",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metric", nargs=2, metavar=("NAME/METRIC", "max|min"),
-        help="metric of an evaluator in the config of the first source, and which of its values is best",
-    )  # fmt: skip
+    parser.add_argument("--average", action="store_true", help="average the parameters of several sources")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the Hugging Face Hub")
     parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     args = parser.parse_without_config(argv)
-    _check_soup(parser, args)
+    _check_sources(parser, args.sources, args.average)
     if args.private and not args.push:
         raise ConfigError("--private needs --push")
 
@@ -70,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
-        combine = {None: None, "uniform": soup.average, "greedy": lambda models: soup.greedy(models, *args.metric)}
-        report = convert(args.sources, args.target, args.to, open_saved, combine[args.soup], again=bool(place))
+        combine = soup.average if args.average else None
+        report = convert(args.sources, args.target, args.to, open_saved, combine, again=bool(place))
         print(f"{args.target}: {report}")
     finally:
         for number, handler in before.items():
@@ -81,19 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_soup(parser: cli.Parser, args: argparse.Namespace) -> None:
-    """Raise ConfigError if the options of an average do not fit each other and the number of sources."""
-    if (args.soup is not None) != (len(args.sources) > 1):
-        parser.error(
-            f"--soup {args.soup} averages two sources or more, found {args.sources[0]} only" if args.soup
-            else f"{len(args.sources)} sources: --soup uniform or greedy averages them"
-        )  # fmt: skip
-    if twice := {source for source in args.sources if args.sources.count(source) > 1}:
+def _check_sources(parser: cli.Parser, sources: Sequence[Path], average: bool) -> None:
+    """Raise ConfigError if `--average` does not fit the number of sources, or one is given twice."""
+    if average and len(sources) == 1:
+        parser.error(f"--average averages two sources or more, found {sources[0]} only")
+    if not average and len(sources) > 1:
+        parser.error(f"{len(sources)} sources: --average averages them")
+    if twice := {source for source in sources if sources.count(source) > 1}:
         parser.error(f"{min(twice)} is given twice")
-    if (args.soup == "greedy") != (args.metric is not None):
-        parser.error("--soup greedy and --metric NAME/METRIC max|min are given together, or neither")
-    if args.metric and args.metric[1] not in ("max", "min"):
-        parser.error(f"--metric {' '.join(args.metric)}: expected max or min after the name")
 
 
 def _exit(number: int, _: object) -> NoReturn:

@@ -46,6 +46,7 @@ SYNONYMS = {
 
 # Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
 REMOVED: dict[str, str] = {
+    "--soup": "`--average` averages all sources; greedy soups are gone",
     "bv": "big_vision also reads what --to npz writes",
     "lora": "fine-tune with `freeze_layers`, `frozen` and `layer_decay`",
     "peft": "write the merged model with --to hf",

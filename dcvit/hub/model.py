@@ -166,13 +166,13 @@ class TrainedModel:
         model: Any = self.model
         return model, self.params()
 
-    def evaluators(self, *, stored_thresholds: bool = True) -> tuple[Mesh, Strategy, dict[str, Any]]:
-        """Return mesh, sharding strategy and evaluators of `config.evals`, with or without the workdir's thresholds."""
+    def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
+        """Return mesh, sharding strategy and evaluators of `config.evals`, with the workdir's thresholds."""
         mesh, strategy = evaluation_mesh(self._config, self.model)
         with with_tokenizer(self._config, self._tokenizer) as config:
             evaluators = make_evaluators(config, predictor(self.model), mesh)
         for name in _multilabel_options(self._config).keys() & evaluators.keys():
-            if stored_thresholds and self.thresholds:
+            if self.thresholds:
                 evaluators[name].set_thresholds(self.thresholds.values, self.thresholds.origin)
         return mesh, strategy, evaluators
 

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
-from dcvit.hub.model import open_trained
-from dcvit.models.trees import param_shapes
-from dcvit.parallel.sharding import with_shardings
+from dcvit.errors import CheckpointError
 from dcvit.parallel.trees import Tensor, check_tree, flattened
 from dcvit.weights.families import Weights
 from dcvit.weights.family import defaults
-from dcvit.weights.placement import place_params
 from dcvit.weights.tensors import tokenizer_of
-
-LOG = logging.getLogger(__name__)
-BEST = {"max": 1.0, "min": -1.0}  # signs, after which larger is better
 
 
 def average(models: Sequence[Weights]) -> Weights:
@@ -51,62 +42,6 @@ def _mean(tensors: Sequence[Tensor]) -> np.ndarray:
     for tensor in tensors:
         total += tensor.read().astype(np.float64)
     return (total / len(tensors)).astype(np.float32)
-
-
-def greedy(models: Sequence[Weights], metric: str, best: str) -> Weights:
-    """Return the greedy soup: the average of the best model and those others that do not make the average worse.
-
-    The others are tried from the best to the worst. Each decision is logged.
-
-    Args:
-      models: the models; the first is that of a run, whose config has the evaluator.
-      metric: "NAME/METRIC" of an evaluator on data that did not train the models.
-      best: "max" if larger values are better, or "min".
-
-    Raises:
-      ConfigError: the first model is not a run, or its evaluators do not yield the metric.
-      CheckpointError: the models differ in more than the values of their parameters, or a metric is not finite.
-    """
-    score, sign = _scorer(models[0], metric), BEST[best]
-    for other in models[1:]:
-        _check_same(models[0], other)
-    values = [score(model) for model in models]
-    order = sorted(range(len(models)), key=lambda i: -sign * values[i])  # of equal ones, the first comes first
-    soup, value = [models[order[0]]], values[order[0]]
-    LOG.info("%s: %s %.6g, the best", soup[0].path, metric, value)
-    for i in order[1:]:
-        found = score(average([*soup, models[i]]))
-        added = sign * found >= sign * value
-        decision = f"added, {metric}" if added else f"left out, with it {metric}"
-        LOG.info("%s: %s %.6g, %s %.6g -> %.6g", models[i].path, metric, values[i], decision, value, found)
-        if added:
-            soup, value = [*soup, models[i]], found
-    LOG.info("soup of %d of %d models: %s %.6g", len(soup), len(models), metric, value)
-    return average(soup)
-
-
-def _scorer(first: Weights, metric: str) -> Callable[[Weights], float]:
-    """Return the function from weights to their metric "NAME/METRIC", by the evaluator of the run `first`."""
-    if not first.workdir:
-        raise ConfigError(f"{first.path} is not a run, whose config has evaluators for {metric}: give a run first")
-    trained = open_trained(first.workdir)
-    mesh, strategy, evaluators = trained.evaluators(stored_thresholds=False)
-    known = [f"{name}/{found}" for name, evaluator in evaluators.items() for found in evaluator.metrics]
-    if metric not in known:
-        raise ConfigError(f"no evaluation of {first.workdir} yields {metric!r}; {nearest(metric, known)}")
-    name = next(name for name in evaluators if metric.startswith(f"{name}/"))
-    evaluator = evaluators[name]
-    like = with_shardings(param_shapes(trained.model, evaluator.example), mesh, strategy)
-
-    def score(weights: Weights) -> float:
-        metrics = evaluator.run(place_params(weights.params, like, str(weights.path)))
-        if (key := metric.removeprefix(f"{name}/")) not in metrics:
-            raise ConfigError(f"the data of {name} yields no {key}; it yields {', '.join(metrics)}")
-        if not math.isfinite(metrics[key]):
-            raise CheckpointError(f"{weights.path}: {metric} is {NOT_FINITE}")
-        return float(metrics[key])
-
-    return score
 
 
 def _check_same(first: Weights, other: Weights) -> None:

@@ -10,7 +10,6 @@ from trained_workdirs import load_params
 
 import dcvit
 from dcvit.parallel.trees import by_name
-from dcvit.runs import metrics
 
 PAGE = ROOT / "docs/finetuning.md"
 
@@ -28,14 +27,11 @@ def pets(folder):
 
 
 @pytest.mark.weekly
-def test_the_commands_run_as_written(tmp_path, monkeypatch, library_promotion, capsys):
+def test_the_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
     pets(tmp_path / "pets")
     (block,) = blocks(PAGE, "bash", "<!-- run by tests/docs/test_finetuning.py -->")
     run_commands(commands(block), tmp_path, monkeypatch)
-    assert "Temperature scaling" in Path("runs/soup.html").read_text()
-    scores = [metrics.read(Path("runs", name, "metrics.jsonl"))[-1]["val/top1"] for name in "ab"]
-    (last,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("soup of")]
-    assert float(last.rpartition(" ")[2]) >= max(scores) - 1e-6
+    assert "Temperature scaling" in Path("runs/average.html").read_text()
     a, b, mean = (by_name(load_params(Path("runs", name))) for name in ("a", "b", "average"))
     for name, value in mean.items():
         np.testing.assert_allclose(value, (np.asarray(a[name], np.float64) + b[name]) / 2, rtol=1e-6, atol=1e-9)

@@ -1,8 +1,6 @@
-"""Averages of models: numpy's means, the greedy choice of the paper, what they are written as, and refusals."""
+"""Averages of models: numpy's means, what they are written as, and refusals."""
 
 import json
-import logging
-import shutil
 from pathlib import Path
 
 import jax
@@ -13,10 +11,8 @@ from trained_workdirs import load_params
 
 import dcvit
 from dcvit import cli, convert
-from dcvit.errors import CheckpointError, ConfigError
+from dcvit.errors import CheckpointError
 from dcvit.hub import soup
-from dcvit.hub.model import open_trained
-from dcvit.hub.saved import open_saved
 from dcvit.parallel.trees import Tensor
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
@@ -54,35 +50,6 @@ def test_average_is_the_mean_in_float64_and_reads_one_parameter_at_a_time():
         np.testing.assert_array_equal(value, expected, strict=True)
     assert found.description == models[0].description
     assert found.averaged == (Path("p"), Path("q"), Path("r"))
-
-
-def scored(monkeypatch, score):
-    monkeypatch.setattr(soup, "_scorer", lambda first, metric: lambda weights: score(weights.params["a"].read()[0, 0]))
-
-
-@pytest.mark.parametrize("best", ["max", "min"])
-def test_greedy_soup_follows_recipe_1_of_the_paper(monkeypatch, caplog, best):
-    """Written out: from the best to the worst, each stays if the metric of the average does not get worse."""
-    sign = 1 if best == "max" else -1
-    score = lambda x: sign * -float(np.round(abs(x - 0.1), 1))  # noqa: E731 - rounded, so that values are equal
-    scored(monkeypatch, score)
-    models = [made(f"m{i}", i) for i in range(12)]
-    values = {m.path.name: m.params["a"].read()[0, 0] for m in models}
-    order = sorted(models, key=lambda m: -sign * score(values[m.path.name]))
-    chosen = [order[0]]
-    for model in order[1:]:
-        trial = np.float32(np.mean([values[m.path.name] for m in [*chosen, model]], dtype=np.float64))
-        now = np.float32(np.mean([values[m.path.name] for m in chosen], dtype=np.float64))
-        if sign * score(trial) >= sign * score(now):
-            chosen.append(model)
-    with caplog.at_level(logging.INFO, "dcvit"):
-        found = soup.greedy(models, "val/top1", best)
-    assert found.averaged == tuple(m.path for m in chosen)
-    assert 1 < len(chosen) < 12
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 13
-    assert sum("added" in line for line in lines) == len(chosen) - 1
-    assert sum("left out" in line for line in lines) == 12 - len(chosen)
 
 
 OTHERS = {
@@ -125,7 +92,7 @@ def call(capsys):
 @pytest.mark.slow
 def test_average_of_checkpoints_is_a_run_that_commands_open(digits_workdir, tmp_path, call):
     early, late = (digits_workdir / "checkpoints" / step for step in ("30", "60"))
-    status, out, _ = call(early, late, tmp_path / "soup", "--to", "dcvit", "--soup", "uniform")
+    status, out, _ = call(early, late, tmp_path / "soup", "--to", "dcvit", "--average")
     assert status == 0
     assert "largest difference of logits: 0.0e+00" in out
     trees = [load_params(path) for path in (tmp_path / "soup", early, late)]
@@ -140,41 +107,19 @@ def test_average_of_checkpoints_is_a_run_that_commands_open(digits_workdir, tmp_
     assert record["evals"] == json.loads((digits_workdir / "config.json").read_text())["evals"]
 
 
-@pytest.mark.slow
-def test_greedy_soup_is_at_least_as_good_as_the_best_model(digits_workdir, tmp_path, call, caplog):
-    early, late = (digits_workdir / "checkpoints" / step for step in ("30", "60"))
-    options = ("--to", "safetensors", "--soup", "greedy", "--metric", "test/loss", "min")
-    status, _, _ = call(early, late, tmp_path / "soup", *options)
-    assert status == 0
-
-    def loss(path):
-        trained = open_trained(digits_workdir, checkpoint=path)
-        mesh, strategy, evaluators = trained.evaluators()
-        return evaluators["test"].run(trained.params(None, mesh, strategy))["loss"]
-
-    assert loss(tmp_path / "soup") <= min(loss(early), loss(late)) + 1e-6
-
-
 @pytest.mark.exhaustive
 def test_language_models_are_averaged(lm_workdir, tmp_path, call):
     early, late = (lm_workdir / "checkpoints" / step for step in ("3", "6"))
-    options = ("--to", "dcvit", "--soup", "greedy", "--metric", "validation/bits_per_byte", "min")
-    assert call(early, late, tmp_path / "soup", *options)[0] == 0
-    assert dcvit.load(tmp_path / "soup").tokenizer is not None
+    assert call(early, late, tmp_path / "average", "--to", "dcvit", "--average")[0] == 0
+    assert dcvit.load(tmp_path / "average").tokenizer is not None
 
 
 BAD = {
-    "two models": (["{a}", "{b}", "{out}"], "2 sources: --soup uniform or greedy averages them"),
-    "one model": (["{a}", "{out}", "--soup", "uniform"], "--soup uniform averages two sources or more, found {a} only"),
-    "twice": (["{a}", "{a}", "{out}", "--soup", "uniform"], "{a} is given twice"),
-    "no metric": (["{a}", "{b}", "{out}", "--soup", "greedy"], "--metric NAME/METRIC max|min are given together"),
-    "metric only": (["{a}", "{b}", "{out}", "--soup", "uniform", "--metric", "test/top1", "max"], "given together"),
-    "no direction": (
-        ["{a}", "{b}", "{out}", "--soup", "greedy", "--metric", "test/top1", "top"],
-        "--metric test/top1 top: expected max or min after the name",
-    ),
-    "no such soup": (["{a}", "{b}", "{out}", "--soup", "median"], "invalid choice: 'median'"),
-    "inside": (["{a}", "{b}", "{b}/soup", "--soup", "uniform"], "{b}/soup is inside of {b}; give a path outside"),
+    "two models": (["{a}", "{b}", "{out}"], "2 sources: --average averages them"),
+    "one model": (["{a}", "{out}", "--average"], "--average averages two sources or more, found {a} only"),
+    "twice": (["{a}", "{a}", "{out}", "--average"], "{a} is given twice"),
+    "removed": (["{a}", "{b}", "{out}", "--soup", "uniform"], "removed in 0.3.0: `--average` averages all sources"),
+    "inside": (["{a}", "{b}", "{b}/average", "--average"], "{b}/average is inside of {b}; give a path outside"),
 }  # fmt: skip
 
 
@@ -188,22 +133,3 @@ def test_bad_command_lines_are_one_line(name, tmp_path, call):
     assert status == 2
     assert message.format(**places) in err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_unknown_metrics_and_weights_without_a_run_are_refused(digits_workdir, tmp_path):
-    run = open_saved(digits_workdir)
-    with pytest.raises(ConfigError, match=r"no evaluation of .* yields 'test/top2'; did you mean 'test/top5'"):
-        soup.greedy([run, run], "test/top2", "max")
-    with pytest.raises(
-        ConfigError, match="p is not a run, whose config has evaluators for test/top1: give a run first"
-    ):
-        soup.greedy([made("p"), run], "test/top1", "max")
-    damaged = shutil.copytree(digits_workdir, tmp_path / "damaged")
-    other = open_saved(damaged)._replace(params={**run.params, "head/bias": nan_like(run.params["head/bias"])})
-    with pytest.raises(CheckpointError, match="damaged: head/bias has numbers that are not finite"):
-        soup.greedy([run, other], "test/top1", "max")
-
-
-def nan_like(tensor):
-    return Tensor(tensor.shape, lambda: np.full(tensor.shape, np.nan, np.float32))
