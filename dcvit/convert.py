@@ -2,8 +2,7 @@
 
 SRC is a workdir, one of its checkpoints, or weights of another library; DST is a new folder. The command ends with a
 comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
-anything else fails, nothing is left at DST. A temporary folder beside DST that a killed process left is removed when
-the command runs again.
+anything else fails, nothing is left at DST. A killed process leaves a temporary folder beside it, `.DST.unfinished-…`.
 
 With `--average`, several models SRC of the same architecture are averaged to one (`dcvit.hub.soup`).
 

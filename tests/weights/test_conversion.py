@@ -563,13 +563,3 @@ def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_pa
         assert cli.run(convert.main, argv) == 2
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_folders_that_killed_conversions_left_are_removed_and_those_of_running_ones_are_not(folders, tmp_path):
-    stale, running, other = (tmp_path / name for name in (".out.unfinished-a", ".out.unfinished-b", ".out.settings"))
-    for folder in (stale, running, other):
-        folder.mkdir()
-        (folder / "file").touch()
-    with conversion._locked(running):
-        assert cli.run(convert.main, [str(folders["lm"]), str(tmp_path / "out"), "--to", "npz"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"out", running.name, other.name}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -147,37 +143,19 @@ def _write(weights: Weights, folder: Path, to: str) -> None:
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside the target; remove it at the end, and after an error also parents made for it.
 
-    A process that is killed leaves its folder; the next conversion to the same target removes folders without a lock.
+    A process that is killed leaves its folder, `.TARGET.unfinished-…`.
     """
     created = [parent for parent in target.parents if not parent.exists()]
-    prefix, folder = f".{target.name}.unfinished-", None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
-            with contextlib.suppress(OSError), _locked(stale):
-                shutil.rmtree(stale)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a file system without locks
-                stack.enter_context(_locked(folder))
-            yield folder
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}.unfinished-", dir=target.parent, ignore_cleanup_errors=True
+        ) as folder:
+            yield Path(folder)
     finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a parent with other content, such as the target
             for parent in created:
                 parent.rmdir()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Context manager that holds the lock of a folder; OSError if another process holds it."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(number)
 
 
 def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
