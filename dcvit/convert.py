@@ -6,8 +6,8 @@ anything else fails, nothing is left at DST. A killed process leaves a temporary
 
 With `--average`, several models SRC of the same architecture are averaged to one (`dcvit.hub.soup`).
 
-`--push OWNER/NAME` uploads DST to a repository of the Hugging Face Hub, in one commit. If the upload fails, DST stays,
-and the same command uploads it again.
+`--push OWNER/NAME` uploads DST to a repository of the Hugging Face Hub, in one commit. If the upload fails, DST stays;
+`hf upload OWNER/NAME DST` uploads it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
         combine = soup.average if args.average else None
-        report = convert(args.sources, args.target, args.to, open_saved, combine, again=bool(place))
+        report = convert(args.sources, args.target, args.to, open_saved, combine)
         print(f"{args.target}: {report}")
     finally:
         for number, handler in before.items():

@@ -79,21 +79,16 @@ def check_upload(target: str, to: str) -> Repository:
       to: the format of the conversion.
 
     Raises:
-      ConfigError: the name is invalid, the format is not one of `FORMATS`, or there is no token.
-      InputError: the Hub does not accept the token, or cannot be reached.
+      ConfigError: the name is invalid, or the format is not one of `FORMATS`.
+      InputError: there is no token, the Hub does not accept it, or cannot be reached.
     """
     repository = huggingface.parse(huggingface.PREFIX + target.removeprefix(huggingface.PREFIX))
     if repository.folder or repository.revision:
         raise ConfigError(f"--push {target}: expected OWNER/NAME")
     if to not in FORMATS:
         raise ConfigError(f"--push --to {to}: `dcvit.load` opens repositories with {', '.join(FORMATS)}")
-    library = require(huggingface.LIBRARY)
-    if library.is_offline_mode():
-        raise ConfigError("--push needs a connection, and HF_HUB_OFFLINE is set")
-    if not library.get_token():
-        raise ConfigError("--push needs a token that may write: set HF_TOKEN, or run `hf auth login`")
     with huggingface.one_line_errors(repository, "upload to"):
-        library.HfApi(library_name=huggingface.SENDER).whoami()
+        require(huggingface.LIBRARY).HfApi(library_name=huggingface.SENDER).whoami()
     return repository
 
 

@@ -309,37 +309,31 @@ def test_an_upload_is_refused_before_the_conversion(hub, folder, tmp_path, monke
     assert "status 401; check HF_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "")
     assert push(folder, tmp_path / "out", "owner/name") == 2
-    assert "--push needs a token that may write: set HF_TOKEN" in capsys.readouterr().err
+    assert "hf auth login" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert hub.branches == {}
 
 
 @pytest.mark.slow
-def test_a_failed_upload_leaves_the_folder_and_the_same_command_uploads_it(hub, folder, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_failed_upload_leaves_the_folder_and_one_commit_replaces_other_weights(hub, folder, tmp_path, capsys):
     hub.broken["upload"] = 1
-    assert push(folder, out, "owner/name", to="safetensors") == 2
+    assert push(folder, tmp_path / "failed", "owner/name", to="safetensors") == 2
     assert "cannot upload to hf:owner/name: " in capsys.readouterr().err
+    assert same(parameters(tmp_path / "failed"), parameters(folder))
     assert hub.commits["owner/name"].keys() == {hub.branches["owner/name"]["main"]}  # no commit but the first
-    (out / "README.md").write_text((out / "README.md").read_text().replace("# license: to be", "license: mit  # to be"))
     hub.commit("owner/name", {"model-00001-of-00002.safetensors": b"old", "pytorch_model.bin": b"old", "a.txt": b""})
     before = len(hub.commits["owner/name"])
-    assert push(folder, out, "owner/name", to="safetensors") == 0
+    assert push(folder, out := tmp_path / "out", "owner/name", to="safetensors") == 0
     commit, files = hub.files("owner/name", "main")
     assert len(hub.commits["owner/name"]) == before + 1
     assert files.keys() == {".gitattributes", "a.txt", *(path.name for path in out.iterdir())}
-    assert b"license: mit" in files["README.md"]
     assert f"uploaded as hf:owner/name@{commit}\n" in capsys.readouterr().out
-    assert push(folder, out, "owner/name", "--private", to="safetensors") == 2
-    assert "owner/name exists and is public" in capsys.readouterr().err
-    assert push(folder, out, "somebody/name", to="safetensors") == 2
-    assert "status 403; check HF_TOKEN and its permissions" in capsys.readouterr().err
-    (out / "config.json").write_text("{}")
-    assert push(folder, out, "owner/name", to="safetensors") == 2
-    assert "is damaged" in capsys.readouterr().err
-    other = conversion_models.write(conversion_models.image_model(depth=1, width=16)[2], tmp_path / "other")
-    assert push(other, out, "owner/name", to="safetensors") == 2
-    assert "is not the result of this conversion" in capsys.readouterr().err
+    for name, private, message in [
+        ("owner/name", True, "owner/name exists and is public"),
+        ("somebody/name", False, "status 403; check HF_TOKEN and its permissions"),
+    ]:
+        place = repository.check_upload(f"hf:{name}", "safetensors")
+        assert message in line((ConfigError, InputError), repository.upload, out, place, private)
 
 
 def test_a_private_repository_can_be_made(hub, folder):

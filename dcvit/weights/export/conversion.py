@@ -61,8 +61,6 @@ def convert(
     to: str,
     open_saved: Opener,
     combine: Callable[[Sequence[Weights]], Weights] | None = None,
-    *,
-    again: bool = False,
 ) -> Report:
     """Convert a model, compare its logits with those of the result, move the result to `target`; return a report.
 
@@ -72,17 +70,16 @@ def convert(
       to: the format, of `WRITERS`.
       open_saved: function that opens a source and, for the comparison, results in this project's own formats.
       combine: function from the weights of several sources to those that are converted.
-      again: the target may be the result of the same conversion; it then stays, with its card.
 
     Raises:
-      ConfigError: the target exists, or is not the result of the same conversion, or the format is unknown.
+      ConfigError: the target exists, or the format is unknown.
       CheckpointError: the source is unusable, the format cannot express the model, or the logits differ; nothing is
         left at the target.
       OSError: a file cannot be written; nothing is left at the target.
     """
     if to not in WRITERS:
         raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS)}")
-    if (target.exists() and not again) or target.is_symlink():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
     for place in sources:
         if target.resolve().is_relative_to(place.resolve()):
@@ -100,33 +97,11 @@ def convert(
             card.write(weights, folder, to, str(report))
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
                 checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
-            if target.exists():
-                _check_same(target, folder, open_saved)
-                return report
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             rename(folder, target)
     except OSError as e:
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
     return report
-
-
-def _check_same(target: Path, folder: Path, open_saved: Opener) -> None:
-    """Raise ConfigError if a folder is not the result of the conversion in another folder.
-
-    The weights are compared by value: the library that writes safetensors varies the order in a header.
-    """
-
-    def sums(place: Path) -> list[str]:
-        file = place / checksums.WEIGHTS
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [line.partition("  ")[2] if line.endswith(".safetensors") else line for line in lines]
-
-    if sums(target) == sums(folder):
-        there, here = open_saved(target), open_saved(folder)
-        pairs = ((tensor, there.params[name]) for name, tensor in here.params.items())
-        if here.description == there.description and all(np.array_equal(a.read(), b.read()) for a, b in pairs):
-            return
-    raise ConfigError(f"{target} exists and is not the result of this conversion; give a new path")
 
 
 def _write(weights: Weights, folder: Path, to: str) -> None:
