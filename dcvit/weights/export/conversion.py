@@ -17,7 +17,6 @@ from dcvit.runs.files import rename
 from dcvit.weights.export import card, formats, libraries, logits, programs
 from dcvit.weights.families import Weights, open_weights, verified
 
-WRITTEN_BY_HAND = (card.CARD,)  # files without checksum
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
 WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
@@ -96,7 +95,7 @@ def convert(
                 raise CheckpointError(f"{sources[0]} to {to}: {report}")
             card.write(weights, folder, to, str(report))
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
-                checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
+                checksums.write(folder, (card.CARD,), checksums.WEIGHTS)  # its author edits the card
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             rename(folder, target)
     except OSError as e:
