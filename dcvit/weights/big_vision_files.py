@@ -23,7 +23,6 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import Tensor
 from dcvit.weights import npz
-from input_pipeline import memory
 from input_pipeline.files import read_regular
 from input_pipeline.optional import require
 
@@ -122,27 +121,19 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
     """Return the arrays of a .bv folder by name; an array is read on demand."""
     found = {}
     for folder in _array_folders(path):
-        if not all(file.is_file() for file in folder.iterdir()):  # reading a named pipe would block
-            raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
         try:
             metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
-            shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))
+            shape = tuple(map(int, metadata["shape"]))
             fill = metadata.get("fill_value") is not None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
             raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
-        read = functools.partial(_read_zarr, folder, shape, chunks, fill)
+        read = functools.partial(_read_zarr, folder, fill)
         found[folder.name.replace("~", "/")] = Tensor(shape, read)
     return found
 
 
-def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
+def _read_zarr(folder: Path, fill: bool) -> np.ndarray:
     """Read a zarr array; missing chunks have the fill value if `fill` is True, and are an error otherwise."""
-    left = memory.available()
-    for sizes in (shape, chunks):  # TensorStore ends the process if it cannot allocate an array or a chunk of it
-        if min(sizes, default=0) < 0 or (left is not None and math.prod(sizes) > left):  # at a byte for an element
-            raise CheckpointError(
-                f"{folder} announces an array or chunks of shape {sizes}, more than the available memory"
-            )
     kvstore = {"driver": "file", "path": str(folder)}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
     tensorstore = require("tensorstore")

@@ -53,7 +53,7 @@ def _keys(kind: str) -> list[Key]:
     pythia = kind == "dcpythia"
     keys = [
         field("dim", "width"),
-        field("n_layer", "depth", hf.depth),
+        field("n_layer", "depth"),
         field("n_head", "num_heads"),
         Key("n_local_heads", _check_key_heads, lambda fields: fields["num_heads"]),
         written("head_dim", lambda fields: fields["width"] // fields["num_heads"]),

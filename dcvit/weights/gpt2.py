@@ -34,7 +34,7 @@ CONFIG = ConfigTable(
     {"gpt2": "GPT2LMHeadModel"},
     keys=lambda _: [
         field("n_embd", "width", default=768),
-        field("n_layer", "depth", hf.depth, 12),
+        field("n_layer", "depth", default=12),
         field("n_head", "num_heads", default=12),
         field("n_inner", "mlp_dim", default=lambda found: 4 * found["width"]),
         field("n_positions", "context", default=1024),

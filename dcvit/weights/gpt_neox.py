@@ -45,7 +45,7 @@ CONFIG = ConfigTable(
     {"gpt_neox": "GPTNeoXForCausalLM"},
     keys=lambda _: [
         field("hidden_size", "width"),
-        field("num_hidden_layers", "depth", hf.depth),
+        field("num_hidden_layers", "depth"),
         field("num_attention_heads", "num_heads"),
         Key("head_dim", hf.check_head_dim),
         field("intermediate_size", "mlp_dim"),

@@ -12,8 +12,6 @@ from typing import Any
 from dcvit.errors import CheckpointError
 from dcvit.weights.tensors import Json
 
-# Largest integers, far above those of published models: an absurd one would take hours, or overflow.
-LARGEST, LARGEST_DEPTH = (1 << 31) - 1, 1 << 12
 ORIGINAL = "original_max_position_embeddings"
 # Activations by their names in transformers. "gelu_new" and the like are all the approximation by a tanh.
 ACTIVATIONS = {
@@ -42,20 +40,12 @@ def text(config: Json, name: str, default: str | None = None) -> str:
 
 
 def size(config: Json, name: str, default: int | None = None) -> int:
-    """Return the key's value, a positive integer up to `LARGEST`; if absent or null, the default, if there is one."""
+    """Return the key's value, a positive integer; if absent or null, the default, if there is one."""
     value = config.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive integer up to {LARGEST}")
-    return value
-
-
-def depth(config: Json, name: str, default: int | None = None) -> int:
-    """Return a number of layers as `size` does, at most `LARGEST_DEPTH`: links of each layer take time and memory."""
-    value = size(config, name, default)
-    if value > LARGEST_DEPTH:
-        raise CheckpointError(f"config.json: {name}={value}; expected a number of layers up to {LARGEST_DEPTH}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive integer")
     return value
 
 

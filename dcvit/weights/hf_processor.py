@@ -32,7 +32,6 @@ DEFAULTS: dict[str, Json] = {
     "Bit": CLIP,
     "CLIP": CLIP,
 }  # fmt: skip
-LARGEST = 100_000  # pixels of a side
 SQUARE = ("ViT", "DeiT", "DINOv3ViT")  # classes for which one number is height and width, not the smaller side
 NAME = re.compile(r"(\w+?)(?:ImageProcessor(?:Fast|Pil)?|FeatureExtractor)")
 log = logging.getLogger(__name__)
@@ -145,6 +144,6 @@ def _size(found: object) -> tuple[int, int] | None:
         raise ValueError("neither a number nor an object")
     sides = found if isinstance(found, dict) else {"shortest_edge": found}
     height, width = (int(sides[key if key in sides else "shortest_edge"]) for key in ("height", "width"))
-    if not (1 <= height <= LARGEST and 1 <= width <= LARGEST):
+    if height < 1 or width < 1:
         raise ValueError(f"{height}x{width} pixels")
     return height, width

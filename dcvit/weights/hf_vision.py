@@ -35,7 +35,7 @@ def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, he
 
     return [
         field("hidden_size", "width", default=width),
-        field("num_hidden_layers", "depth", hf_config.depth, 12),
+        field("num_hidden_layers", "depth", default=12),
         field("num_attention_heads", "num_heads", default=heads),
         field("layer_norm_eps", "norm_epsilon", hf_config.number, norm_epsilon),
         read_pair("image_size", 224),

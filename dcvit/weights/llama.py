@@ -48,7 +48,7 @@ def _keys(kind: str) -> list[Key]:
 
     return [
         field("hidden_size", "width"),
-        field("num_hidden_layers", "depth", hf.depth),
+        field("num_hidden_layers", "depth"),
         field("num_attention_heads", "num_heads"),
         field("num_key_value_heads", "num_key_heads", default=lambda found: found["num_heads"]),
         Key("head_dim", hf.check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),

@@ -23,7 +23,6 @@ AUGMENTATIONS = ("flip_lr", "randaug", "color_jitter", "three_augment", "augmix"
 NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
 SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
-LARGEST = 1 << 14  # pixels of a side
 SMALLEST = 1e-4  # of a range of pixels in [0, 255]; normalized pixels of smaller ones would not be accurate
 GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
               ["resize_pillow", "central_crop"])  # fmt: skip
@@ -110,8 +109,8 @@ def check(pp: str) -> None:
     """Raise CheckpointError if a preprocessing string of a file is invalid or has an impossible size or range."""
     for _, op, given, _ in _steps(pp):
         sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
-        if not all(isinstance(n, int) and 1 <= n <= LARGEST for n in sizes):
-            raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not in 1 … {LARGEST}")
+        if not all(isinstance(n, int) and n >= 1 for n in sizes):
+            raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not 1 or more")
         if op in RANGES:
             names = ("std", "mean") if op == "vgg_value_range" else ("in_max", "in_min", "vmin", "vmax")
             high, low, *others = (np.ravel(given[name]).astype(np.float64) for name in names)

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import conversion_models
 import fake_hub
@@ -85,12 +82,8 @@ def test_a_name_is_parsed_and_written_back(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "", "foo", "/name", "owner/", "owner/name/", "owner//name", "owner/../name", "owner/name/../..", "a/b@",
-        "a/b@../x", "a/b@/x", "a/b@-x", "owner/na me", "ownér/name", "a/b\n", "a/.hidden", "a--b/c", "a/b.git",
-        "a/b@x@y",
-    ],
-)  # fmt: skip
+    ["", "foo", "owner/", "owner/../name", "owner/name/../..", "a/b@../x", "owner/na me", "a/b\n", "a--b/c", "a/b@x@y"],
+)
 def test_an_invalid_name_is_refused_before_any_request(name):
     assert "expected hf:OWNER/NAME" in line(InputError, huggingface.parse, f"hf:{name}")
 
@@ -172,17 +165,10 @@ def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
     ("files", "expected"),
     [
         ({"pytorch_model.bin": b"x"}, "has no safetensors file; pytorch_model.bin is not read"),
-        ({"README.md": b"x"}, "has no safetensors file$"),
         ({"a.safetensors": b"x", "b.safetensors": b"y"}, "has 2 safetensors files and no model.safe"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a file beside it"),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "modeling.py"}}'},
-            "names 'modeling.py'; exp",
-        ),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "a.safetensors"}}'}, "lacks a.safetensors"),
-        ({"model.safetensors.index.json": b"[" * 10_000}, "cannot read .*model.safetensors.index.json"),
         ({"model.safetensors": b"\x10" + bytes(7) + b"{not a header}"}, "is not a safetensors file, or is damaged"),
-        ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1"}, "pointer of Git LFS"),
         ({"model.safetensors": b"x", "checksums.sha256": b"0" * 64 + b"  model.safetensors\n"}, "is damaged"),
     ],
 )
@@ -231,15 +217,6 @@ def test_an_interrupted_download_is_continued_or_never_opened(hub, folder, monke
         assert "does not hold all files" in line(CheckpointError, find, "hf:owner/name")
     hub.broken["model.safetensors"] = 1
     assert same(parameters("hf:owner/name"), parameters(folder))
-
-
-def test_a_full_disk_ends_in_one_line(hub, folder, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    hub.upload("owner/name", folder)
-    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
-    assert "No space left on device" in line(CheckpointError, find, "hf:owner/name")
 
 
 def push(source, target, *options, to="hf"):
@@ -340,16 +317,3 @@ def test_a_private_repository_can_be_made(hub, folder):
     made = repository.upload(folder, repository.check_upload("hf:owner/name", "safetensors"), private=True)
     assert "owner/name" in hub.private
     assert same(parameters(str(made)), parameters(folder))
-
-
-def test_processes_that_share_a_cache_do_not_disturb_each_other(hub, folder, tmp_path):
-    commit = hub.upload("owner/name", folder)
-    code = "from input_pipeline.huggingface import *; print(fetch(parse('hf:owner/name@{}'), ['model.safetensors']))"
-    env = {**os.environ, **fake_hub.environment(hub, tmp_path / "shared")}
-    argv = [sys.executable, "-c", code.format(commit)]
-    processes = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    folders = {process.communicate()[0].strip() for process in processes}
-    (path,) = folders
-    data = (tmp_path / path / "model.safetensors").read_bytes()
-    assert data == (folder / "model.safetensors").read_bytes()
-    assert not list((tmp_path / "shared").rglob("*.incomplete"))

@@ -1,7 +1,6 @@
 """Damaged, unsafe and unsuitable files of image models: each is an error of one line that names file and cause."""
 
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -125,33 +124,16 @@ def without(folder):
     return npz(folder, tensors)
 
 
-def bv(folder, damage):
+def lost_chunk(folder):
+    """Write a folder of big_vision without the chunk of an array."""
     path = folder / "a.bv"
     path.mkdir()
     for name, array in model("big_vision")[0].items():
         kvstore = {"driver": "file", "path": str(path / f"params/{name}".replace("/", "~"))}
         spec, dtype = {"driver": "zarr", "kvstore": kvstore}, tensorstore.dtype(array.dtype)
         tensorstore.open(spec, create=True, dtype=dtype, shape=array.shape).result().write(array).result()
-    damage(path)
+    (path / "params~cls/0.0.0").unlink()
     return path
-
-
-def pipe(name):
-    def write(folder):
-        save(folder, *model("timm"))
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-        return folder
-
-    return write
-
-
-def pipe_in_bv(folder):
-    def damage(path):
-        (path / "params~cls" / "0.0.0").unlink()
-        os.mkfifo(path / "params~cls" / "0.0.0")
-
-    return bv(folder, damage)
 
 
 def pointer(text):
@@ -160,14 +142,6 @@ def pointer(text):
         return folder / "a.bv"
 
     return write
-
-
-def metadata(**values):
-    def damage(path):
-        file = path / "params~cls" / ".zarray"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-    return lambda folder: bv(folder, damage)
 
 
 class Bomb:
@@ -216,19 +190,14 @@ def two_names(folder):
 CASES = {
     "cut safetensors": (cut, "is not a safetensors file, or is damaged"),
     "cut npz": (cut_npz, "is not an .npz archive, or is damaged"),
-    "cut zip of torch": (bare("a.bin", b"PK\x03\x04" + bytes(40)), "is not an .npz archive, or is damaged"),
     "text": (bare("a.bin", b"hello"), NO_TENSORS),
     "pointer of Git LFS": (
         bare("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), "git lfs pull"
     ),
-    "empty": (bare("a.safetensors", b""), NO_TENSORS),
     "pickle": (bare("a.pkl", pickle.dumps(Bomb())), NO_TENSORS),
     "object in a file of torch": (pickled, NO_TENSORS),
-    **{f"{family}, channels": (configured(family, num_channels=1), r"num_channels=1, but .*patch\w+\S* has 3 channels")
-       for family in ("hf_vit", "dinov2", "dinov3")},
+    "ViT, channels": (configured("hf_vit", num_channels=1), r"num_channels=1, but .*patch\w+\S* has 3 channels"),
     "empty folder": (lambda folder: folder, "has no weights"),
-    "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
-    "pipe for an array": (pipe_in_bv, "has other entries than files"),
     "integers": (changed("timm", of_dtype("norm.bias", np.int8)), r"norm\.bias has numbers of int8; expected float32"),
     "sparse": (sparse, r"pytorch_model\.bin: cannot read norm\.bias: "),
     "config is no JSON": (lambda f: save(f, model("timm")[0], "{"), "cannot read .*config.json"),
@@ -241,26 +210,15 @@ CASES = {
         changed("timm", ones("blocks.1.attn.qkv.weight", (16, 48))),
         r"blocks\.1\.attn\.qkv\.weight \(checkpoint \(16, 48\), model \(48, 16\)\)",
     ),
-    "timm, stem": (changed("timm", ones("patch_embed.proj.weight", (16, 192))), "has shape .*expected 4 axes"),
-    "timm, distilled": (changed("timm", ones("head_dist.weight")), "1 only in the checkpoint: head_dist.weight"),
     "timm, distilled, one head": (changed("timm", ones("dist_token")), "with its two classifiers only"),
     "timm, DINOv3": (changed("timm", ones("blocks.0.gamma_1")), "of DINOv3, files of transformers are read"),
-    "timm, CLIP": (changed("timm", ones("norm_pre.weight")), "1 only in the checkpoint: patch_embed.proj.bias"),
     "timm, architecture": (configured("timm", architecture="vit_base_patch16_rpn_224"), "architecture 'vit_base_p"),
-    "timm, argument": (configured("timm", model_args__scale_attn_norm=True), "model_args.scale_attn_norm=True"),
-    "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
     "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
-    "timm, crop to nothing": (configured("timm", pretrained_cfg__crop_pct=1e-320), "pretrained_cfg is not as timm wr"),
-    "timm, heads": (configured("timm", model_args__num_heads=5), "num_heads=5 does not divide width=16"),
     "timm, positions": (changed("timm", ones("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
-    "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
     "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
     "ViT, biases": (configured("hf_vit", qkv_bias=False), "6 only in the checkpoint: vit.encoder.layer.0.attention"),
-    "ViT, width": (configured("hf_vit", hidden_size=32), r"\(checkpoint \(16, 3, 8, 8\), model \(32, 3, 8, 8\)\)"),
-    "ViT, huge depth": (configured("hf_vit", num_hidden_layers=10**9), "=1000000000; expected a number of layers up"),
     "ViT, image": (configured("hf_vit", image_size=32), "the model has 4 position embeddings, expected 16"),
-    "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
     "SigLIP, fused weight": (
         changed("siglip", ones("head.attention.in_proj_weight", (16, 16))), r"\(16, 16\), model \(48, 16\)"
     ),
@@ -270,10 +228,6 @@ CASES = {
         "model_type='dinov3_convnext' is not supported; supported: dinov3_vit",
     ),
     "DINOv3, biases": (configured("dinov3", value_bias=False), "biases of query_bias alone are not supported"),
-    "DINOv3, registers": (
-        configured("dinov3", num_register_tokens=2), r"register_tokens \(checkpoint \(1, 4, 16\), model \(1, 2, 16\)\)"
-    ),
-    "DINOv3, gate": (configured("dinov3", use_gated_mlp=True), "hidden_act='gelu' with use_gated_mlp is not supported"),
     "DINOv3, period": (configured("dinov3", rope_theta=10000.0), "rope_theta=10000.0 is not supported, only 100.0"),
     "big_vision, names": (without, "only in the checkpoint: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
     "big_vision, old and new name": (
@@ -283,10 +237,7 @@ CASES = {
     "own, two names": (two_names, "1 only in the checkpoint: head/bias"),
     "big_vision, subtree": (lambda f: npz(f, subtree=":img"), "has no subtree 'img'; it has Transformer, cls"),
     "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
-    "big_vision, damaged array": (metadata(compressor={"id": "none"}), "params~cls is damaged"),
-    "big_vision, lost chunk": (lambda f: bv(f, lambda path: (path / "params~cls/0.0.0").unlink()), "cls is damaged"),
-    "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .checkpoint .1099511627776, 1, 1"),
-    "big_vision, huge chunks": (metadata(chunks=[1, 10**9, 10**9]), "of shape .1, 1000000000, 1000000000., more than"),
+    "big_vision, lost chunk": (lost_chunk, "params~cls is damaged"),
 }  # fmt: skip
 OF_TORCH = ("object in a file of torch", "sparse")
 
@@ -336,10 +287,9 @@ def test_intact_file_is_read(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_is_loaded_as_float32(tmp_path, dtype):
+def test_half_precision_is_loaded_as_float32(tmp_path):
     tensors, config = model("hf_vit")
-    save(tmp_path, {name: array.astype(dtype) for name, array in tensors.items()}, config)
+    save(tmp_path, {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}, config)
     params = jax.tree.leaves(dcvit.load(tmp_path).params)
     assert {x.dtype for x in params} == {np.dtype(np.float32)}
 

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import conversion_models
@@ -39,7 +38,6 @@ from dcvit.weights.export import card, conversion, formats, libraries, logits
 from dcvit.weights.family import Description, build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
-from input_pipeline import memory
 
 NATIVE_VIT = "ViTForImageClassification"
 
@@ -87,11 +85,10 @@ def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["npz", "safetensors", "hf"])
-def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(to, folders, tmp_path):
+def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tmp_path):
     """But for the card, which its author completes. Without checksums, such as in other models, files are opened."""
     folder = tmp_path / "out"
-    conversion_models.convert(folders["vit"], folder, to)
+    conversion_models.convert(folders["vit"], folder, "hf")
     for path in [path for path in folder.rglob("*") if path.is_file() and path.name != checksums.WEIGHTS]:
         data = path.read_bytes()
         path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
@@ -129,12 +126,8 @@ def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [
-    dict(window_pattern="1:1", tied=True, end_of_text=5),
-    pytest.param(dict(preset="DCFormer-405M", window_pattern="3:1", depth=3), marks=pytest.mark.exhaustive),
-])  # fmt: skip
-def test_layers_one_at_a_time_have_the_logits_of_the_whole_model(fields):
-    net, params, model = conversion_models.language_model(**fields)
+def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
+    net, params, model = conversion_models.language_model(window_pattern="1:1", tied=True, end_of_text=5)
     tokens = logits.inputs(model)
     whole = small_models.logits_of(net, params, jnp.asarray(tokens))
     assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
@@ -184,9 +177,8 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("to", ["npz", "safetensors"])
-def test_the_card_loads_own_formats(to, folders, tmp_path, monkeypatch, capsys):
-    conversion_models.convert(folders["lm"], tmp_path / "out", to)
+def test_the_card_loads_own_formats(folders, tmp_path, monkeypatch, capsys):
+    conversion_models.convert(folders["lm"], tmp_path / "out", "npz")
     monkeypatch.chdir(tmp_path / "out")
     for code in snippets_of(tmp_path / "out"):
         exec(code, {})
@@ -273,14 +265,6 @@ def test_a_comparison_of_equal_logits_is_a_warning(tmp_path, caplog):
     assert f"all logits of {source} are equal" in caplog.text
 
 
-def test_an_archive_larger_than_the_available_memory_is_compared(folders, tmp_path, monkeypatch):
-    """Its arrays are read one at a time."""
-    largest = max(array.nbytes for array in values(folders["lm"]).values())
-    monkeypatch.setattr(memory, "available", lambda: largest + 1000)
-    assert conversion_models.convert(folders["lm"], tmp_path / "out", "npz").difference == 0
-    assert (tmp_path / "out" / "params.npz").stat().st_size > 2 * largest
-
-
 @pytest.mark.slow
 def test_a_run_without_a_head_is_converted(tmp_path):
     """Its config has num_classes=0, which descriptions have None for."""
@@ -327,11 +311,6 @@ def without_head(source, patch):
     replaced(source, model._replace(description=description), **{"head/kernel": None, "head/bias": None})
 
 
-def without_shapes(source, patch):
-    config = json.loads((source / "config.json").read_text()) | {"dcvit": {"model_name": "lm"}}
-    (source / "config.json").write_text(json.dumps(config))
-
-
 def checkpoint_alone(source, patch):
     shutil.rmtree(source)
     (source / "about").mkdir(parents=True)
@@ -339,9 +318,7 @@ def checkpoint_alone(source, patch):
 
 BROKEN = {  # what is made wrong in the source or by a patch, the format, and a part of the message
     "existing target": (lambda source, patch: (source.parent / "out").mkdir(), "npz", "out exists"),
-    "linked target": (lambda source, patch: (source.parent / "out").symlink_to("nowhere"), "npz", "out exists"),
     "unknown format": (None, "numpi", "--to numpi; did you mean"),
-    "no source": (lambda source, patch: shutil.rmtree(source), "npz", "no file"),
     "another value": (
         lambda source, patch: patch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * 1.1)), "npz",
         "largest difference of logits",
@@ -353,13 +330,9 @@ BROKEN = {  # what is made wrong in the source or by a patch, the format, and a 
     "source not a number": (
         not_finite, "npz", "lm: embedding/embedding has numbers that are not finite in float32, such as nan",
     ),
-    "full disk": (
-        lambda source, patch: patch.setattr(zipfile.ZipFile, "open", full_disk), "npz", "No space left on device",
-    ),
     "unknown field": (
         lambda source, patch: patch.delitem(dcvit_hf.FIELDS["lm"], "compose"), "hf", "cannot express compose='both'",
     ),
-    "wrong description": (without_shapes, "npz", "should have model_name"),
     "unsupported by timm": (
         lambda source, patch: replaced(source, conversion_models.image_model(depth=1)[2]), "timm", "compose",
     ),
@@ -388,13 +361,12 @@ def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["npz", "safetensors"])
-def test_a_disk_that_fills_up_while_writing_is_one_line(to, folders, tmp_path, capsys):
+def test_a_disk_that_fills_up_while_writing_is_one_line(folders, tmp_path, capsys):
     """A limit on the size of files makes the write fail in the middle, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        status = cli.run(convert.main, [str(folders["vit"]), str(tmp_path / "out"), "--to", to])
+        status = cli.run(convert.main, [str(folders["vit"]), str(tmp_path / "out"), "--to", "npz"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     error = capsys.readouterr().err
@@ -432,15 +404,11 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "fields"), [
-    ("vit", dict(pool_type="tok", mlp="gelu")),
-    ("dcvit", dict(pool_type="tok+gap", mlp="gelu", layer_scale=0.1)),
-])  # fmt: skip
-def test_images_that_are_not_square_are_written_for_transformers(kind, fields, tmp_path):
+def test_images_that_are_not_square_are_written_for_transformers(tmp_path):
     skip_without("torch", "transformers")
-    model = conversion_models.image_model((8, 32, 3), compose=None, **fields)[2]
+    model = conversion_models.image_model((8, 32, 3), compose=None, pool_type="tok", mlp="gelu")[2]
     report = conversion_models.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "vit"
     assert report.result == "transformers"
     assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
 
@@ -537,7 +505,7 @@ def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
         example(resized(8).description, model.params)
 
 
-@pytest.mark.parametrize("named", [None, 5, {"a": 1}, [], [["ViTModel"]], ["pipeline"], ["GPT2LMHeadModel"]])
+@pytest.mark.parametrize("named", [None, ["pipeline"], ["GPT2LMHeadModel"]])
 def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
     """The name in a config.json is no reason to call any attribute of transformers."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": named}))
@@ -545,7 +513,7 @@ def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
 
 
 @pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize("error", ["SIGTERM", "SIGHUP", "full disk"])
+@pytest.mark.parametrize("error", ["SIGTERM", "full disk"])
 def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_path, monkeypatch):
     def stop(model, folder):
         (folder / "params.npz").write_bytes(b"a part")

@@ -107,6 +107,7 @@ CELLS = [
     for kind, commands in COMMANDS.items()
     for command in commands
     for to in ("checkpoint", *FORMATS)
+    if to == "safetensors" or command in ("convert", "evaluate")
     if command != "generate" or to in ("checkpoint", "dcvit")  # bytes have no tokenizer.json
 ]
 

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import flax.traverse_util
-import jax
 import numpy as np
 import pytest
 from foreign_models import (
@@ -61,28 +59,21 @@ def llama(key_heads, base=10_000.0, scaling=None, **others):
 QWEN3 = SIZES | rope() | dict(num_key_value_heads=2, head_dim=WIDTH // HEADS, rms_norm_eps=1e-3)
 MODELS = {
     "gpt2 tied": ("GPT2", GPT2),
-    "gpt2 untied": ("GPT2", GPT2 | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3)),
-    "gpt2 gelu": ("GPT2", GPT2 | dict(activation_function="gelu")),
+    "gpt2 untied": ("GPT2", GPT2 | dict(tie_word_embeddings=False, n_inner=None, activation_function="gelu")),
     "neox parallel .25": neox(0.25),
-    "neox parallel .5": neox(0.5, layer_norm_eps=1e-3),
-    "neox parallel 1": neox(1.0, hidden_act="gelu_new"),
-    "neox sequential .25": neox(0.25, use_parallel_residual=False),
+    "neox parallel .5": neox(0.5, layer_norm_eps=1e-3, hidden_act="gelu_new"),
     "neox sequential .5 tied": neox(0.5, use_parallel_residual=False, tie_word_embeddings=True),
     "neox linear rope": ("GPTNeoX", SIZES | rope(partial_rotary_factor=0.5, rope_type="linear", factor=3.0)),
-    "neox sequential 1": neox(1.0, use_parallel_residual=False),
     "llama": llama(6),
     "llama grouped": llama(2),
     "llama grouped tied": llama(2, tie_word_embeddings=True),
     "llama one key head": llama(1, 500_000.0, rms_norm_eps=1e-3),
     "llama tied, biases": llama(6, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama rope of LLaMA 3": llama(2, 50.0, scaling=LLAMA_3),
-    "llama linear rope": llama(2, 50.0, scaling=dict(rope_type="linear", factor=2.5)),
     "mistral": ("Mistral", SIZES | rope() | dict(num_key_value_heads=2, sliding_window=None)),
     "mistral windows": ("Mistral", SIZES | rope() | dict(num_key_value_heads=2, sliding_window=7)),
-    "qwen2": ("Qwen2", SIZES | rope() | dict(num_key_value_heads=2)),
     "qwen2 tied": ("Qwen2", SIZES | rope() | dict(num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen2 windows": ("Qwen2", SIZES | rope() | WINDOWS | dict(num_key_value_heads=2, max_window_layers=0)),
-    "qwen2 rope": ("Qwen2", SIZES | rope(rope_type="linear", factor=4.0) | dict(num_key_value_heads=6)),
     "qwen3": ("Qwen3", QWEN3),
     "qwen3 some windows": ("Qwen3", QWEN3 | WINDOWS | dict(layer_types=[LOCAL, "full_attention", LOCAL])),
 }
@@ -134,10 +125,9 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2 tied", "neox parallel .25", "llama grouped"])
-def test_shards_and_files_of_pytorch_hold_the_same_model(name, tmp_path):
+def test_shards_and_files_of_pytorch_hold_the_same_model(tmp_path):
     torch, _ = libraries()
-    theirs = random_model(name)
+    theirs = random_model("gpt2 tied")
     folders = {kind: tmp_path / kind for kind in ("one", "shards", "bin", "bin shards")}
     theirs.save_pretrained(folders["one"])
     theirs.save_pretrained(folders["shards"], max_shard_size="50KB")
@@ -276,10 +266,6 @@ def without(name):
     return lambda tensors: {n: x for n, x in tensors.items() if n != name}
 
 
-def plus(name):
-    return lambda tensors: {**tensors, name: np.ones(3, np.float32)}
-
-
 def keep(tensors):
     return tensors
 
@@ -288,7 +274,7 @@ def reshaped(name):
     return lambda tensors: {**tensors, name: np.zeros((3, 5), np.float32)}
 
 
-QKV, QUERY = "transformer.h.1.attn.c_attn.weight", "model.layers.1.self_attn.q_proj.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 
 
@@ -296,35 +282,19 @@ BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 UNSUITABLE = [
     ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
     ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
-    ("llama", keep, dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters of type 'yarn'"),
-    ("llama", keep, dict(rope_parameters={"rope_type": "linear"}), "factor=None; expected a positive number"),
-    ("llama", keep, dict(rope_parameters={"rope_type": "llama3", "factor": 8}), "low_freq_factor=None; expected"),
     ("llama", keep, dict(rope_scaling=LLAMA_3 | dict(high_freq_factor=1.0)), "low_freq_factor=1.0 should be below"),
-    ("llama", keep, dict(rope_parameters={"full": {"rope_theta": 5e5}}), "each kind of layer (full)"),
     ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
     ("llama", keep, dict(attention_bias=True), "mlp_bias=False is not supported, only True"),
-    ("llama", keep, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only 'silu'"),
-    ("llama", keep, dict(num_hidden_layers=0), "num_hidden_layers=0; expected a positive integer"),
-    ("llama", keep, dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'; expected true or false"),
-    ("llama", keep, dict(num_key_value_heads=4), "6 heads should divide the width 48, and 4 key heads the heads"),
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
-    ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the checkpoint: model.layers.0.self_attn"),
     ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
     ("llama", reshaped(QUERY), {}, f"1 of another shape: {QUERY} (checkpoint (3, 5), model (48, 48))"),
     ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
     ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
-    ("mistral", keep, dict(sliding_window=0), "sliding_window=0; expected a positive integer"),
     ("mistral", keep, dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
-    ("qwen3", keep, dict(layer_types=[LOCAL] * DEPTH), "sliding_window=None; expected a positive integer"),
-    ("qwen3", keep, WINDOWS | dict(layer_types=["full_attention", LOCAL, LOCAL]), "layer_types=['full_attention', "),
     ("qwen3", keep, WINDOWS | dict(layer_types=None, max_window_layers=1), "max_window_layers=1 is not supported"),
     ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
-    ("gpt2 tied", keep, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    ("gpt2 tied", reshaped(QKV), {}, f"1 of another shape: {QKV} (checkpoint (3, 5), model (48, 144))"),
-    ("neox parallel .5", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size"),
     ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
     ("neox parallel .5", reshaped(BIAS), {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
-    ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
 ]  # fmt: skip
 
 
@@ -354,39 +324,12 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "value", "message"),
-    [
-        ("gpt2", "n_layer", 10**9, "n_layer=1000000000; expected a number of layers up to 4096"),
-        ("gpt2", "n_embd", 1 << 40, "n_embd=1099511627776; expected a positive integer up to"),
-        ("llama", "rms_norm_eps", 10**400, "rms_norm_eps=1000"),
-        ("llama", "rope_theta", 10**400, "rope_theta=1000"),
-        ("gpt_neox", "partial_rotary_factor", 1e308, "partial_rotary_factor=1e+308; expected a number in (0, 1]"),
-    ],
-)
-def test_an_absurd_number_is_refused_at_once(family, key, value, message):
-    net = dict(norm="layernorm", mlp="gelu", use_bias=True) if family != "llama" else {}
-    net |= dict(position="learned") if family == "gpt2" else {}
-    config = FAMILIES[family].config(Description("lm", 61, net))
-    where = config["rope_parameters"] if key in ("rope_theta", "partial_rotary_factor") else config
-    where[key] = value
-    with refused(CheckpointError, message) as raised:
-        FAMILIES[family].describe({}, config)
-    assert len(str(raised.value)) < 250
-
-
-@pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("gpt2", dict(position="learned"), "norm='rmsnorm' (only 'layernorm')"),
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
          "GPT-2 cannot express parallel=True (only False)"),
         ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
-        ("llama", dict(heads="diff"), "LLaMA cannot express heads='diff' (only None)"),
-        ("llama", dict(window_pattern="1:1"), "window_pattern='1:1'"),
-        ("llama", dict(mlp="gelu"), "mlp='gelu' (only 'swiglu')"),
-        ("llama", dict(qk_norm="layernorm"), "qk_norm='layernorm' (only 'rmsnorm')"),
         ("llama", dict(qk_norm="rmsnorm", norm_epsilon=1e-3), "qk_norm_epsilon=1e-06 (only 0.001)"),
-        ("llama", dict(rotary_fraction=0.5), "rotary_fraction=0.5"),
         ("gpt_neox", dict(norm="layernorm", mlp="gelu", use_bias=True, num_key_heads=4), "num_key_heads=4 (only 12)"),
     ],
 )  # fmt: skip
@@ -402,18 +345,3 @@ def test_the_fields_of_files_are_those_of_the_model():
     for family in ("llama", "gpt2", "gpt_neox", "dcformer", "dcvit_hf"):
         with pytest.raises(CheckpointError, match="compose_layers"):
             FAMILIES[family].config(Description("lm", 61, {"compose": "both", "compose_layers": (-1,)}))
-
-
-@pytest.mark.slow
-def test_every_parameter_of_a_model_has_a_link():
-    for family, fields in {
-        "gpt2": dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True),
-        "llama": dict(use_bias=True, qk_norm="rmsnorm", num_key_heads=2),
-        "gpt_neox": dict(norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
-    }.items():
-        shape = dict(width=16, num_heads=4, depth=2, mlp_dim=24, context=8)
-        net = lm.Model(11, **shape, **fields)
-        params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))["params"]
-        names = flax.traverse_util.flatten_dict(params, sep="/").keys()
-        found = FAMILIES[family].links(Description("lm", 11, shape | fields))
-        assert sorted(name for link in found for name in link.ours) == sorted(names)

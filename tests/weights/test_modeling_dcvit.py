@@ -230,9 +230,8 @@ PADDED = {
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"end_of_text": END, "position": "learned"}, {"window_pattern": "1:1", "window": 3}]
+    ("fields", "beams"), [({"end_of_text": END, "position": "learned"}, 1), ({"window_pattern": "1:1", "window": 3}, 3)]
 )
-@pytest.mark.parametrize("beams", [1, 3])
 def test_generation_is_the_same_with_and_without_cache(fields, beams):
     """In a padded batch. The releases of transformers pass the cache under different names."""
     model = new_model(**fields)
@@ -375,10 +374,7 @@ def test_embeddings_positions_and_masks_are_honoured():
     ("arguments", "error", "message"),
     [
         ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds"),
-        ({"token_type_ids": torch.zeros(1, 6)}, TypeError, "token_type_ids"),
-        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, ValueError, "should be bool"),
         ({"attention_mask": torch.ones(1, 4, 6, 6, dtype=torch.bool)}, ValueError, "should be bool, B 1 T S"),
-        ({"cache_position": torch.arange(6) + 2}, TypeError, "cache_position"),
         ({"cache": transformers.Cache(layers=[])}, ValueError, "a Cache; the model supports DynamicCache"),
     ],
 )
@@ -387,9 +383,9 @@ def test_an_argument_is_honoured_or_refused(arguments, error, message):
         new_model()(**{"input_ids": PADDED["input_ids"][1:]} | arguments)
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "several labels"])
+@pytest.mark.parametrize("kind", ["text", "several labels"])
 def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
-    """In transformers' Trainer, one step of plain gradient descent. Labels of images are probabilities of classes."""
+    """In transformers' Trainer, one step of plain gradient descent."""
 
     def trained(batch, steps):
         torch.manual_seed(0)
@@ -398,11 +394,9 @@ def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
             data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 19, (4, 6))]
         else:
             shape = dict(width=32, depth=1, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3)
-            several = kind == "several labels"
-            config = modeling.DCViTConfig(**shape, problem_type="multi_label_classification" if several else None)
+            config = modeling.DCViTConfig(**shape, problem_type="multi_label_classification")
             model = modeling.DCViTForImageClassification(config)
-            labels = (lambda x: (x > 0).float()) if several else (lambda x: x.softmax(-1))
-            data = [{"pixel_values": x, "labels": labels(x.mean((1, 2)))} for x in torch.randn(4, 3, 8, 8)]
+            data = [{"pixel_values": x, "labels": (x.mean((1, 2)) > 0).float()} for x in torch.randn(4, 3, 8, 8)]
         before = {name: x.detach().clone() for name, x in model.named_parameters()}
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
@@ -464,8 +458,3 @@ def test_the_loss_of_several_labels_is_that_of_training(tmp_path):
         found = loaded(images, labels=labels)
     expected = losses.sigmoid_xent(jnp.asarray(found.logits.numpy()), jnp.asarray(labels.numpy()))
     assert found.loss.item() == pytest.approx(float(jnp.mean(expected)) / 10, rel=1e-5)
-
-
-def test_a_classifier_of_images_refuses_other_losses():
-    with pytest.raises(ValueError, match="problem_type='regression'"):
-        modeling.DCViTForImageClassification(modeling.DCViTConfig(depth=1, width=24, problem_type="regression"))

@@ -1,18 +1,16 @@
-"""Untrusted .npz archives: the result is arrays or a one-line error, and memory is only allocated for actual data."""
+"""Damaged and unsafe .npz archives: the result is arrays or a one-line error."""
 
 import io
 import pickle
 import struct
 import tracemalloc
 import zipfile
-import zlib
 
 import numpy as np
 import pytest
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import npz
-from input_pipeline import memory
 
 MAGIC = b"\x93NUMPY"
 ARRAYS = {
@@ -134,11 +132,7 @@ def test_objects_are_never_unpickled(tmp_path):
     refused(tmp_path / "c.npz", "Python objects")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/passwd.npy", "../a.npy", "a/../b.npy", "a/..npy/../..", "a\\b.npy", "a\0b.npy", "./a.npy", "a//b.npy",
-     ".npy", "a/", "..", "x\n/../y"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["/etc/passwd.npy", "a/../b.npy", "a\\b.npy", "a\0b.npy", "a//b.npy"])
 def test_name_that_is_no_path_in_a_tree_is_refused(tmp_path, name):
     info = zipfile.ZipInfo("placeholder" if "\0" in name else name)
     if "\0" in name:  # Python would cut the name there
@@ -152,9 +146,7 @@ def test_name_that_is_no_path_in_a_tree_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["a.npy", "a.npy"], "member 'a' occurs twice"),
         (["a.npy", "a"], "member 'a' occurs twice"),
-        (["a.npy", "a/b.npy"], "member 'a' is both an array and the folder of 'a/b'"),
         (["a/b/c/d.npy", "a/b.npy"], "member 'a/b' is both an array and the folder of 'a/b/c/d'"),
     ],
 )
@@ -162,69 +154,18 @@ def test_names_that_form_no_tree_are_refused(tmp_path, names, match):
     refused(archive(tmp_path / "a.npz", [(name, npy(np.ones(1))) for name in names]), match)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "match"),
     [
-        (header((1 << 40,)), "the header announces float32 of"),
-        (header((1 << 80,)), "the header announces float32 of"),
-        (header((1 << 62, 4)), "the header announces float32 of"),
-        (header((2, -1)), "which is not an array"),
-        (header((1 << 60,), "|S0"), "which is not an array"),
-        (header((1 << 60,), "|V0"), "which is not an array"),
         (header((3,)), "the header announces float32 of"),
-        (header((1,)), "the header announces float32 of"),
-        (header((1,) * 99), "member 'a'"),
-        (header("ab"), "its header is damaged"),
+        (header((2, -1)), "which is not an array"),
         (header((2,), "<q9"), "its header is damaged"),
-        (MAGIC + b"\1\0" + struct.pack("<H", 9000) + b"[" * 9000, "its header is damaged"),
         (MAGIC + b"\1\0" + struct.pack("<H", 20) + b"__import__('os').a()", "its header is damaged"),
-        (MAGIC + b"\2\0" + struct.pack("<I", 1 << 31), "its header is damaged: EOF"),
         (MAGIC + b"\7\0\0\0", "unknown version"),
-        (MAGIC, "unknown version"),
     ],
 )
-def test_header_that_contradicts_the_archive_is_refused_before_memory_is_allocated(tmp_path, start, match):
+def test_header_that_contradicts_the_archive_is_refused(tmp_path, start, match):
     refused(archive(tmp_path / "a.npz", [("a.npy", start + bytes(8))]), match)
-
-
-@pytest.mark.slow
-def test_header_of_megabytes_is_refused_before_memory_is_allocated(tmp_path):
-    content = MAGIC + b"\2\0" + struct.pack("<I", 1 << 26) + bytes(1 << 26)
-    refused(archive(tmp_path / "a.npz", [("a.npy", content)], zipfile.ZIP_DEFLATED), "its header is damaged: EOF")
-
-
-def test_an_array_larger_than_the_available_memory_is_refused(tmp_path, monkeypatch):
-    """But all arrays together may need more, because they are read one at a time."""
-    np.savez(tmp_path / "a.npz", a=np.zeros(1000), b=np.zeros(1001), c=np.zeros(1000))
-    monkeypatch.setattr(memory, "available", lambda: 8_130)
-    opened = npz.open_arrays(tmp_path / "a.npz")
-    assert [opened[name].read().shape for name in ("a", "c")] == [(1000,), (1000,)]
-    refused(tmp_path / "a.npz", "member 'b' announces 0.0 GB; available memory: 0.0 GB")
-
-
-def test_size_without_data_is_refused(tmp_path):
-    """The directory announces a size that the available memory can hold, and the data is shorter."""
-    path = archive(tmp_path / "a.npz", [("a.npy", header((4,)) + bytes(16))], zipfile.ZIP_DEFLATED)
-    data, at = directory(path)
-    for announced in (1 << 30, 0xFFFFFFFE):
-        data[at + 24 : at + 28] = struct.pack("<I", announced)
-        path.write_bytes(data)
-        refused(path, "the header announces float32 of|announces")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("beyond", "match"), [(0, "Bad CRC-32"), (1, "unpacks to more than"), (9, "Bad CRC-32")])
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, method, beyond, match):
-    """Also if the checksum is that of the announced beginning, which zipfile accepts."""
-    content = header((4000,)) + bytes(16_000)  # more than is read for its header
-    path = archive(tmp_path / "a.npz", [("a.npy", content + bytes(50_000_000))], method)
-    data, at = directory(path)
-    data[at + 16 : at + 20] = struct.pack("<I", zlib.crc32(content + bytes(beyond)))
-    data[at + 24 : at + 28] = struct.pack("<I", len(content))
-    path.write_bytes(data)
-    refused(path, match)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -242,29 +183,3 @@ def test_truncated_file_is_refused(tmp_path):
     for end in range(0, len(whole) - 1, 37):
         (tmp_path / "a.npz").write_bytes(whole[:end])
         refused(tmp_path / "a.npz", "is not an .npz archive, or is damaged")
-
-
-@pytest.mark.parametrize(("at", "value", "match"), [(8, 1, "is encrypted"), (10, 14, "a method that numpy does not")])
-def test_feature_that_numpy_does_not_write_is_refused(tmp_path, at, value, match):
-    path = archive(tmp_path / "a.npz", [("a.npy", npy(np.ones(3)))])
-    data, start = directory(path)
-    data[start + at] = value
-    path.write_bytes(data)
-    refused(path, match)
-
-
-@pytest.mark.slow
-def test_random_byte_errors_give_arrays_or_one_line(tmp_path):
-    np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
-    whole = (tmp_path / "whole.npz").read_bytes()
-    rng, outcomes = np.random.default_rng(0), set()
-    for _ in range(300):
-        data = bytearray(whole)
-        for at in rng.integers(len(data), size=rng.integers(1, 6)):
-            data[at] = rng.integers(256)
-        (tmp_path / "a.npz").write_bytes(data)
-        try:
-            outcomes |= {type(array) for array in npz.read(tmp_path / "a.npz").values()}
-        except CheckpointError as e:
-            outcomes.add(len(str(e).splitlines()))
-    assert outcomes == {np.ndarray, 1}

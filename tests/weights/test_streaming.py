@@ -3,13 +3,9 @@
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import tracemalloc
 import weakref
 import zlib
-from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -24,13 +20,12 @@ import dcvit
 from dcvit.config import values
 from dcvit.errors import CheckpointError
 from dcvit.hub.kinds import make_model
-from dcvit.hub.source import ModelSource, open_parameters
+from dcvit.hub.source import ModelSource
 from dcvit.models import lm
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader
 from dcvit.weights import families as weights_module
-from dcvit.weights import npz
 from dcvit.weights.families import open_weights
 from dcvit.weights.placement import layer_checksums, place_params
 from dcvit.weights.safetensors_writer import write_shards
@@ -141,10 +136,7 @@ def reads(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scan", "compose"), [
-    (False, None), (True, "both"),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((False, "both"), (True, None))),
-])  # fmt: skip
+@pytest.mark.parametrize(("scan", "compose"), [(False, None), (True, "both")])
 def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, scan, compose):
     """Each tensor is read once and released before the next; the parameters are in their shards."""
     folder = small[0].path
@@ -176,24 +168,15 @@ def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
     assert not model.params["embedding"]["embedding"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_number_that_is_not_finite_is_named(small, value):
+def test_a_number_that_is_not_finite_is_named(small):
     weights, shapes = small
     tensors = dict(weights.params)
     path = "Transformer/decoderblock_1/mlp_norm/scale"
     scale = tensors[path].read().astype(np.float32)
-    scale[[3, 5]] = value
+    scale[[3, 5]] = np.nan
     tensors[path] = Tensor(scale.shape, lambda: scale)
-    with pytest.raises(CheckpointError, match=rf"^file: {path} has numbers that are not finite .*such as {value};"):
+    with pytest.raises(CheckpointError, match=rf"^file: {path} has numbers that are not finite .*such as nan;"):
         place_params(tensors, shapes, "file")
-
-
-def test_two_tensors_of_the_same_parameter_are_refused(small):
-    weights, shapes = small
-    tensors = dict(weights.params)
-    stack = tensors["Transformer/decoderblock_1/mlp_norm/scale"]._replace(shape=(2, 32))
-    with pytest.raises(CheckpointError, match="hold the same parameter Transformer/decoderblock_0/mlp_norm/scale"):
-        place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
 
 
 def test_an_array_of_several_layers_is_read_once_for_its_checksums():
@@ -211,14 +194,13 @@ def test_an_array_of_several_layers_is_read_once_for_its_checksums():
     assert reads == [name, "head/bias"]
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_stack_with_a_missing_layer_is_refused(small, missing):
+def test_a_stack_with_a_missing_layer_is_refused(small):
     """Also if the file has a layer beyond the model's instead."""
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
     tensors = dict(weights.params)
-    lost = tensors.pop(name := f"Transformer/decoderblock_{missing}/mlp_norm/scale")
+    lost = tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=f"; 1 only in the model: {name}$"):
         place_params(tensors, shapes, "file")
     with pytest.raises(CheckpointError, match=f"decoderblock_4/mlp_norm/scale; 1 only in the model: {name}$"):
@@ -232,62 +214,3 @@ def test_an_archive_is_recognized_without_its_arrays(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
-
-
-def test_an_archive_is_opened_once(tmp_path, monkeypatch):
-    """Also one of big_vision's format, in which a description of the model is looked for."""
-    np.savez(tmp_path / "a.npz", **{"params/head/kernel": np.zeros((4, 2), np.float32)})
-    opened = Mock(side_effect=npz.open_arrays)
-    monkeypatch.setattr(npz, "open_arrays", opened)
-    source = ModelSource(tmp_path / "a.npz")
-    assert not source.is_described
-    assert source.holds_weights
-    assert [*open_parameters(source)] == ["head/kernel"]
-    opened.assert_called_once()
-
-
-CONVERT = """
-import re, sys, threading, time
-from pathlib import Path
-from dcvit.weights.safetensors_writer import write_shards
-from dcvit.weights.tensors import Tensor
-from dcvit.weights.families import open_weights
-
-def anonymous():  # bytes; pages of mapped files do not count, because the kernel can drop them
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-source, out, max_shard_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-before = peak = anonymous()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-threading.Thread(target=watch, daemon=True).start()
-params = open_weights(source).params
-write_shards(out, ((name, x.read()) for name, x in params.items()), max_shard_bytes=max_shard_bytes)
-print(peak - before)
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")  # noqa: PTH110
-def test_a_conversion_needs_the_memory_of_one_shard_and_two_tensors(tmp_path):
-    """250 MB in shards of 50 MB: at most 1.3 times a shard, and the largest tensor twice (read and converted)."""
-    shard = 50 << 20
-    largest = llama_folder(
-        tmp_path / "in", width=1024, depth=5, mlp=2816, vocab=4000, dtype=np.float32, max_shard_bytes=shard
-    )
-    files = sorted((tmp_path / "in").glob("*.safetensors"))
-    assert len(files) >= 4
-    assert largest > 10 << 20
-    (tmp_path / "out").mkdir()
-    arguments = [sys.executable, "-c", CONVERT, str(tmp_path / "in"), str(tmp_path / "out"), str(shard)]
-    process = subprocess.run(arguments, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    peak = int(process.stdout)
-    largest_shard = max(file.stat().st_size for file in files)
-    print(
-        f"peak {peak / 2**20:.0f} MiB, largest shard {largest_shard / 2**20:.0f} MiB, tensor {largest / 2**20:.0f} MiB"
-    )
-    assert 0.5 * largest_shard < peak < 1.3 * largest_shard + 2 * largest

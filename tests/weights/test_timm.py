@@ -79,8 +79,9 @@ def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224", "vit_base_patch16_siglip_224"])
-@pytest.mark.parametrize("save_as", ["safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("name", "save_as"), [("deit3_small_patch16_224", "safetensors"), ("vit_base_patch16_siglip_224", "torch")]
+)
 def test_bare_file_is_described_by_its_shapes(tmp_path, name, save_as):
     """Without config.json, heads are 64 wide and the activation is timm's default."""
     model = create(name, embed_dim=128, num_heads=2, num_classes=0, **({"act_layer": None} if "siglip" in name else {}))
@@ -120,7 +121,7 @@ def test_mean_and_std_fold_into_the_stem(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["deit_small_distilled_patch16_224", "vit_base_patch16_clip_224"])
 def test_layer_decay_scales_each_parameter_as_timm_does(tmp_path, name):
     model = create(name, depth=3)
     groups = param_groups_layer_decay(model, layer_decay=0.7)
@@ -179,7 +180,7 @@ def test_a_few_architectures_are_described_as_timm_builds_them():
     assert read == {"vit_base_patch16_gap_224": True, "vit_base_patch16_rpn_224": False}
 
 
-@pytest.mark.parametrize("channels", [1, 2, 4, 13])
+@pytest.mark.parametrize("channels", [1, 13])
 def test_an_embedding_for_other_channels_is_that_of_timm(channels):
     kernel = np.random.default_rng(0).normal(size=(4, 5, 3, 8)).astype(np.float32)
     theirs = timm.models.adapt_input_conv(channels, torch.tensor(np.transpose(kernel, (3, 2, 0, 1)).copy()))
