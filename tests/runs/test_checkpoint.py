@@ -299,3 +299,11 @@ def test_a_new_name_is_flushed_with_its_folder(tmp_path, monkeypatch):
     assert "config.json" in flushed
     aside = steps.set_aside(tmp_path / "checkpoints" / "1")
     assert f"checkpoints/{aside.name}" in flushed
+
+
+def test_adapters_of_an_earlier_version_are_refused_with_the_way_to_merge_them(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"params": {"kernel": {"lora_a": jnp.ones((4, 2)), "lora_b": jnp.ones((2, 4))}}}, {})
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match=r"holds adapters of LoRA; 0\.2\.0 merges them: dcvit convert RUN NEW"):
+        restoring.open_params(tmp_path)
