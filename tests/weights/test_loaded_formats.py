@@ -183,23 +183,6 @@ def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, 
         assert found.apply_chat_template([{"role": "user", "content": "cab"}], tokenize=False) == "cab"
 
 
-@pytest.mark.interop
-@pytest.mark.slow
-def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-    modeling = pytest.importorskip("dcvit.weights.modeling_dcvit", reason="needs transformers 5")
-    save_tokenizer(tmp_path, {})
-    model = conversion_models.language_model("DCFormer++-405M", depth=1)[2]
-    model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=tmp_path)
-    folder = write(model, tmp_path / "hf", "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    net = modeling.DCFormerForCausalLM.from_pretrained(folder)
-    pipeline = transformers.pipeline("text-generation", model=net, tokenizer=tokenizer, device="cpu")
-    options = dict(max_new_tokens=3, do_sample=False)
-    texts = ["cabd", "b"]
-    assert pipeline(texts, batch_size=2, **options) == [pipeline(text, **options) for text in texts]
-
-
 @pytest.fixture(scope="module")
 def bytes_folder(tmp_path_factory):
     """Return the folder for transformers of a model that a run trained with text, and without a tokenizer."""

@@ -301,17 +301,6 @@ def test_an_empty_cache_changes_no_bit_in_bfloat16():
     assert torch.equal(with_cache, without)
 
 
-def test_no_cache_is_made_where_layers_are_computed_again():
-    model, rows = new_model().train(), PADDED["input_ids"][1:]
-    cache = model(rows, use_cache=True)[modeling.CACHE]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # releases of transformers name the method differently
-        model.gradient_checkpointing_enable()
-    model(rows, use_cache=True, labels=rows).loss.backward()
-    with pytest.raises(ValueError, match="to the cache twice"):
-        model(rows, cache=cache)
-
-
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_the_cache_has_both_names(name):
     model, rows = new_model(), PADDED["input_ids"][1:]
@@ -338,18 +327,6 @@ def test_a_tuple_states_and_weights_are_returned_if_asked_for():
         assert plain.attentions is None
         upper = torch.ones(6, 6, dtype=torch.bool).triu(1)
         assert not any(x[..., upper].any() for x in out.attentions)
-
-
-def test_images_have_states_and_weights_if_asked_for():
-    net = modeling.DCViTForImageClassification(modeling.DCViTConfig(
-        width=32, depth=2, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3
-    )).eval()  # fmt: skip
-    images = torch.randn(2, 3, 8, 8)
-    out = net(images, output_hidden_states=True, output_attentions=True)
-    assert [x.shape for x in out.hidden_states] == [(2, 4, 32)] * 3
-    assert [x.shape for x in out.attentions] == [(2, 4, 4, 4)] * 2
-    torch.testing.assert_close(net(images, return_dict=False)[0], out.logits)
-    assert net.get_input_embeddings() is net.patches
 
 
 def test_embeddings_positions_and_masks_are_honoured():
