@@ -57,7 +57,8 @@ def model(family):
         config = WRITTEN[family].config(MODELS[family])
     elif config:
         config = {**SHARED, **config}
-    links = FAMILIES[family].links(MODELS[family], names)
+    known = None if names is None else {name: Tensor((), None) for name in names}
+    links = FAMILIES[family].links(MODELS[family], known)
     return dict(linking.write(links, params)), config
 
 
