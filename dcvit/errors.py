@@ -45,7 +45,10 @@ SYNONYMS = {
 
 
 # Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "mlflow": "use wandb, or the events that TensorBoard reads",
+    "trackio": "use wandb, or the events that TensorBoard reads",
+}
 
 
 class ConfigError(ValueError):

@@ -152,12 +152,6 @@ KEYS = {
     "wandb": Key(
         dict, {}, "Arguments of `wandb.init`, such as project, name and mode: also write metrics to Weights & Biases."
     ),
-    "mlflow": Key(
-        dict, {},
-        "`tracking_uri`, `experiment`, and arguments of `mlflow.start_run`, such as run_name: also write metrics to "
-        "MLflow.",
-    ),
-    "trackio": Key(dict, {}, "Arguments of `trackio.init`, such as project: also write metrics to Trackio."),
     "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
 }  # fmt: skip
 INPUT_KEYS = {
