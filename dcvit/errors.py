@@ -48,6 +48,7 @@ SYNONYMS = {
 REMOVED: dict[str, str] = {
     "mlflow": "use wandb, or the events that TensorBoard reads",
     "trackio": "use wandb, or the events that TensorBoard reads",
+    "distill.cache": "each step computes the teacher's logits",
 }
 
 
@@ -164,6 +165,9 @@ def check_call(
     Raises:
       ConfigError: names the argument, and the nearest valid one.
     """
+    for name in kwargs:
+        if removed := REMOVED.get(f"{what}.{name}".removeprefix("config.")):
+            raise ConfigError(f"{what} has no option {name!r}; removed in 0.3.0: {removed}")
     try:
         check_arguments(function, args, kwargs, what, also)
     except InputError as e:

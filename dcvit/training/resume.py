@@ -110,8 +110,6 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     identity.check_accepted(accept)
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
-    if setup.cached_teacher and not isinstance(folder, Path):
-        raise ConfigError(f"config.distill.cache: the teacher's logits need a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
@@ -189,8 +187,8 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     if setup.model.load_initial and (shapes.base is not None or not saved):
         loaded = setup.model.load_initial(whole)
     teacher = None
-    if setup.run_teacher:
-        teacher = setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
+    if setup.task.distillation:
+        teacher = setup.task.distillation.load(setup.model.mesh, setup.model.strategy)
     return Start(0, {}, shapes, loaded, teacher)
 
 
