@@ -69,7 +69,7 @@ class Run:
     watchdog: Watchdog
     display: RunProgress
     writer: metrics.MetricWriter | None  # None in all processes but the first
-    lock: WorkdirLock | None  # the same
+    lock: WorkdirLock | None  # the same, and None for a workdir in an object store
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterator[Run]:
-    """Yield the `Run` of a workdir, new or to resume; the workdir is locked until the context ends.
+    """Yield the `Run` of a workdir, new or to resume; a local workdir is locked until the context ends.
 
     Everything that can be invalid is checked before the first file is written.
 
@@ -211,7 +211,9 @@ def _open_workdir(
     existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
     accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
     with contextlib.ExitStack() as stack:
-        lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
+        lock = None
+        if multihost.is_first() and isinstance(folder, Path):
+            lock = stack.enter_context(WorkdirLock(folder))
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
         start = _latest_start(setup, folder, fresh)
