@@ -49,6 +49,7 @@ REMOVED: dict[str, str] = {
     "mlflow": "use wandb, or the events that TensorBoard reads",
     "trackio": "use wandb, or the events that TensorBoard reads",
     "distill.cache": "each step computes the teacher's logits",
+    "--group": "dcvit train --seeds writes means and intervals to seeds.md",
 }
 
 
