@@ -14,7 +14,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from types import SimpleNamespace
 
 import image_datasets
 import jax
@@ -167,64 +166,3 @@ def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_
                 ask("predict", b"NaN", kind)
             assert refused.value.code in (400, 422)
             assert len(refused.value.read().splitlines()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("library_promotion")
-def test_a_study_has_the_results_of_its_runs(tmp_path, capsys):
-    example = load("optuna_study")
-    words = ["--config", "vit_digits:attention=mha", "--trials", "2", "--steps", "6", "--folder", str(tmp_path)]
-    example.main(words)
-    *lines, best = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("trial ", "best: "))]
-    values = []
-    for number, line in enumerate(lines):
-        last = json.loads((tmp_path / f"trial{number}" / "metrics.jsonl").read_text().splitlines()[-1])
-        assert line.startswith(f"trial {number}: complete, {last[example.METRIC]:.2%} after 6 steps, num_heads ")
-        values.append(last[example.METRIC])
-    assert len(values) == 2
-    assert best.startswith(f"best: trial {np.argmax(values)}, {max(values):.2%}")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])  # the state in the database is FAIL, or that of a kill
-def test_a_study_continues_as_if_it_had_not_been_interrupted(end, tmp_path, monkeypatch, capsys):
-    example = load("optuna_study")
-
-    def search(folder, interrupted=()):
-        """The search with runs of six rows, one of which is interrupted after the fourth."""
-
-        def train(config, workdir, *, on_row, lr, wd, model, **overrides):
-            workdir.mkdir(exist_ok=True)
-            saved = workdir / "step"
-            for step in range(int(saved.read_text()) if saved.exists() else 1, 7):
-                on_row(step, {example.METRIC: 1 - abs(lr - 3e-3) * 50 + model["num_heads"] / 100 + step / 1000})
-                saved.write_text("3")
-                if step == 4 and workdir.name in interrupted:
-                    raise end
-            return SimpleNamespace(metrics=[{example.METRIC: 1 - abs(lr - 3e-3) * 50 + model["num_heads"] / 100}])
-
-        monkeypatch.setattr(example.dcvit, "train", train)
-        return example.search(folder, "vit_digits", 8, 6)
-
-    def results(study):
-        return [(t.params, t.value, t.state, t.intermediate_values) for t in example.finished(study)]
-
-    with pytest.raises(end):
-        search(tmp_path / "b", ["trial2"])
-    with pytest.raises(end):  # again, in the trial that continues it
-        search(tmp_path / "b", ["trial2"])
-    continued = search(tmp_path / "b")
-    example.main(["--steps", "6", "--folder", str(tmp_path / "a")])
-    *lines, best = capsys.readouterr().out.splitlines()
-    whole = search(tmp_path / "a")
-    assert results(continued) == results(whole)
-    for trial, line in zip(whole.trials, lines, strict=True):
-        state, last = trial.state.name.lower(), max(trial.intermediate_values)
-        assert line.startswith(f"trial {trial.number}: {state}, {trial.value:.2%} after {last} steps, num_heads ")
-    assert best.startswith(f"best: trial {whole.best_trial.number}, ")
-    states = [trial.state.name for trial in whole.trials]
-    assert states[:3] == ["COMPLETE"] * 3
-    assert "PRUNED" in states[3:]
-    assert len(states) == 8
-    assert len(continued.trials) == 10

@@ -16,7 +16,7 @@ OUTSIDE = {
 }  # fmt: skip
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
 OPTIONAL = (
-    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|optuna|s3fs|tensorflow|tensorflow_datasets|tokenizers|yaml|"
+    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|s3fs|tensorflow|tensorflow_datasets|tokenizers|yaml|"
     "zstandard"
 )
 MISSING = re.compile(rf"([\w.]+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
