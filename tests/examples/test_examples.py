@@ -1,13 +1,10 @@
 """The examples run, and their output has the stated properties."""
 
-import ast
 import concurrent.futures
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -15,14 +12,10 @@ import time
 import urllib.error
 import urllib.request
 
-import image_datasets
 import jax
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from markdown_pages import ROOT
-from test_imports import PROJECT, imports, requirements
 
 import dcvit
 from dcvit.inference.texts import TextOptions
@@ -49,60 +42,6 @@ def test_plain_jax_has_a_gradient_for_every_parameter():
     out, gradient = load("plain_jax").main()
     assert out.shape == (2, 16, 32)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
-
-
-def run_notebook(name, folder, monkeypatch, **workdirs):
-    """Run the code cells in order, in a folder with the workdirs that the notebook opens, and return its names."""
-    (folder / "runs").mkdir()
-    for run, workdir in workdirs.items():
-        (folder / "runs" / run).symlink_to(workdir)
-    monkeypatch.chdir(folder)
-    matplotlib.use("Agg")
-    notebook = json.loads((ROOT / "examples" / name).read_text())
-    names: dict = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-            assert (cell["outputs"], cell["execution_count"]) == ([], None), "commit the notebook without outputs"
-    plt.close("all")
-    return names
-
-
-@pytest.mark.parametrize("name", ["features", "heads"])
-def test_the_first_cell_of_a_notebook_installs_what_it_imports(name):
-    first, *cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
-    assert 'pip install -e ".[train]" notebook\n' in first["source"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["train"]
-    installed = requirements(*(re.match(r"[\w.-]+", need)[0] for need in needs))
-    distributions = importlib.metadata.packages_distributions()
-    for library in {each.partition(".")[0] for each in imports(ast.walk(ast.parse(code)))} - sys.stdlib_module_names:
-        names = {re.sub(r"[-_.]+", "-", found).lower() for found in distributions.get(library, ["dcvit"])}
-        assert names & {*installed, "dcvit"}, library
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
-    names = run_notebook("features.ipynb", tmp_path, monkeypatch, digits=digits_workdir)
-    assert names["accuracy"] > 0.5
-    assert names["agreement"] > 0.5
-    assert len(names["maps"]) == 4
-
-
-@pytest.mark.weekly
-def test_the_notebook_about_heads_follows_their_composition(
-    digits_run, lm_workdir, library_promotion, tmp_path, monkeypatch, capsys
-):
-    status, workdir = digits_run(**{"model.depth": 1, "model.compose": "both", "model.patch_size": (2, 2)})
-    assert status == 0
-    names = run_notebook("heads.ipynb", tmp_path, monkeypatch, digits=workdir, text=lm_workdir)
-    assert names["error"] < 1e-5
-    assert [*names["terms"]] == ["skip", "query projection", "query gate", "key projection", "key gate"]
-    assert np.abs(names["changes"]).max() > 0
-    assert np.all(np.diff(names["captured"]) > -1e-5)
-    assert len({one[:5] for one in names["contributions"]}) == len(names["contributions"]) > 0
-    assert "treescope" in names["drawn"]._repr_html_()
-    assert "predicts the first image: True" in capsys.readouterr().out
 
 
 @contextlib.contextmanager
@@ -150,19 +89,11 @@ def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_
         model = dcvit.load(lm_workdir)
         assert set(texts) == {model.continue_texts(["def "], TextOptions(8, seed=1)).texts[0].text}
         for path, body, why in (
-            ("predict", b"no image", "not an image"), ("predict", b"", "not an image"),
-            ("predict", image_datasets.bomb_png(60_000, 60_000), "exceeds limit"),
-            ("predict", b"P6 60000 60000 255 ", "not an image"),
-            ("predict?topk=0", image, "topk=0 should be 1 or more"),
-            ("generate?prompt=a&tokens=-5", None, "tokens"), ("generate?prompt=a&tokens=x", None, "valid integer"),
+            ("predict", b"no image", "not an image"), ("predict?topk=0", image, "topk=0 should be 1 or more"),
+            ("generate?prompt=a&tokens=-5", None, "tokens"),
             ("generate?prompt=a&tokens=100000", None, "exceed the model's context"),
         ):  # fmt: skip
             with pytest.raises(urllib.error.HTTPError) as refused:
                 ask(path, body)
             assert refused.value.code == 422
             assert why in refused.value.read().decode()
-        for kind in ("application/json", "multipart/form-data; boundary=x", "multipart/form-data"):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                ask("predict", b"NaN", kind)
-            assert refused.value.code in (400, 422)
-            assert len(refused.value.read().splitlines()) == 1
