@@ -11,7 +11,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
 OUTSIDE = {
-    "jax2onnx", "kubeflow_trainer_api", "kubernetes_validate", "onnx", "onnxruntime", "peft", "ray",
+    "jax2onnx", "onnx", "onnxruntime", "peft", "ray",
     "submitit", "timm", "torch", "torchvision", "wandb",
 }  # fmt: skip
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
