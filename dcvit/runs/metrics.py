@@ -129,7 +129,6 @@ def _parse(text: str, previous_step: int) -> Values:
     values = json.loads(text)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("expected a JSON object with a step")
-    values.pop("crc32", None)  # a checksum, which earlier versions wrote
     for name, value in values.items():
         if not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
             raise ValueError(f"expected a finite number or null for {name!r}")

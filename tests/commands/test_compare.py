@@ -141,7 +141,6 @@ def test_output_has_each_run(make_run, capsys, monkeypatch, form):
     [
         ("metrics.jsonl", '{"step": 0}\n{\n', "metrics.jsonl:2 is damaged"),
         ("metrics.jsonl", "", "no metrics.jsonl with rows in"),
-        ("config.json", "{", "cannot read"),
         ("data.json", "[]", "cannot read examples"),
     ],
 )
