@@ -13,7 +13,6 @@ from markdown_pages import ROOT, blocks, commands, run_commands
 from safetensors.numpy import save_file
 from scipy.special import log_softmax, softmax
 from small_models import jit, param_shapes, random_params
-from trained_workdirs import TINY
 from training_runs import (
     digits_command,
     interrupted_before,
@@ -32,7 +31,7 @@ from dcvit.errors import CheckpointError
 from dcvit.models import vit
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics, restoring
-from dcvit.training import aot, benchmark, distillation, step
+from dcvit.training import distillation, step
 from dcvit.training.distillation import heads_of, normalizer
 from input_pipeline import Preprocess
 
@@ -106,8 +105,7 @@ RANGES = ["value_range(-1, 1)", "value_range(0, 1)", "vgg_value_range", "value_r
           "value_range(0, 1, [123.675, 116.28, 103.53], [182.07, 173.4, 160.905])"]  # fmt: skip
 
 
-@pytest.mark.parametrize("theirs", RANGES)
-@pytest.mark.parametrize("ours", RANGES)
+@pytest.mark.parametrize(("ours", "theirs"), [*zip(RANGES, RANGES[1:] + RANGES[:1], strict=True), RANGES[:1] * 2])
 def test_pixels_are_converted_to_the_teachers_range(ours, theirs):
     image = np.random.default_rng(0).integers(0, 256, (6, 5, 3)).astype(np.uint8)
     mine, expected = (Preprocess(pp)({"image": image}, RNG)["image"] for pp in (ours, theirs))
@@ -235,15 +233,6 @@ def test_adapters_of_a_student_learn_from_the_teacher(teacher):
     assert float(loss_of(whole, merged, batch, key)) == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_step_with_a_teacher_is_timed(teacher):
-    words = [f"{name}={value}" for name, value in TINY.items()] + ["input.batch_size=16", f"input.pp={FIXED}"]
-    words += [f"distill.teacher={teacher}"]
-    (row,) = benchmark.benchmark(["vit_digits"], words, benchmark.Options(modes=["train"], rounds=1))
-    assert (row.error, row.batch, row.unit) == (None, 16, "img/s")
-    assert row.ms > 0
-
-
 def distill(teacher, workdir, *words, **options):
     """Train a tiny student as the command does; return the exit status."""
     return digits_command(workdir, *words, **{"distill.teacher": teacher, "input.pp": FIXED, **options})
@@ -332,10 +321,8 @@ def test_class_names_that_are_all_others_are_a_warning(tmp_path, caplog):
 
 
 BAD = {
-    "empty": ({"distill.teacher": ""}, "config.distill.teacher is empty"),
     "removed": ({"distill.cache": True}, "config.distill has no option 'cache'; removed in 0.3.0"),
     "loss": ({"distill.loss": "mse"}, "config.distill.loss='mse'; "),
-    "temperature": ({"distill.temperature": 0.0}, "config.distill.temperature=0.0 should be finite and above 0"),
     "temperature without effect": (
         {"distill.loss": "hard", "distill.temperature": 2.0}, "temperature=2.0 has no effect with loss='hard'",
     ),
@@ -411,20 +398,3 @@ def test_operations_of_a_step_count_the_teacher(teacher):
     expected = 2 * (patches * 16 * width + block + 10 * width)
     alone, distilled = (small_setup(**{"input.pp": FIXED}, **more) for more in ({}, {"distill.teacher": teacher}))
     assert step.step_flops(distilled) - step.step_flops(alone) == expected
-    for mode, counted in (("train", step.step_flops(distilled)), ("forward", step.step_flops(alone) / 3)):
-        benchmark._describe(row := benchmark.Row("config", mode), distilled)
-        assert row.gflops == pytest.approx(counted / 1e9)
-
-
-@pytest.mark.slow
-def test_a_teacher_adds_to_the_state_of_a_step_and_not_to_its_activations(teacher):
-    """An ahead-of-time compilation counts both."""
-    usual = {"input.pp": FIXED, "model.depth": 2}
-    alone, distilled = (small_setup(**usual, **more) for more in ({}, {"distill.teacher": teacher}))
-    found = []
-    for setup in (alone, distilled):
-        _, state, batch = aot.trace(setup)
-        found.append(aot._activations(setup, state, batch))
-        assert (state.teacher is not None) == (setup is distilled)
-    logits = 4 * 10 * alone.data.batch_size // alone.model.mesh.size
-    assert found[0] <= found[1] <= found[0] + 4 * logits
