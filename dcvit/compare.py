@@ -1,8 +1,8 @@
-"""Comparison of runs: `python -m dcvit.compare RUN … [--metric val/top1] [--group seed] [--out curves.png]`.
+"""Comparison of runs: `python -m dcvit.compare RUN … [--metric val/top1] [--out curves.png]`.
 
-Prints a table of the results, speed and state of runs, also while they train, and a table of the config keys that
-differ. A folder of `dcvit train --seeds` stands for its runs. `--out` draws the training curves. A run that cannot be
-read is reported on stderr, and the exit status is then 2.
+Prints a table of the results, speed and state of runs, also while they train. A folder of `dcvit train --seeds` stands
+for its runs. `--out` draws the training curves. A run that cannot be read is reported on stderr, and the exit status is
+then 2.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(
         prog="dcvit compare",
         extra="train",
-        description="Compare the results, speed and configs of runs, and draw their training curves.",
+        description="Compare the results and the speed of runs, and draw their training curves.",
         examples=[
             "dcvit compare runs/*",
             "dcvit compare runs/a runs/b --out curves.png",
-            "dcvit compare runs/vit runs/dcvit --metric val/top1 --group seed --format markdown",
+            "dcvit compare runs/vit runs/dcvit --metric val/top1 --format markdown",
         ],
     )
     parser.add_argument("runs", nargs="+", type=cli.folder, help="folders of training runs, or of seeds of a run")
     parser.add_argument("--metric", help="metric of an evaluator, such as val/top1: show only it, and sort by its best")
-    parser.add_argument("--group", choices=("seed",), help="show the mean of runs that differ only in the seed")
     parser.add_argument("--out", type=cli.path, help="picture of the training curves: .png, .pdf or .svg")
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     args = parser.parse_without_config(argv)
@@ -39,15 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         curves.check_picture(args.out)
     runs, errors = comparison.open_runs(args.runs)
-    groups = comparison.grouped(runs, by_seed=args.group == "seed")
-    rows, different = comparison.results(groups, args.metric), comparison.differences(groups)
-    if args.format in ("csv", "json"):
-        cli.show(comparison.joined(rows, different), args.format)
-    else:
-        cli.show(comparison.cells(rows), args.format)
-        if different:
-            print()
-            cli.show(comparison.difference_table(different), args.format, title="config keys that differ")
+    rows = comparison.results(runs, args.metric)
+    cli.show(rows if args.format in ("csv", "json") else comparison.cells(rows), args.format)
     for error in errors:
         cli.print_error(error)
     if args.out:

@@ -51,6 +51,10 @@ REMOVED: dict[str, str] = {
     "lora": "fine-tune with `freeze_layers`, `frozen` and `layer_decay`",
     "peft": "write the merged model with --to hf",
     "savedmodel": "write a program with --to stablehlo or onnx",
+    "mlflow": "use wandb, or the events that TensorBoard reads",
+    "trackio": "use wandb, or the events that TensorBoard reads",
+    "distill.cache": "each step computes the teacher's logits",
+    "--group": "dcvit train --seeds writes means and intervals to seeds.md",
 }
 
 
@@ -167,6 +171,9 @@ def check_call(
     Raises:
       ConfigError: names the argument, and the nearest valid one.
     """
+    for name in kwargs:
+        if removed := REMOVED.get(f"{what}.{name}".removeprefix("config.")):
+            raise ConfigError(f"{what} has no option {name!r}; removed in 0.3.0: {removed}")
     try:
         check_arguments(function, args, kwargs, what, also)
     except InputError as e:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dcvit import cli, process
+from dcvit import cli
 from dcvit.errors import ConfigError
 
 
@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.thresholds is not None and args.workdir is None:
         raise ConfigError("--thresholds are stored in the folder of the run: give --workdir")
-    process.use_huge_pages()
     cli.check_model(args, overrides)
 
     from dcvit.hub.model import open_trained

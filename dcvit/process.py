@@ -7,61 +7,27 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
-TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"  # environment variable, and a setting of malloc
-ASKED = "DCVIT_HUGE_PAGES"  # environment variable of a process that was replaced for huge pages
-LINUX_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def use_huge_pages(setting: Path = LINUX_SETTING) -> None:
-    """Make glibc request huge pages, if the kernel grants requests and the environment has no setting of glibc.
-
-    XLA allocates the memory of a training step again in each step. glibc returns blocks of 32 MiB and more to the
-    kernel, which clears them page by page when they are used again: up to 40 % of the time of a step on a CPU
-    (docs/performance_notes.md). glibc reads the setting when a process starts, so a command of this package, before it
-    imports JAX, replaces its process. Nothing happens in other programs.
-
-    Args:
-      setting: the file with Linux' setting of huge pages: "always", "madvise" (on request) or "never".
-    """
-    program = Path(sys.argv[0]) if sys.argv else Path()
-    is_ours = program.name == "dcvit" or program.parent == Path(__file__).parent
-    if is_ours and is_command_line() and not {TUNABLES, ASKED} & {*os.environ} and _are_for_asking(setting):
-        os.environ.update({TUNABLES: HUGE_PAGES, ASKED: "1"})
-        with contextlib.suppress(OSError):  # the command runs without
-            _replace()
 
 
 def restart() -> None:
     """Replace this process, to run the command again; return if that happened too often or is not possible."""
     count = int(os.environ.get(RESTARTS, "0"))
-    if count < MOST_RESTARTS and is_command_line():
+    if count < MOST_RESTARTS and _is_command_line():
         os.environ[RESTARTS] = str(count + 1)
-        _replace()
+        if sys.stdout:
+            sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def is_command_line() -> bool:
+def _is_command_line() -> bool:
     """Return True if Python was started with the words of `sys.argv`, which a program may set, and has no debugger."""
     words, started = sys.argv, sys.orig_argv[-len(sys.argv) :]
     before = sys.orig_argv[-len(words) - 1 : -len(words)]
     is_same = bool(words) and started[1:] == words[1:] and (started[0] == words[0] or before == ["-m"])
     return is_same and bool(sys.executable) and sys.gettrace() is None
-
-
-def _are_for_asking(setting: Path) -> bool:
-    try:
-        return "[madvise]" in setting.read_text()
-    except OSError:  # no Linux
-        return False
-
-
-def _replace() -> None:
-    if sys.stdout:
-        sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @contextlib.contextmanager

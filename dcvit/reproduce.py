@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcvit import cli, process
+from dcvit import cli
 from dcvit.errors import ConfigError, escaped
 from dcvit.runs.seeds import parse_seeds
 
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="seeds, or their number (default 3)")
     parser.add_argument("--steps", type=int, help="steps of a training run, of the largest if they differ")
     args = parser.parse_without_config(argv)
-    process.use_huge_pages()
 
     from dcvit.parallel import runtime
     from dcvit.reproduction import catalog, tables

@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
-    process.use_huge_pages()
 
     from dcvit.config import load as configs
 

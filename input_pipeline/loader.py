@@ -186,17 +186,15 @@ def eval_batches(
         yield {**batch.arrays, "_mask": batch.mask}
 
 
-def batch_ids(
-    source: Source, batch_size: int, seed: int, step: int, rows: Sequence[int] | None = None
-) -> list[BatchRow]:
-    """Return the examples in the training batch of a step over all hosts, or in some of its rows, without reading them.
+def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[BatchRow]:
+    """Return the examples in the training batch of a step over all hosts, without reading them.
 
     `step` counts from 0, as `start_step` of `train_batches` does. `id` is the location of the example in the source.
     If the loader skips n examples for a row, the row contains the example n places after `index` instead.
     """
     if batch_size < 1 or step < 0:
         raise InputError(f"no batch at step {step} of size {batch_size}: expected a step from 0 and a size from 1")
-    keys = [(row, _training_key(source, step * batch_size + row, seed)) for row in _checked_rows(rows, batch_size)]
+    keys = [(row, _training_key(source, step * batch_size + row, seed)) for row in range(batch_size)]
     return [{"row": row, "epoch": epoch, "index": index, "id": source.describe(index)} for row, (epoch, index) in keys]
 
 

@@ -44,12 +44,12 @@ def prepare(url: str) -> str:
     return scheme
 
 
-def filesystem(url: str, **options: object) -> fsspec.AbstractFileSystem:
-    """Return fsspec's file system of a URL, with options of its class. Raises as `prepare` does."""
+def filesystem(url: str) -> fsspec.AbstractFileSystem:
+    """Return fsspec's file system of a URL. Raises as `prepare` does."""
     scheme = prepare(url)
     import fsspec
 
-    return fsspec.filesystem(scheme, **options)
+    return fsspec.filesystem(scheme)
 
 
 @functools.lru_cache

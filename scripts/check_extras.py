@@ -22,8 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
-    "none", "train", "data", "tiff", "lm", "eval", "gcs", "s3", "wandb", "mlflow", "trackio", "interop", "docs",
-    "skypilot",
+    "none", "train", "data", "tiff", "lm", "eval", "gcs", "s3", "wandb", "interop", "docs", "skypilot",
 )  # fmt: skip
 TASK = """
 task: colors
@@ -63,10 +62,6 @@ PARTS = {
     "s3://": ("s3", "evaluate --workdir s3://dcvit-does-not-exist/run"),
     "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
             "--config.wandb.mode=offline --config.wandb.project=p"),
-    "MLflow": ("mlflow", "train --config vit_digits:epochs=1 --workdir ml --config.total_steps=2 "
-               "--config.mlflow.tracking_uri=sqlite:///ml.db"),
-    "Trackio": ("trackio", "train --config vit_digits:epochs=1 --workdir tr --config.total_steps=2 "
-                "--config.trackio.project=p"),
     "PyTorch, timm": ("interop", "convert run timm --to timm"),
     "ONNX": ("interop", "convert run onnx --to onnx"),
 }  # fmt: skip
@@ -177,8 +172,7 @@ def sizes(before, constraints, out):
 def check(installed, folder, constraints):
     """Install one extra and use all parts; return the cells of its column, and whether all are right."""
     package = {"none": str(ROOT), "skypilot": "skypilot>=0.12"}.get(installed, f"{ROOT}[{installed}]")
-    newest = installed in ("trackio", "skypilot")  # Trackio 0.43 does not allow the Pillow 13 of constraints.txt
-    python = install(folder, [] if newest else constraints, package)
+    python = install(folder, [] if installed == "skypilot" else constraints, package)
     if installed == "skypilot":
         status, output = run([python, "-c", SKYPILOT], cwd=ROOT, env={**os.environ, "HOME": str(folder)})
         print(output, file=sys.stderr, end="")

@@ -14,9 +14,9 @@ selection="not exhaustive and not interop"
 case ${1:-} in
   --fast) selection="not slow and $selection"; shift ;;
   --exhaustive) selection="exhaustive and not weekly and not interop"; shift ;;
-  --interop) selection="interop and not exhaustive" extras=$extras,interop,wandb,mlflow; shift ;;
-  --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,launch,wandb,mlflow; shift ;;
-  --all) selection="" extras=$extras,interop,launch,wandb,mlflow; shift ;;
+  --interop) selection="interop and not exhaustive" extras=$extras,interop,wandb; shift ;;
+  --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,launch,wandb; shift ;;
+  --all) selection="" extras=$extras,interop,launch,wandb; shift ;;
 esac
 bash scripts/setup.sh "$extras"
 status=0

@@ -6,7 +6,6 @@ without its slower code generator, and the workers and subprocesses of a session
 
 import atexit
 import gc
-import importlib
 import os
 import resource
 import shutil
@@ -162,35 +161,13 @@ def lm_workdir(tmp_path_factory):
 
 
 @pytest.fixture(params=["gs", "s3"])
-def store_fake(request):
-    """The fake of each kind of object store: a module with `serve` and `environment`, and the URL of its bucket."""
-    from input_pipeline import stores
+def object_store(request, monkeypatch):
+    """An object store of each kind, see tests/support/object_stores.py."""
+    from object_stores import serve, stores
 
     pytest.importorskip(stores.LIBRARIES[request.param])
-    module = importlib.import_module({"gs": "fake_gcs", "s3": "fake_s3"}[request.param])
-    module.bucket = f"{request.param}://bucket"
-    return module
-
-
-@pytest.fixture
-def store_here(store_fake, monkeypatch):
-    """The objects of a fake that this process uses, and a function that makes it use another address."""
-    import fsspec
-    from etils.epath import backend
-
-    from input_pipeline import stores
-
-    def use(url):
-        for name, value in store_fake.environment(url).items():
-            monkeypatch.setenv(name, value)
-        stores.check_readable.cache_clear()
-        backend.fsspec_backend._get_filesystem.cache_clear()
-        fsspec.get_filesystem_class(store_fake.bucket.partition(":")[0]).clear_instance_cache()
-
-    with store_fake.serve() as (url, store):
-        use(url)
-        yield store, use
-    use("http://127.0.0.1:9")
+    with serve(request.param, monkeypatch.setenv) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

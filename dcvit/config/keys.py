@@ -43,7 +43,7 @@ KEYS = {
     "distill": Key(
         dict, {},
         "Image models: also learn from a trained model: `teacher` (anything that `dcvit.load` opens), `loss` (`kl` or "
-        "`hard`), `temperature`, `weight` of this loss against that of the labels, and `cache`; docs/distillation.md.",
+        "`hard`), `temperature`, and `weight` of this loss against that of the labels; docs/distillation.md.",
     ),
     "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
     "class_weights": Key(
@@ -147,12 +147,6 @@ KEYS = {
     "wandb": Key(
         dict, {}, "Arguments of `wandb.init`, such as project, name and mode: also write metrics to Weights & Biases."
     ),
-    "mlflow": Key(
-        dict, {},
-        "`tracking_uri`, `experiment`, and arguments of `mlflow.start_run`, such as run_name: also write metrics to "
-        "MLflow.",
-    ),
-    "trackio": Key(dict, {}, "Arguments of `trackio.init`, such as project: also write metrics to Trackio."),
     "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
 }  # fmt: skip
 INPUT_KEYS = {

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from dcvit.errors import MetricsError, first_line
 from dcvit.runs.files import Folder, file_identity, replace
-from dcvit.runs.tracking import TrackedRun, Trackers
+from dcvit.runs.trackers import TrackedRun, Trackers
 
 FILES = ("metrics.jsonl", "timing.jsonl")
 LOG = logging.getLogger(__name__)
@@ -129,7 +129,6 @@ def _parse(text: str, previous_step: int) -> Values:
     values = json.loads(text)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("expected a JSON object with a step")
-    values.pop("crc32", None)  # a checksum, which earlier versions wrote
     for name, value in values.items():
         if not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
             raise ValueError(f"expected a finite number or null for {name!r}")
@@ -157,15 +156,13 @@ class MetricWriter:
         Args:
           workdir: the run's folder.
           resumed: the description of the checkpoint that a run resumes from; empty for a new run.
-          trackers: see `dcvit.runs.tracking.Trackers`.
+          trackers: see `dcvit.runs.trackers.Trackers`.
           config: the config, which trackers show.
         """
         self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resumed.get("step")) for name in FILES)
         if missing := self.metrics.missing(resumed):
             LOG.warning(missing)
-        timing = {row["step"]: row for row in self.timing.resumed}
-        rows = [{**row, **timing.get(row["step"], {})} for row in self.metrics.resumed]
-        self.trackers = Trackers(trackers or {}, TrackedRun(workdir, config or {}, resumed.get("step", 0)), rows)
+        self.trackers = Trackers(trackers or {}, TrackedRun(workdir, config or {}, resumed.get("step", 0)))
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
         """Write the metrics and timings of a step, unless the files already have rows of it or of a later step."""

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
-import numpy as np
 
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
@@ -24,7 +23,6 @@ from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
 from dcvit.runs.progress import stage
-from dcvit.training.distillation import TEACHER
 from dcvit.training.memory import program_bytes, shard_bytes
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, make_objective, state_shapes, step_flops
@@ -120,20 +118,12 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     return {**result, **_usage(compiled, activations, chip), "compile_seconds": seconds}
 
 
-def repeated_batch(setup: Setup) -> dict[str, np.ndarray]:
-    """Return a batch of the first example only, in all rows, with zeros as a teacher's logits if they are cached."""
-    batch, teacher = setup.data.repeated(), setup.cached_teacher
-    if teacher:
-        batch[TEACHER] = np.zeros((setup.data.batch_size, teacher.teacher.num_outputs), np.float32)
-    return batch
-
-
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
     """Return the training step traced for the devices of a run's mesh, and the shapes of its state and batch."""
     mesh = setup.model.mesh
     batch = {
         key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh))
-        for key, array in repeated_batch(setup).items()
+        for key, array in setup.data.repeated().items()
     }
     with jax.set_mesh(mesh):
         state = state_shapes(setup)

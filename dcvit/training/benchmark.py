@@ -24,7 +24,7 @@ from dcvit.parallel import multihost, runtime, topologies
 from dcvit.parallel.sharding import batch_sharding, shardings, with_shardings
 from dcvit.runs.progress import stage
 from dcvit.training import kernels, memory
-from dcvit.training.aot import repeated_batch, trace
+from dcvit.training.aot import trace
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, init_params, initial_state, step_flops
 from dcvit.training.timing import interleaved
@@ -185,14 +185,14 @@ class Program:
                 return noise(example.shape[1:], example.dtype)
             return {
                 name: noise(x.shape[1:], x.dtype) if name in ("image", "tokens") else jnp.asarray(x)
-                for name, x in repeated_batch(setup).items()
+                for name, x in setup.data.repeated().items()
             }
 
         places, batch_places = self.places
         with jax.set_mesh(model.mesh):
             initial = jax.jit(lambda: init_params(setup, key), out_shardings=self.param_places)()
             if self.mode == "train":  # from a program that other modes and batch sizes share, in JAX's cache
-                teacher = setup.run_teacher
+                teacher = setup.task.distillation
 
                 def state(params: PyTree) -> TrainState:
                     shapes = teacher and teacher.shapes

@@ -39,10 +39,9 @@ from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import Strategy, check_model
-from dcvit.training.augment import Augmentation
 from dcvit.weights import preprocessing
 from dcvit.weights.placement import layer_checksums
-from input_pipeline import InputError, Preprocess, Source, patch_sizes
+from input_pipeline import Source, patch_sizes
 from input_pipeline.preprocess.builder import decoded_as, parsed
 
 LOG = logging.getLogger(__name__)
@@ -59,14 +58,12 @@ class Options:
       loss: a name in `LOSSES`.
       temperature: divides the logits of both models in `kl`.
       weight: part of the teacher's loss; the rest is that of the labels.
-      cache: compute the teacher's logits of each training example once, and keep them in the workdir.
     """
 
     teacher: str
     loss: str = "kl"
     temperature: float = 1.0
     weight: float = 0.5
-    cache: bool = False
 
 
 def kl(student: Float[Array, "B C"], teacher: Float[Array, "B C"], temperature: float = 1.0) -> Float[Array, " B"]:
@@ -185,7 +182,7 @@ def heads_of(
 
 
 def make_distillation(
-    config: ConfigDict, source: Source, pp: str, example: jax.ShapeDtypeStruct, augmentation: Augmentation
+    config: ConfigDict, source: Source, pp: str, example: jax.ShapeDtypeStruct
 ) -> Distillation | None:
     """Open the teacher of `config.distill`; return None without one.
 
@@ -194,7 +191,6 @@ def make_distillation(
       source: the training data.
       pp: its preprocessing string.
       example: shape and dtype of one preprocessed image.
-      augmentation: the augmentation of a batch.
 
     Raises:
       ConfigError: an option is invalid or has no effect, or the teacher has other classes or does not fit the images.
@@ -205,8 +201,6 @@ def make_distillation(
     check_call(Options, config.distill.to_dict(), WHAT)
     options = Options(**config.distill.to_dict())
     _check_options(options, config)
-    if options.cache:
-        _check_repeatable(augmentation, source, pp)
     with _named(options.teacher):
         teacher, class_names = open_alone(options.teacher, example.shape[1:3])
         model = teacher.model
@@ -241,24 +235,6 @@ def _check_options(options: Options, config: ConfigDict) -> None:
         raise ConfigError(f"{WHAT} needs config.loss='softmax_xent', found {config.loss!r}")
     if patch_sizes(config.input.get("pp", "")):
         raise ConfigError(f"{WHAT} is for images of one size, not for the op patches")
-
-
-def _check_repeatable(augmentation: Augmentation, source: Source, pp: str) -> None:
-    """Raise ConfigError if an example's image in training is random, so that logits for it cannot be kept."""
-    needed = f"{WHAT}.cache=True needs the same image in every epoch"
-    for key, value in dataclasses.asdict(augmentation).items():
-        if value != getattr(Augmentation(), key):
-            raise ConfigError(f"{needed}: config.{key}={value}")
-    for index in range(len(source)):
-        rng = np.random.default_rng(0)
-        before = rng.bit_generator.state
-        try:
-            Preprocess(pp)(source[index], rng)
-        except InputError:  # the policy for damaged examples decides in training
-            continue
-        if rng.bit_generator.state != before:
-            raise ConfigError(f"{needed}: config.input.pp={pp!r} is random")
-        return
 
 
 def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:

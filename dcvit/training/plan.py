@@ -18,7 +18,7 @@ from dcvit.dcmha.selection import Policy
 from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models import Params
 from dcvit.parallel.trees import by_name
-from dcvit.runs import tracking
+from dcvit.runs import trackers
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData
 
@@ -66,8 +66,6 @@ class RunOptions:
     watchdog_exit: bool
     tensorboard: bool
     wandb: Mapping[str, object]
-    mlflow: Mapping[str, object]
-    trackio: Mapping[str, object]
     profile: Sequence[int]
     kernels: Policy | None
     require_fused: bool
@@ -75,8 +73,8 @@ class RunOptions:
 
     @property
     def trackers(self) -> dict[str, object]:
-        """The options of the trackers that the config enables, by name; see `dcvit.runs.tracking`."""
-        return {name: getattr(self, name) for name in tracking.NAMES if getattr(self, name)}
+        """The options of the trackers that the config enables, by name; see `dcvit.runs.trackers`."""
+        return {name: getattr(self, name) for name in trackers.NAMES if getattr(self, name)}
 
 
 def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str], depth: int) -> Plan:
@@ -181,7 +179,7 @@ def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps:
             raise ConfigError(f"config.{key}: no evaluation yields {value[0]!r}; {nearest(value[0], known)}")
     if options.profile and options.profile[0] > total_steps:
         raise ConfigError(f"config.profile={tuple(options.profile)}: the run has {total_steps} steps")
-    tracking.check(options.trackers)
+    trackers.check(options.trackers)
     return options
 
 

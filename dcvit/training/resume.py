@@ -67,7 +67,7 @@ class Run:
     watchdog: Watchdog
     display: RunProgress
     writer: metrics.MetricWriter | None  # None in all processes but the first
-    lock: WorkdirLock | None  # the same
+    lock: WorkdirLock | None  # the same, and None for a workdir in an object store
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterator[Run]:
-    """Yield the `Run` of a workdir, new or to resume; the workdir is locked until the context ends.
+    """Yield the `Run` of a workdir, new or to resume; a local workdir is locked until the context ends.
 
     Everything that can be invalid is checked before the first file is written.
 
@@ -108,8 +108,6 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     identity.check_accepted(accept)
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
-    if setup.cached_teacher and not isinstance(folder, Path):
-        raise ConfigError(f"config.distill.cache: the teacher's logits need a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
@@ -181,8 +179,8 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     if setup.model.load_initial and not saved:
         loaded = setup.model.load_initial(shapes.params)
     teacher = None
-    if setup.run_teacher:
-        teacher = setup.run_teacher.load(setup.model.mesh, setup.model.strategy)
+    if setup.task.distillation:
+        teacher = setup.task.distillation.load(setup.model.mesh, setup.model.strategy)
     return Start(0, {}, shapes, loaded, teacher)
 
 
@@ -201,7 +199,9 @@ def _open_workdir(
     existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
     accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
     with contextlib.ExitStack() as stack:
-        lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
+        lock = None
+        if multihost.is_first() and isinstance(folder, Path):
+            lock = stack.enter_context(WorkdirLock(folder))
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
         start = _latest_start(setup, folder, fresh)

@@ -29,7 +29,6 @@ from dcvit.models.packed_images import check_packed
 from dcvit.models.trees import param_shapes
 from dcvit.parallel.sharding import Strategy, check_context
 from dcvit.runs.files import Folder
-from dcvit.training.distillation import Distillation
 from dcvit.training.inputs import TrainingData, check_batch, own_tokenizer, read_input
 from dcvit.training.memory import check_layers
 from dcvit.training.model import make_loader, upcycles
@@ -62,17 +61,6 @@ class Setup:
     evaluators: Mapping[str, Any]
     options: RunOptions
     tokenizer: str | None = None  # the tokenizer.json of a run that trains its tokenizer, for its workdir
-
-    @property
-    def run_teacher(self) -> Distillation | None:
-        """The teacher that each step runs, with its parameters in the training state; None without one."""
-        return None if self.cached_teacher else self.task.distillation
-
-    @property
-    def cached_teacher(self) -> Distillation | None:
-        """The teacher whose logits the workdir keeps and batches have (`distill.cache`); None without one."""
-        found = self.task.distillation
-        return found if found and found.options.cache else None
 
 
 def make_setup(

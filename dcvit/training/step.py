@@ -81,7 +81,7 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
 
 def state_shapes(setup: Setup) -> TrainState:
     """Return the training state of a run with a shape, dtype and sharding in place of each array."""
-    teacher = setup.run_teacher
+    teacher = setup.task.distillation
     shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes, teacher and teacher.shapes)
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
@@ -95,7 +95,7 @@ def step_flops(setup: Setup) -> int | None:
 
     None if there is no formula for the model; see `dcvit.models.flops.training_flops`.
     """
-    example, teacher = setup.task.example, setup.run_teacher
+    example, teacher = setup.task.example, setup.task.distillation
     flops = training_flops(setup.model.module, example)
     return flops and flops + ((forward_flops(teacher.teacher.model, example) or 0) if teacher else 0)
 
@@ -115,7 +115,7 @@ def make_objective(setup: Setup, module: nn.Module) -> Objective:
     loss_of, distillation = setup.task.loss(module), setup.task.distillation
 
     def objective(params: Params, state: TrainState, batch: Batch, key: jax.Array) -> jax.Array:
-        if distillation is not None and state.teacher is not None:
+        if distillation is not None:
             batch = {**batch, TEACHER: distillation.logits(state.teacher, batch["image"])}
         return loss_of(params, batch, key)
 

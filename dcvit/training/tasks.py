@@ -100,7 +100,7 @@ class ImageTask:
             key: None if stands_in else balance.weights(key, config[key], source, classes)
             for key in ("class_weights", "pos_weight")
         }
-        distillation = make_distillation(config, source, pp, example, augmentation)
+        distillation = make_distillation(config, source, pp, example)
         task = cls(
             example, {"num_classes": classes}, host_pp, to_float, config.loss, config.label_smoothing, augmentation,
             packing=packing_of(config), distillation=distillation, **weights,
@@ -151,8 +151,7 @@ class ImageTask:
             labels = losses.smooth(labels, self.label_smoothing)
         groups = images.slots.shape if isinstance(images, PackedImages) else labels.shape[:1]
         scales = jnp.broadcast_to(scale, len(labels)).reshape(groups)
-        teacher = {name: batch[name] for name in (TEACHER,) if name in batch}
-        return {**teacher, "image": images, "labels": labels.reshape(*groups, -1), "scale": scales}
+        return {"image": images, "labels": labels.reshape(*groups, -1), "scale": scales}
 
     def _weights(self) -> dict[str, jax.Array]:
         """Return the weights of the loss that the config sets, as its arguments."""

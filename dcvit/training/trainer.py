@@ -27,7 +27,6 @@ from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run, open_run, start_state
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, Update, jit_update
-from dcvit.training.teacher_outputs import with_teacher
 
 
 def train(
@@ -162,8 +161,7 @@ class Trainer:
             return
         mesh, data = self.setup.model.mesh, self.setup.data
         with contextlib.closing(data.batches(start, local_rows(mesh, data.batch_size))) as batches:
-            taught = with_teacher(run, itertools.islice(batches, total - start))
-            on_devices = prefetch(taught, mesh, data.batch_size)
+            on_devices = prefetch(itertools.islice(batches, total - start), mesh, data.batch_size)
             update: Update | None = None
             for step in range(start + 1, total + 1):
                 for hook in self.hooks:

@@ -1,8 +1,7 @@
-"""Runs that the launch files and examples start, and that lose a process, end as a run without interruption."""
+"""Runs of the examples for Ray and submitit that lose a process end as a run without interruption."""
 
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -16,19 +15,15 @@ from flax.traverse_util import flatten_dict
 from markdown_pages import ROOT
 from stand_ins import program
 from test_examples import load
-from test_launch import container_of, expand, manifest
 from trained_workdirs import TINY, load_params
 
-from dcvit.errors import ConfigError
 from dcvit.runs import metrics, steps
-from dcvit.runs.preemption import SAVED
 
 LONG = TINY | {
     "total_steps": 400, "log_steps": 10, "ckpt_steps": 20, "ckpt_keep": 99, "evals.test.log_steps": 200,
     "evals.test.batch_size": 50,
 }  # fmt: skip
 SECONDS = 300
-SET_BY_WORDS = ("--config", "--workdir")
 
 
 def words(workdir):
@@ -131,15 +126,6 @@ def test_job_of_submitit_saves_and_resumes_to_the_same_result(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.interop
-def test_config_with_an_error_is_refused_before_ray_starts(tmp_path):
-    pytest.importorskip("ray")
-    words = ["--config", "vit_digits", "--workdir", str(tmp_path / "run"), "--workers", "2", "--config.learning_rate=8"]
-    with pytest.raises(ConfigError, match="learning_rate"):
-        load("ray_train").main(words)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.interop
 def test_submitit_asks_slurm_for_a_task_per_gpu_and_a_signal_before_the_time_limit(tmp_path, monkeypatch):
     """A stand-in for sbatch receives the script of the job."""
     pytest.importorskip("submitit")
@@ -154,47 +140,3 @@ def test_submitit_asks_slurm_for_a_task_per_gpu_and_a_signal_before_the_time_lim
     assert expected.items() <= options.items()
     assert options["partition"] == "gpu"
     assert "--gpu-bind=none" in script
-
-
-def pods(workdir, folder):
-    """Start the containers of the JobSet for GPUs as processes, with the options of a small run."""
-    address = free_address()
-    for index in range(2):
-        values = {"COORDINATOR": "localhost", "JOB_COMPLETION_INDEX": str(index)}
-        args = [expand(word, values) for word in container_of(manifest("jobset_gpu"))["args"]]
-        args = [word.replace("localhost:8476", address) for word in args if not word.startswith(SET_BY_WORDS)]
-        yield start_process([sys.executable, "-m", "dcvit", *args, *words(workdir)])
-
-
-def nodes(workdir, folder):
-    """Start the commands of SkyPilot's nodes as processes, with the options of a small run."""
-    address = free_address()
-    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    program(folder / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"', "/bin/bash")
-    _, config, _, path, *overrides = words(workdir)
-    command = manifest("skypilot")["run"].replace(":8476", address.removeprefix("localhost"))
-    command = command.rstrip().replace("--config.ckpt_steps=500", shlex.join(overrides))
-    for rank in range(2):
-        env = {"SKYPILOT_NODE_IPS": "localhost\nlocalhost", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank)}
-        env = {**os.environ, **env, "CONFIG": config, "WORKDIR": path}
-        yield start_process(["bash", "-c", command], cwd=folder, env=env)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("start", [pods, nodes])
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_launched_run_that_lost_a_process_is_started_again_to_the_same_result(start, sent, whole, tmp_path):
-    """JobSet and SkyPilot start all processes again: without a limit after status 75, and else some times."""
-    workdir = tmp_path / "run"
-    first = [*start(workdir, tmp_path)]
-    reach(workdir, 50)
-    first[1].send_signal(sent)
-    statuses = [process.wait(SECONDS) for process in first]
-    if sent == signal.SIGTERM:
-        assert statuses == [SAVED] * 2
-    else:
-        assert statuses[1] == -signal.SIGKILL
-        assert statuses[0] in (1, -signal.SIGABRT)
-    again = [*start(workdir, tmp_path)]
-    assert [process.wait(SECONDS) for process in again] == [0, 0]
-    check_same(whole, workdir)

@@ -1,29 +1,21 @@
 """The examples run, and their output has the stated properties."""
 
-import ast
 import concurrent.futures
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from types import SimpleNamespace
 
-import image_datasets
 import jax
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from markdown_pages import ROOT
-from test_imports import PROJECT, imports, requirements
 
 import dcvit
 from dcvit.inference.texts import TextOptions
@@ -50,60 +42,6 @@ def test_plain_jax_has_a_gradient_for_every_parameter():
     out, gradient = load("plain_jax").main()
     assert out.shape == (2, 16, 32)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
-
-
-def run_notebook(name, folder, monkeypatch, **workdirs):
-    """Run the code cells in order, in a folder with the workdirs that the notebook opens, and return its names."""
-    (folder / "runs").mkdir()
-    for run, workdir in workdirs.items():
-        (folder / "runs" / run).symlink_to(workdir)
-    monkeypatch.chdir(folder)
-    matplotlib.use("Agg")
-    notebook = json.loads((ROOT / "examples" / name).read_text())
-    names: dict = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-            assert (cell["outputs"], cell["execution_count"]) == ([], None), "commit the notebook without outputs"
-    plt.close("all")
-    return names
-
-
-@pytest.mark.parametrize("name", ["features", "heads"])
-def test_the_first_cell_of_a_notebook_installs_what_it_imports(name):
-    first, *cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
-    assert 'pip install -e ".[train]" notebook\n' in first["source"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["train"]
-    installed = requirements(*(re.match(r"[\w.-]+", need)[0] for need in needs))
-    distributions = importlib.metadata.packages_distributions()
-    for library in {each.partition(".")[0] for each in imports(ast.walk(ast.parse(code)))} - sys.stdlib_module_names:
-        names = {re.sub(r"[-_.]+", "-", found).lower() for found in distributions.get(library, ["dcvit"])}
-        assert names & {*installed, "dcvit"}, library
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
-    names = run_notebook("features.ipynb", tmp_path, monkeypatch, digits=digits_workdir)
-    assert names["accuracy"] > 0.5
-    assert names["agreement"] > 0.5
-    assert len(names["maps"]) == 4
-
-
-@pytest.mark.weekly
-def test_the_notebook_about_heads_follows_their_composition(
-    digits_run, lm_workdir, library_promotion, tmp_path, monkeypatch, capsys
-):
-    status, workdir = digits_run(**{"model.depth": 1, "model.compose": "both", "model.patch_size": (2, 2)})
-    assert status == 0
-    names = run_notebook("heads.ipynb", tmp_path, monkeypatch, digits=workdir, text=lm_workdir)
-    assert names["error"] < 1e-5
-    assert [*names["terms"]] == ["skip", "query projection", "query gate", "key projection", "key gate"]
-    assert np.abs(names["changes"]).max() > 0
-    assert np.all(np.diff(names["captured"]) > -1e-5)
-    assert len({one[:5] for one in names["contributions"]}) == len(names["contributions"]) > 0
-    assert "treescope" in names["drawn"]._repr_html_()
-    assert "predicts the first image: True" in capsys.readouterr().out
 
 
 @contextlib.contextmanager
@@ -151,80 +89,11 @@ def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_
         model = dcvit.load(lm_workdir)
         assert set(texts) == {model.continue_texts(["def "], TextOptions(8, seed=1)).texts[0].text}
         for path, body, why in (
-            ("predict", b"no image", "not an image"), ("predict", b"", "not an image"),
-            ("predict", image_datasets.bomb_png(60_000, 60_000), "exceeds limit"),
-            ("predict", b"P6 60000 60000 255 ", "not an image"),
-            ("predict?topk=0", image, "topk=0 should be 1 or more"),
-            ("generate?prompt=a&tokens=-5", None, "tokens"), ("generate?prompt=a&tokens=x", None, "valid integer"),
+            ("predict", b"no image", "not an image"), ("predict?topk=0", image, "topk=0 should be 1 or more"),
+            ("generate?prompt=a&tokens=-5", None, "tokens"),
             ("generate?prompt=a&tokens=100000", None, "exceed the model's context"),
         ):  # fmt: skip
             with pytest.raises(urllib.error.HTTPError) as refused:
                 ask(path, body)
             assert refused.value.code == 422
             assert why in refused.value.read().decode()
-        for kind in ("application/json", "multipart/form-data; boundary=x", "multipart/form-data"):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                ask("predict", b"NaN", kind)
-            assert refused.value.code in (400, 422)
-            assert len(refused.value.read().splitlines()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("library_promotion")
-def test_a_study_has_the_results_of_its_runs(tmp_path, capsys):
-    example = load("optuna_study")
-    words = ["--config", "vit_digits:attention=mha", "--trials", "2", "--steps", "6", "--folder", str(tmp_path)]
-    example.main(words)
-    *lines, best = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("trial ", "best: "))]
-    values = []
-    for number, line in enumerate(lines):
-        last = json.loads((tmp_path / f"trial{number}" / "metrics.jsonl").read_text().splitlines()[-1])
-        assert line.startswith(f"trial {number}: complete, {last[example.METRIC]:.2%} after 6 steps, num_heads ")
-        values.append(last[example.METRIC])
-    assert len(values) == 2
-    assert best.startswith(f"best: trial {np.argmax(values)}, {max(values):.2%}")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])  # the state in the database is FAIL, or that of a kill
-def test_a_study_continues_as_if_it_had_not_been_interrupted(end, tmp_path, monkeypatch, capsys):
-    example = load("optuna_study")
-
-    def search(folder, interrupted=()):
-        """The search with runs of six rows, one of which is interrupted after the fourth."""
-
-        def train(config, workdir, *, on_row, lr, wd, model, **overrides):
-            workdir.mkdir(exist_ok=True)
-            saved = workdir / "step"
-            for step in range(int(saved.read_text()) if saved.exists() else 1, 7):
-                on_row(step, {example.METRIC: 1 - abs(lr - 3e-3) * 50 + model["num_heads"] / 100 + step / 1000})
-                saved.write_text("3")
-                if step == 4 and workdir.name in interrupted:
-                    raise end
-            return SimpleNamespace(metrics=[{example.METRIC: 1 - abs(lr - 3e-3) * 50 + model["num_heads"] / 100}])
-
-        monkeypatch.setattr(example.dcvit, "train", train)
-        return example.search(folder, "vit_digits", 8, 6)
-
-    def results(study):
-        return [(t.params, t.value, t.state, t.intermediate_values) for t in example.finished(study)]
-
-    with pytest.raises(end):
-        search(tmp_path / "b", ["trial2"])
-    with pytest.raises(end):  # again, in the trial that continues it
-        search(tmp_path / "b", ["trial2"])
-    continued = search(tmp_path / "b")
-    example.main(["--steps", "6", "--folder", str(tmp_path / "a")])
-    *lines, best = capsys.readouterr().out.splitlines()
-    whole = search(tmp_path / "a")
-    assert results(continued) == results(whole)
-    for trial, line in zip(whole.trials, lines, strict=True):
-        state, last = trial.state.name.lower(), max(trial.intermediate_values)
-        assert line.startswith(f"trial {trial.number}: {state}, {trial.value:.2%} after {last} steps, num_heads ")
-    assert best.startswith(f"best: trial {whole.best_trial.number}, ")
-    states = [trial.state.name for trial in whole.trials]
-    assert states[:3] == ["COMPLETE"] * 3
-    assert "PRUNED" in states[3:]
-    assert len(states) == 8
-    assert len(continued.trials) == 10

@@ -51,6 +51,7 @@ STRUCTURE = {
 }
 
 VALUES = {
+    "removed key": bad(vit("mlflow.experiment=a"), "config.mlflow", "removed in 0.3.0"),
     "negative total": bad(vit("total_steps=-5"), "config.total_steps=-5"),
     "negative learning rate": bad(vit("lr=-0.1"), "config.lr=-0.1", "negative"),
     "EMA that never changes": bad(vit("ema_decay=1.0"), "config.ema_decay=1.0", "[0, 1)"),

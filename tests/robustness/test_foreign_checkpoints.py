@@ -75,14 +75,10 @@ def test_checkpoint_under_the_name_of_another_step_is_damaged(folder, capsys, ch
         assert f"checkpoint {folder}/checkpoints/{step} is damaged: about/metadata belongs to step " in line
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_checkpoint_of_another_run_is_refused(folder, other, capsys, linked):
+def test_checkpoint_of_another_run_is_refused(folder, other, capsys):
     path = folder / "checkpoints" / "60"
     shutil.rmtree(path)
-    if linked:
-        path.symlink_to(other / "checkpoints" / "60")
-    else:
-        shutil.copytree(other / "checkpoints" / "60", path)
+    shutil.copytree(other / "checkpoints" / "60", path)
     image = folder.parent / "a.png"
     image.write_bytes(b"")
     predicted = lambda folder: cli.run(predict.main, ["--workdir", str(folder), str(image)])  # noqa: E731
@@ -111,7 +107,7 @@ def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):
     assert f"{folder}/checkpoints/61 holds the state of step 60" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["²", "007", "٣", "60.5", "-1"])
+@pytest.mark.parametrize("name", ["²", "007", "60.5"])
 def test_folder_whose_name_is_no_step_is_ignored(folder, name):
     (folder / "checkpoints" / name).mkdir()
     assert complete_steps(folder / "checkpoints") == [30, 60]

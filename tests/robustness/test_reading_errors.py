@@ -9,11 +9,9 @@ from pathlib import Path
 import image_datasets
 import numpy as np
 import pytest
-from PIL import Image
 from sources import ListSource
 
 import input_pipeline as ip
-from input_pipeline.images import decode
 
 NUMBERS = [{"image": np.int64(index)} for index in range(12)]
 
@@ -28,14 +26,12 @@ ERRORS = {
     "MemoryError": MemoryError(),
     "OSError: [Errno 5] Input/output error": OSError(5, "Input/output error"),
     "ValueError: the first line": ValueError("the first line\nand another"),
-    "RuntimeError": RuntimeError(),
     "StopIteration": StopIteration(),
 }
 
 
 class TestErrors:
-    @pytest.mark.parametrize("threads", [0, 1, 3])
-    @pytest.mark.parametrize("policy", ["fail", "skip"])
+    @pytest.mark.parametrize(("policy", "threads"), [("fail", 0), ("skip", 3)])
     @pytest.mark.parametrize("message", ERRORS)
     def test_errors_that_are_not_of_the_data_name_the_example_and_are_never_skipped(self, message, policy, threads):
         source = ListSource(NUMBERS, {5}, error=ERRORS[message])
@@ -44,11 +40,10 @@ class TestErrors:
                 stream()
             assert str(error.value) == f"example 5: {message}"
 
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("threads", [0, 2])
-    def test_interrupts_pass_through(self, error, threads):
-        for stream in streams(ListSource(NUMBERS, {5}, error=error()), threads=threads):
-            with pytest.raises(error):
+    def test_interrupts_pass_through(self, threads):
+        for stream in streams(ListSource(NUMBERS, {5}, error=KeyboardInterrupt()), threads=threads):
+            with pytest.raises(KeyboardInterrupt):
                 stream()
 
     def test_missing_file_is_not_skipped(self, tmp_path):
@@ -72,14 +67,6 @@ class TestErrors:
         small = odd(np.zeros((1, 1, 3), np.uint8))
         assert sum(batch["_mask"].sum() for batch in ip.eval_batches(small, "random_crop(2)", 4, corrupt=corrupt)) == 5
         assert "skipped example 5" in caplog.text
-
-    def test_memory_error_in_the_decoder_is_not_an_error_of_the_data(self, monkeypatch):
-        def fail(*_, **__):
-            raise MemoryError
-
-        monkeypatch.setattr(Image.Image, "convert", fail)
-        with pytest.raises(MemoryError):
-            decode.decode(image_datasets.jpeg(0), precise=True)
 
 
 class TestActiveReads:
@@ -130,7 +117,7 @@ class TestActiveReads:
                 stream()
         assert ip.active_reads() == []
 
-    @pytest.mark.parametrize("step", [0, 1, 2, 7])
+    @pytest.mark.parametrize("step", [0, 7])
     def test_batch_ids_are_those_of_the_batch(self, step):
         source = ListSource(NUMBERS[:10])
         batch = next(ip.train_batches(source, "", 4, seed=3, start_step=step))
@@ -138,10 +125,4 @@ class TestActiveReads:
         assert [row["index"] for row in rows] == batch["image"].tolist()
         assert [row["id"] for row in rows] == [f"example {index}" for index in batch["image"]]
         assert [(row["row"], row["epoch"]) for row in rows] == [(i, (step * 4 + i) // 10) for i in range(4)]
-        assert ip.batch_ids(source, 4, 3, step, rows=[3, 1]) == [rows[3], rows[1]]
         json.dumps(rows)
-
-    @pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
-    def test_batch_ids_of_a_missing_batch_are_an_error(self, size, step):
-        with pytest.raises(ip.InputError, match=f"step {step}"):
-            ip.batch_ids(ListSource(NUMBERS), size, 0, step)

@@ -27,7 +27,8 @@ def replace_metrics(workdir):
 def lock_again(workdir):
     """Remove the lock, and lock the workdir as a second run does."""
     (workdir / lock.LOCK).unlink()
-    lock.WorkdirLock(workdir)
+    with lock.WorkdirLock(workdir):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,6 @@ def test_each_stall_is_reported_once_with_all_stacks_and_what_is_read(tmp_path, 
 
 
 @pytest.mark.slow
-def test_report_is_on_stderr_where_the_log_cannot_be_written(tmp_path, capfd, reports):
-    (tmp_path / LOG).mkdir()
-    watchdog = Watchdog(tmp_path, 0.2)
-    assert reports()
-    watchdog.close()
-    assert "no progress for 0.2 s while starting" in capfd.readouterr().err
-
-
-@pytest.mark.slow
 def test_progress_is_not_reported(tmp_path, monkeypatch):
     """The time advances by most of the limit between two calls, ten times."""
     now = 0.0

@@ -6,7 +6,7 @@ from stand_ins import Sandbox
 
 @pytest.fixture
 def sandbox(tmp_path):
-    """The checkout; training runs that still wait at the end of a test are released."""
+    """The checkout; a job that still waits at the end of a test is released."""
     found = Sandbox(tmp_path)
     yield found
     (found.folder / "go").touch()

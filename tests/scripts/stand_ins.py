@@ -102,9 +102,6 @@ if plan == "preempted":
         time.sleep(0.02)
     write("tpu-vm", "PREEMPTED")
     sys.exit(1)
-if plan == "waits":
-    while not os.path.exists(path("go")):
-        time.sleep(0.02)
 sys.exit(int(plan) if plan.isdigit() else 0)
 """
 

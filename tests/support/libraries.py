@@ -11,12 +11,11 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
 OUTSIDE = {
-    "jax2onnx", "kubeflow_trainer_api", "kubernetes_validate", "mlflow", "onnx", "onnxruntime", "ray",
-    "submitit", "timm", "torch", "torchvision", "trackio", "wandb",
+    "jax2onnx", "onnx", "onnxruntime", "ray", "submitit", "timm", "torch", "torchvision", "wandb",
 }  # fmt: skip
 # In errors of the package, and of Python for libraries of the default extras that a test itself uses.
 OPTIONAL = (
-    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|optuna|s3fs|tensorflow|tensorflow_datasets|tokenizers|yaml|"
+    "datasets|flatbuffers|gcsfs|huggingface_hub|lm_eval|numba|s3fs|tensorflow|tensorflow_datasets|tokenizers|yaml|"
     "zstandard"
 )
 MISSING = re.compile(rf"([\w.]+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")

@@ -3,10 +3,10 @@
 The fixtures are in conftest.py.
 """
 
+import fcntl
 import os
 
 import jax
-from filelock import FileLock
 from flax.traverse_util import unflatten_dict
 
 TINY = {
@@ -73,7 +73,8 @@ def train_once(tmp_path_factory, config, overrides):
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # the folder of the session, in which each worker has its own
     workdir, finished = root / f"{config}_workdir", root / f"{config}_workdir.finished"
-    with FileLock(root / f"{config}_workdir.lock"):
+    with (root / f"{config}_workdir.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not finished.exists():
             words = [f"--config.{key}={value}" for key, value in overrides.items()]
             with jax.numpy_dtype_promotion("standard"):

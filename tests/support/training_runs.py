@@ -74,7 +74,7 @@ def nats(net, params, tokens):
 
 def steps_of(run, count):
     """Return the state before and after the first steps of a setup on its mesh, and the metrics of the last."""
-    mesh, data, teacher = run.model.mesh, run.data, run.run_teacher
+    mesh, data, teacher = run.model.mesh, run.data, run.task.distillation
     shapes = step.state_shapes(run)
     with jax.set_mesh(mesh):
         state = jax.jit(

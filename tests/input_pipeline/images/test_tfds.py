@@ -98,31 +98,29 @@ class TestNames:
 
 class TestStores:
     @pytest.fixture
-    def remote(self, imagenet, store_fake, store_here, tmp_path, monkeypatch):
-        """The objects of a fake store, and the URL of the TFRecord dataset in it."""
+    def url(self, imagenet, object_store, tmp_path, monkeypatch):
+        """The URL of the TFRecord dataset in a store."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        root, (store, _), url = imagenet[0]["tfrecord"], store_here, f"{store_fake.bucket}/data"
+        root, url = imagenet[0]["tfrecord"], f"{object_store.bucket}/data"
         for path in root.rglob("*"):
             if path.is_file() and path.suffix != ".offsets":
-                store.objects[f"{url}/{path.relative_to(root)}"] = path.read_bytes()
-        return store, url
+                object_store.write(f"{url}/{path.relative_to(root)}", path.read_bytes())
+        return url
 
     @pytest.mark.slow
-    def test_examples_in_a_store_are_those_on_the_disk(self, imagenet, remote):
-        _, url = remote
+    def test_examples_in_a_store_are_those_on_the_disk(self, imagenet, url):
         local, source = open_imagenet(imagenet[0]["tfrecord"], "train[35:85]"), open_imagenet(url, "train[35:85]")
         assert [source[i] for i in range(50)] == [local[i] for i in range(50)]
         assert source.class_names == local.class_names
         assert source.describe(0).startswith(f"{url}/imagenet2012/5.1.0/imagenet2012-train.tfrecord-0000")
 
     @pytest.mark.slow
-    def test_changed_object_and_missing_dataset_are_refused(self, remote):
-        store, url = remote
+    def test_changed_object_and_missing_dataset_are_refused(self, url, object_store):
         source = open_imagenet(url)
         name = source.describe(0).partition(",")[0]
-        content = bytearray(store.objects[name])
+        content = bytearray(object_store.read(name))
         content[20] ^= 1
-        store.put(name, {}, bytes(content))
+        object_store.write(name, bytes(content))
         with pytest.raises(ip.InputError, match=f"{name} was changed or replaced after it was opened"):
             source[0]
         with pytest.raises(ip.InputError, match="record 0 is damaged: its checksum is wrong"):

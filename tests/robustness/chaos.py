@@ -1,16 +1,13 @@
 """Interrupts a training run at random moments and compares its result with an uninterrupted run.
 
-    python scripts/attack/chaos.py --model vit --kills 50 --terms 20 --interrupts 10 --seed 0
-    python scripts/attack/chaos.py --model lm --kills 50 --terms 20 --interrupts 10 --seed 0
-    python scripts/attack/chaos.py --model vit --processes 2 --kills 20 --terms 10 --interrupts 0 --seed 0
+    python tests/robustness/chaos.py --model vit --kills 50 --terms 20 --interrupts 10 --seed 0
+    python tests/robustness/chaos.py --model vit --processes 2 --kills 20 --terms 10 --interrupts 0 --seed 0
 
 Each start of the run receives one SIGKILL, SIGTERM or SIGINT at a random moment of the start, of the compilation, of a
-step, of a save or of an evaluation. Every third start is paused for a second before (SIGSTOP, SIGCONT); every third one
-loses the reader of its stdout, and must do two more steps. In a run of two processes a random one of them receives the
-signal, and both must end. After all signals, the run is started once more and completes. Its last checkpoint and its
-metrics.jsonl must be bitwise identical to those of the uninterrupted run. SIGTERM and SIGINT must lose no step. SIGKILL
-may lose the steps since the latest complete checkpoint: at most the interval, plus those that ran during the next save.
-Prints counts as JSON, and a line for each violated requirement; the exit status is 1 if there are any.
+step, of a save or of an evaluation; in a run of two processes, a random one of them does, and both must end. Then the
+run is started once more and completes. Its last checkpoint and its metrics.jsonl must be bitwise identical to those of
+the uninterrupted run. SIGTERM and SIGINT must lose no step. SIGKILL may lose the steps since the latest complete
+checkpoint: at most the interval, plus those that ran during the next save.
 """
 
 import argparse
@@ -23,40 +20,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dcvit.parallel import runtime
 from dcvit.runs.steps import saved_steps
 
 INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
 # Kind of moment -> seconds within which the signal follows it.
 MOMENTS = {"starting": 5.0, "compiling": 3.0, "a step": 0.05, "saving": 0.15, "evaluating": 0.05}
-BEFORE = ("", "paused ", "closed stdout ")  # what happens to a start before its signal
 STATUSES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 130}
 CONFIGS = {
     "vit": ("vit_digits", {"evals.test.log_steps": EVAL, "ema_decay": 0.99, "mixup": 0.2}),
-    "lm": (
-        "lm_stdlib",
-        {"evals.validation.log_steps": EVAL, "evals.validation.data.limit": 32, "input.batch_size": 2},
-    ),
+    "lm": ("lm_stdlib", {"evals.validation.log_steps": EVAL, "input.batch_size": 2}),
 }
 TIMEOUT = 900  # seconds after which a process that makes no progress is an error
 END_SECONDS = 60  # in which a process must have ended after another one was killed
 
 
-def command(model: str, workdir: Path, steps: int) -> list[str]:
-    config, options = CONFIGS[model]
-    options = {"total_steps": steps, "ckpt_steps": INTERVAL, "log_steps": 1, "tensorboard": False, **options}
-    words = [f"--config.{key}={value}" for key, value in options.items()]
-    return [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir), *words]
-
-
-def cluster(count: int) -> list[list[str]]:
+def cluster(count):
     """Return the options of each process of a run on this machine."""
     if count == 1:
         return [[]]
@@ -69,24 +53,25 @@ def cluster(count: int) -> list[list[str]]:
 class Attempt:
     """One start of the run, until it ends or is interrupted."""
 
-    def __init__(self, args: argparse.Namespace, workdir: Path, steps: int, *, cache: bool = True):
+    def __init__(self, args, workdir, *, cache=True):
         self.workdir, self.log = workdir, workdir.with_name(f"{workdir.name}.log")
         self.rows_before = self.rows()
-        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": str(cache).lower()}
+        config, options = CONFIGS[args.model]
+        options = {"total_steps": args.steps, "ckpt_steps": INTERVAL, "log_steps": 1, "tensorboard": False, **options}
+        words = [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir)]
+        words += [f"--config.{key}={value}" for key, value in options.items()]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": str(cache).lower()}
         if args.processes > 1:
-            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+            environment["JAX_NUM_CPU_DEVICES"] = "1"
         with self.log.open("wb") as log:
-            self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
-            streams = {"stdout": self.reader.stdin, "stderr": log, "env": environment}
-            words = command(args.model, workdir, steps)
+            streams = {"stdout": log, "stderr": log, "env": environment}
             self.processes = [subprocess.Popen([*words, *more], **streams) for more in cluster(args.processes)]
-        self.reader.stdin.close()  # the pipe remains open in the processes
         self.started = time.monotonic()
 
-    def runs(self) -> bool:
+    def runs(self):
         return all(process.poll() is None for process in self.processes)
 
-    def until(self, condition: Callable[[], bool]) -> bool:
+    def until(self, condition):
         """Wait for a condition. Return False if a process ended first."""
         while not condition():
             if not self.runs():
@@ -97,22 +82,22 @@ class Attempt:
             time.sleep(0.001)
         return True
 
-    def rows(self) -> list[bytes]:
+    def rows(self):
         path = self.workdir / "metrics.jsonl"
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
-    def step(self) -> int:
+    def step(self):
         """Return the step of the last row of metrics."""
         lines = self.rows()
         return json.loads(lines[-1])["step"] if lines else 0
 
-    def logged(self, text: str) -> bool:
+    def logged(self, text):
         return text in self.log.read_text()
 
-    def saves(self) -> bool:
+    def saves(self):
         return any("orbax-checkpoint-tmp" in path.name for path in self.workdir.glob("checkpoints/*"))
 
-    def aim(self, moment: str, step: int, draw: random.Random) -> bool:
+    def aim(self, moment, step, draw):
         """Wait for a random moment of a kind. Return False if the run ended first."""
         if moment == "evaluating":
             step = -(-step // EVAL) * EVAL - 1
@@ -125,26 +110,13 @@ class Attempt:
         time.sleep(draw.uniform(0, MOMENTS[moment]))
         return self.runs()
 
-    def disturb(self, how: str, process: subprocess.Popen) -> bool:
-        """Do one of `BEFORE`. Return False if the run ended because of it."""
-        if how == "paused ":
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(1)
-            process.send_signal(signal.SIGCONT)
-        elif how == "closed stdout ":
-            self.reader.kill()
-            step = max(self.step(), max(saved_steps(self.workdir), default=0))
-            return self.until(lambda: self.step() >= step + 2)
-        return self.runs()
-
-    def interrupt(self, number: signal.Signals, process: subprocess.Popen) -> list[int]:
+    def interrupt(self, number, process):
         """Send a signal to a process, or to all if they are not connected yet, and return all exit statuses."""
-        connected = self.logged("dcvit train: ") or self.reader.poll() is not None
-        for receiver in [process] if connected else self.processes:
+        for receiver in [process] if self.logged("dcvit train: ") else self.processes:
             receiver.send_signal(number)
         return self.end(END_SECONDS if number == signal.SIGKILL else TIMEOUT)
 
-    def end(self, seconds: float = TIMEOUT) -> list[int]:
+    def end(self, seconds=TIMEOUT):
         """Wait for all processes and return their exit statuses; a process that has to be killed has status 0."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
@@ -153,59 +125,56 @@ class Attempt:
         for process in self.processes:
             process.kill()
             process.wait()
-        self.reader.wait()
         return statuses
 
-    def lost(self) -> int:
+    def lost(self):
         """Return the number of steps done by the run, of which the interrupted attempt did some, but not saved."""
         done = 0 if self.rows() == self.rows_before else self.step()
         return max(0, done - max(saved_steps(self.workdir), default=0))
 
 
-def interrupted_run(args: argparse.Namespace, workdir: Path, steps: int) -> tuple[dict[str, list[int]], list[str]]:
-    """Run until completion with all interruptions. Return the lost steps of each signal, and the errors."""
+def interrupted_run(args, workdir):
+    """Run until completion with all interruptions. Return the most lost steps of each signal, and the errors."""
     draw = random.Random(args.seed)
     sent = [signal.SIGKILL] * args.kills + [signal.SIGTERM] * args.terms + [signal.SIGINT] * args.interrupts
     draw.shuffle(sent)
-    lost: dict[str, list[int]] = {number.name: [] for number in STATUSES}
-    wrong = []
+    lost, wrong = dict.fromkeys([number.name for number in STATUSES], 0), []
     for i, number in enumerate(sent):
-        moment, before = list(MOMENTS)[i % len(MOMENTS)], BEFORE[i % len(BEFORE)]
-        what = f"{number.name} to {before}{moment}"
-        attempt = Attempt(args, workdir, steps, cache=moment != "compiling")
+        moment = list(MOMENTS)[i % len(MOMENTS)]
+        what = f"{number.name} to {moment}"
+        attempt = Attempt(args, workdir, cache=moment != "compiling")
         receiver = draw.randrange(args.processes)
-        step = (i + 1) * (steps - 2 * INTERVAL) // len(sent)
-        if not (attempt.aim(moment, step, draw) and attempt.disturb(before, attempt.processes[receiver])):
+        if not attempt.aim(moment, (i + 1) * (args.steps - 2 * INTERVAL) // len(sent), draw):
             attempt.end(0)
             return lost, [*wrong, f"the run ended before {what}:\n{attempt.log.read_text()}"]
         statuses = attempt.interrupt(number, attempt.processes[receiver])
         valid = {STATUSES[number], *([-number] if moment == "starting" else [])}  # before Python has its handler
         if statuses[receiver] not in valid or 0 in statuses:
             wrong.append(f"{what} gave the statuses {statuses}:\n{attempt.log.read_text()}")
-        lost[number.name].append(attempt.lost())
+        lost[number.name] = max(lost[number.name], attempt.lost())
         most = 2 * INTERVAL - 1 if number == signal.SIGKILL else 0  # a save waits for the previous one to end
         if attempt.lost() > most:
             wrong.append(f"{what} lost {attempt.lost()} steps")
         print(f"{i + 1}/{len(sent)} {what}: step {attempt.step()}, {attempt.lost()} lost", file=sys.stderr)
-    attempt = Attempt(args, workdir, steps)
+    attempt = Attempt(args, workdir)
     if any(statuses := attempt.end()):
         wrong.append(f"the last attempt ended with the statuses {statuses}:\n{attempt.log.read_text()}")
     return lost, wrong
 
 
-def arrays(item: Path) -> object:
+def arrays(item):
     """Load an item of a checkpoint that any number of processes saved as a tree of NumPy arrays."""
     handler = ocp.PyTreeCheckpointHandler()
     types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(item).tree)
     return handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=types))
 
 
-def differences(one: Path, other: Path, steps: int) -> list[str]:
+def differences(one, other, step):
     """List the files, arrays and fields that differ at the end of two runs."""
     found = []
     if (one / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes():
         found.append("metrics.jsonl")
-    states = [(run / "checkpoints" / str(steps)).absolute() for run in (one, other)]
+    states = [(run / "checkpoints" / str(step)).absolute() for run in (one, other)]
     for item in sorted(p.name for p in states[0].iterdir() if p.is_dir() and p.name != "about"):
         leaves = [jax.tree_util.tree_leaves_with_path(arrays(state / item)) for state in states]
         for (path, a), (_, b) in zip(*leaves, strict=True):
@@ -215,39 +184,29 @@ def differences(one: Path, other: Path, steps: int) -> list[str]:
     return found + [key for key in abouts[0] if key != "seconds" and abouts[0][key] != abouts[1][key]]
 
 
-def report(counts: dict, wrong: list[str]) -> int:
-    """Print the counts and the violated requirements, and return the exit status."""
-    print(json.dumps(counts))
-    for line in wrong:
-        print(f"wrong: {line}")
-    return 1 if wrong else 0
+def compare(model="vit", processes=1, kills=50, terms=20, interrupts=10, seed=0):
+    """Run without and with interruptions; return the most steps that each signal lost, and what is wrong."""
+    args = argparse.Namespace(model=model, processes=processes, kills=kills, terms=terms, interrupts=interrupts)
+    args.seed, args.steps = seed, 8 * (kills + terms + interrupts) + 2 * INTERVAL
+    with tempfile.TemporaryDirectory(prefix="dcvit-chaos-") as folder:
+        uninterrupted, interrupted = Path(folder, "uninterrupted"), Path(folder, "interrupted")
+        attempt = Attempt(args, uninterrupted)
+        if any(attempt.end()):
+            raise SystemExit(f"chaos: the uninterrupted run failed:\n{attempt.log.read_text()}")
+        lost, wrong = interrupted_run(args, interrupted)
+        return lost, wrong or [f"{name} differs" for name in differences(uninterrupted, interrupted, args.steps)]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CONFIGS, default="vit")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     for name, count in {"kills": 50, "terms": 20, "interrupts": 10, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=count)
-    args = parser.parse_args()
-    runtime.skip_absent_tpu()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with SIGINT ignored
-    steps, started = 8 * (args.kills + args.terms + args.interrupts) + 2 * INTERVAL, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dcvit-chaos-") as folder:
-        uninterrupted, interrupted = Path(folder, "uninterrupted"), Path(folder, "interrupted")
-        attempt = Attempt(args, uninterrupted, steps)
-        if any(attempt.end()):
-            raise SystemExit(f"chaos: the uninterrupted run failed:\n{attempt.log.read_text()}")
-        lost, wrong = interrupted_run(args, interrupted, steps)
-        different = [] if wrong else differences(uninterrupted, interrupted, steps)
-    counts = {
-        "model": args.model, "processes": args.processes, "steps": steps,
-        "signals": {name: len(values) for name, values in lost.items()},
-        "most steps lost": {name: max(values, default=0) for name, values in lost.items()},
-        "SIGKILL lost more than the interval": sum(steps > INTERVAL for steps in lost["SIGKILL"]),
-        "differences": different, "seconds": round(time.monotonic() - started),
-    }  # fmt: skip
-    return report(counts, [*wrong, *(f"{name} differs" for name in different)])
+    lost, wrong = compare(**vars(parser.parse_args()))
+    print(json.dumps(lost), *wrong, sep="\n")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
