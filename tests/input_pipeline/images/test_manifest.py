@@ -242,19 +242,14 @@ def test_a_missing_manifest_or_all_missing_images_are_missing_data(folder):
         opened(manifests.write_csv(folder / "labels.csv", ("path", "label"), [("x.png", "a")]))
 
 
-def test_a_damaged_or_large_parquet_manifest_is_refused(folder, listed, monkeypatch):
+def test_a_damaged_parquet_manifest_is_refused(folder, listed):
     pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     file = folder / "labels.parquet"
     parquet.write_table(pa.table({"path": [P], "label": [["a", "b"]]}), file)
     with pytest.raises(ip.InputError, match="'label' should have text, numbers or truth values, not list"):
         opened(file)
     parquet.write_table(pa.table({"path": [p for p, _ in listed], "label": ["a"] * COUNT}), file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-20])
-    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
-        opened(file)
-    file.write_bytes(whole)
     assert len(opened(file)) == COUNT
-    monkeypatch.setattr("input_pipeline.table.MAX_TABLE_BYTES", 100)
-    with pytest.raises(ip.InputError, match="bytes are decoded from"):
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
         opened(file)
