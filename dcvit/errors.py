@@ -6,8 +6,6 @@ import difflib
 import functools
 import inspect
 import re
-import signal
-import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +30,6 @@ __all__ = [
 P = ParamSpec("P")
 Result = TypeVar("Result")
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"  # what a model computes
-REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.
 SYNONYMS = {
@@ -73,22 +70,10 @@ def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
     """Return the `names` that a regular expression given by the user matches as a whole.
 
     Raises:
-      ConfigError: it is not a regular expression, or takes too long. Only the main thread can be stopped.
+      ConfigError: it is not a regular expression.
     """
     check_regex(pattern, what)
-    if threading.current_thread() is not threading.main_thread():
-        return {name for name in names if re.fullmatch(pattern, name)}
-
-    def stop(*_: object) -> None:
-        raise ConfigError(f"{what}: {pattern!r:.100} takes too long to match; expected no repetition inside another")
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, REGEX_SECONDS)
-    try:
-        return {name for name in names if re.fullmatch(pattern, name)}  # a match calls the handlers of signals
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
+    return {name for name in names if re.fullmatch(pattern, name)}
 
 
 def nearest(name: str, valid_names: Iterable[str]) -> str:
