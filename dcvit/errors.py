@@ -41,7 +41,9 @@ SYNONYMS = {
 
 
 # Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "--allow_code": "the files of --include_path may always run code",
+}
 
 
 class ConfigError(ValueError):
