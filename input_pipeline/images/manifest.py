@@ -240,7 +240,7 @@ def _files(table: Table, path: str, root: str) -> list[str]:
     for row in range(len(table.numbers)):
         name = "".join(table.columns[p][row] if i % 2 else p for i, p in enumerate(pieces))
         where = table.location(row)
-        if not all(table.columns[p][row] for p in pieces[1::2]) or "\0" in name or "://" in name:
+        if not all(table.columns[p][row] for p in pieces[1::2]) or "://" in name:
             raise InputError(f"{where}: the path {name[:80]!r} should be that of a local file")
         file = os.path.normpath(os.path.join(inside, name))  # noqa: PTH118 - there may be a million
         if not file.startswith(inside):

@@ -1,7 +1,6 @@
 """Manifests: formats, classes, unknown labels, splits, and errors that name the line."""
 
 import shutil
-import tracemalloc
 
 import manifests
 import numpy as np
@@ -135,21 +134,6 @@ def test_splits_share_their_classes(folder, listed):
     assert set(val.labels.tolist()) == {2}
 
 
-@pytest.mark.slow
-def test_labels_of_other_splits_take_no_memory(folder, listed):
-    """Complete labels of 3,000 rows and 3,000 classes have 9 MB."""
-    rows = [(f"images/none{i}.png", f"c{i}", "train") for i in range(3000)] + [(listed[0][0], "c7|c9", "val")]
-    file = manifests.write_csv(folder / "labels.csv", ("path", "label", "split"), rows)
-    tracemalloc.start()
-    source = opened(file, sep="|", split="val")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5e6
-    assert [source.class_names[c] for c in np.flatnonzero(source.labels[0])] == ["c7", "c9"]
-    with pytest.raises(ip.InputError, match=r"labels\.csv:3: no class 'c1'"):  # of another split
-        opened(file, sep="|", split="val", classes=[name for name in source.class_names if name != "c1"])
-
-
 def test_paths_are_built_from_columns_and_below_a_data_dir(folder, listed, tmp_path):
     rows = [(f"{i:03}", "x") for i in range(COUNT)]
     file = manifests.write_csv(tmp_path / "labels.csv", ("id", "label"), rows)
@@ -204,26 +188,19 @@ INVALID = [
     ("path,label\n", {}, "labels.csv has no rows"),
     ("", {}, "labels.csv has no column 'path'"),
     (f"file,label\n{P},a\n", {}, "labels.csv has no column 'path'; known: file, label"),
-    (f"path,path,label\n{P},x,a\n", {}, "2 columns 'path'"),
     (f"path,label\n{P},a,b\n", {}, "labels.csv:2: 3 cells, but 2 in the first line"),
-    (f'path,label\n{P},"a\n', {}, "labels.csv:2: unexpected end of data"),
     (b"path,label\n\xff,a\n", {}, "labels.csv is not UTF-8: invalid start byte at byte 12"),
     (f"path,label\n{P},\n", {}, "no row has a label in the column 'label'"),
     (f"path,label\n{P},cat\n", {"classes": ["cats", "dog"]}, "labels.csv:2: no class 'cat'; did you mean 'cats'"),
-    (f"path,label\n{P},7\n", {"classes": ["cat", "dog"]}, "labels.csv:2: no class '7'; known: cat, dog"),
     (f"path,label\n{P},a\n", {"classes": ["a", "a"]}, r"expected different names, one for each class, found \['a'\]"),
     (f"path,label\n{P},a\n", {"classes": "none.txt"}, "classes=none.txt: no such file"),
-    (f"path,label\n{P},a|b\n", {"sep": ""}, "sep=''"),
     (f"path,a,b\n{P},1,2\n", {"labels": ["a", "b"]}, "labels.csv:2: 'b' is '2', expected 1, 0, or -1 or nothing"),
     (f"path,a,b\n{P},1,0\n", {"labels": ["a", "b"], "sep": "|"}, "are columns of classes: expected one or more"),
     (f"path,label,split\n{P},a,train\n", {"split": "trian"}, "no row has 'trian' in the column 'split'; did you mean"),
     ("path,label\n,a\n", {}, "labels.csv:2: the path '' should be that of a local file"),
-    ("path,label\ngs://x/y.png,a\n", {}, "labels.csv:2: the path 'gs://x/y.png' should be that of a local file"),
     ("path,label\n../secret.png,a\n", {}, "labels.csv:2: '../secret.png' is outside of"),
-    ("path,label\n/etc/hostname,a\n", {}, "labels.csv:2: '/etc/hostname' is outside of"),
     (f"path,label\n{P},a\nimages/../{P},b\n", {}, "labels.csv:3: .* is also in line 2; expected a row for each image"),
     (f"path,label\n{P},a\nx.png,b\ny.png,b\n", {}, "labels.csv:3: no file .*x.png; 2 of 3 image files are missing"),
-    ("path,label\nimages,a\n", {}, "images is not a regular file"),
 ]  # fmt: skip
 
 
