@@ -172,7 +172,8 @@ class Source:
         if not self.groups:
             return 0
         in_window = int(RESERVE * self.window * self.nbytes() / len(self))
-        limit, available = min(self.nbytes(), in_window + 4 * max(g.nbytes for g in self.groups)), memory.available()
+        limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
+        available = memory.available()
         if available is not None and limit > available:
             raise InputError(
                 f"window={self.window} of {data_dir} would keep {limit / 1e9:.1f} GB of row groups in memory, but only "
