@@ -6,8 +6,6 @@ import difflib
 import functools
 import inspect
 import re
-import signal
-import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,15 +23,13 @@ from input_pipeline.errors import nearest as similar
 
 __all__ = [
     "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex",
-    "check_values", "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest",
-    "type_name", "unknown_key",
+    "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
+    "unknown_key",
 ]  # fmt: skip
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"  # what a model computes
-REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
-MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.
 SYNONYMS = {
     "batch_size": "input.batch_size",
@@ -55,6 +51,7 @@ REMOVED: dict[str, str] = {
     "trackio": "use wandb, or the events that TensorBoard reads",
     "distill.cache": "each step computes the teacher's logits",
     "--group": "dcvit train --seeds writes means and intervals to seeds.md",
+    "--allow_code": "the files of --include_path may always run code",
 }
 
 
@@ -83,22 +80,10 @@ def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
     """Return the `names` that a regular expression given by the user matches as a whole.
 
     Raises:
-      ConfigError: it is not a regular expression, or takes too long. Only the main thread can be stopped.
+      ConfigError: it is not a regular expression.
     """
     check_regex(pattern, what)
-    if threading.current_thread() is not threading.main_thread():
-        return {name for name in names if re.fullmatch(pattern, name)}
-
-    def stop(*_: object) -> None:
-        raise ConfigError(f"{what}: {pattern!r:.100} takes too long to match; expected no repetition inside another")
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, REGEX_SECONDS)
-    try:
-        return {name for name in names if re.fullmatch(pattern, name)}  # a match calls the handlers of signals
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
+    return {name for name in names if re.fullmatch(pattern, name)}
 
 
 def nearest(name: str, valid_names: Iterable[str]) -> str:
@@ -122,24 +107,6 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
     return f"unknown key {name!r}; " + (
         f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
     )
-
-
-def check_values(value: object, what: str, levels: int = MAX_LEVELS) -> None:
-    """Check properties that every value inside a dict or list of a config needs, for each key.
-
-    Raises:
-      ConfigError: an integer that needs more than 64 bits, a character NUL, which no path can contain, or more than
-        `levels` levels of dicts and lists; the message names the key.
-    """
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{what} is an integer of {value.bit_length()} bits; expected one of at most 64 bits")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{what}={value!r} contains the character NUL")
-    if not levels and isinstance(value, dict | list | tuple):
-        raise ConfigError(f"{what} is nested too deep; expected at most {MAX_LEVELS} levels")
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, item in items:
-        check_values(item, f"{what}.{key}", levels - 1)
 
 
 def escaped(text: str) -> str:

@@ -2,7 +2,7 @@
 
 Runs tasks of lm-evaluation-harness (the `eval` extra) on a trained language model and prints a row for each task and
 metric. Data comes from the local cache, unless `--online` is given. `--include_path DIR` adds the task files of a
-folder. Task files that can run code are rejected, unless `--allow_code` is given.
+folder, which may run code.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_fewshot", type=int, help="examples before each question; by default the tasks decide")
     parser.add_argument("--limit", type=int, help="maximum number of questions of each task, for a quick test")
     parser.add_argument("--batch_size", type=int, default=8, help="rows of a batch, over all devices")
-    parser.add_argument("--include_path", type=cli.path, help="folder of further task files (YAML)")
-    parser.add_argument("--allow_code", action="store_true", help="allow these files to run Python code")
+    parser.add_argument("--include_path", type=cli.path, help="folder of further task files (YAML), which may run code")
     parser.add_argument("--online", action="store_true", help="download data that is not in the local cache")
     parser.add_argument("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
     parser.add_argument("--out", type=cli.path, help="JSON file for the complete results")
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness_tasks.prepare(args.online)
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
-    def make_model() -> HarnessModel:  # after the tasks are checked
+    def make_model() -> HarnessModel:  # after the tasks are loaded
         model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
         return HarnessModel(
             model.module, model.params, model.open_tokenizer(args.tokenizer), end_tokens=model.end_tokens,
@@ -63,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
 
     results = harness_tasks.evaluate_tasks(
-        make_model, names, include_path=args.include_path, allow_code=args.allow_code, num_fewshot=args.num_fewshot,
-        limit=args.limit,
-    )  # fmt: skip
+        make_model, names, include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
+    )
     place = args.checkpoint or args.workdir
     results["config"]["model"] = str(cached(place) or place)
     if args.out:

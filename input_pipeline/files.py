@@ -1,4 +1,4 @@
-"""Files that a user names: `~` in paths, listing of folders, reading of small files, and detection of changed files."""
+"""Files that a user names: `~` in paths, listing of folders, reading of whole files, and detection of changed files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 MAX_SHOWN = 500  # characters of a path that is too long
-MAX_BYTES = 1 << 30  # of a file that is read completely: an uncompressed image of 178 megapixels of 6 bytes
 
 
 def expand(path: str | Path) -> Path:
     """Return a path with `~` and `~user` expanded.
 
     Raises:
-      InputError: there is no such user, or the path contains a NUL character.
+      InputError: there is no such user.
     """
-    if "\0" in str(path):
-        raise InputError(f"the path {str(path)!r} contains a NUL character")
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -86,18 +83,15 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
         yield from files
 
 
-def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+def read_regular(path: str | Path) -> bytes:
     """Return the content of a regular file; a pipe, which could block, is not opened.
 
     Raises:
       OSError: the file cannot be read.
-      InputError: the path is a folder, pipe, socket or device, or the file is too large; the message has no path.
+      InputError: the path is a folder, pipe, socket or device; the message has no path.
     """
-    status = Path(path).stat()
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(Path(path).stat().st_mode):
         raise InputError("not a regular file")
-    if status.st_size > max_bytes:
-        raise InputError(f"the file has {status.st_size:,} bytes, more than the limit of {max_bytes:,}")
     return Path(path).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Columns of a CSV or Parquet file as text, with the line or row of each, within limits of size."""
+"""Columns of a CSV or Parquet file as text, with the line or row of each."""
 
 import csv
 import io
@@ -10,10 +10,9 @@ from typing import NamedTuple
 from input_pipeline.errors import InputError, MissingDataError, nearest
 from input_pipeline.files import expand, named_errors, read_regular
 from input_pipeline.optional import require
-from input_pipeline.row_groups import check_pages, most_decoded, open_parquet, read_batches
+from input_pipeline.row_groups import open_parquet, read_batches
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
-MAX_TABLE_BYTES = 1 << 28  # of a file
 
 
 class Table(NamedTuple):
@@ -35,8 +34,7 @@ def read_table(path: str, names: Sequence[str]) -> Table:
 
     Raises:
       MissingDataError: the file does not exist.
-      InputError: the file is too large or damaged, or a column is missing or of a type other than text, numbers and
-        truth values.
+      InputError: the file is damaged, or a column is missing or of a type other than text, numbers and truth values.
     """
     file = expand(path)
     if "://" in path or not file.is_file():
@@ -59,7 +57,7 @@ def _text_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str
     """Yield the line number and the cells of `names` of each row of a .csv or .tsv file; blank lines are skipped."""
     with named_errors(file):
         try:
-            text = read_regular(file, MAX_TABLE_BYTES).decode("utf-8-sig")
+            text = read_regular(file).decode("utf-8-sig")
         except UnicodeDecodeError as e:
             raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start + 1:,}") from None
         except InputError as e:
@@ -81,21 +79,17 @@ def _text_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str
 def _parquet_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the values of `names` of each row of a Parquet file, as text."""
     types = require("pyarrow.types")
-    size, decoded, number = file.stat().st_size, 0, itertools.count(1)
+    number = itertools.count(1)
     with open_parquet(str(file)) as opened:
-        schema = opened.file.schema_arrow
+        schema = opened.schema_arrow
         for name in names:
             kind = schema.field(_place(file, name, schema.names)).type
             kind = kind.value_type if types.is_dictionary(kind) else kind
             tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
             if not any(test(kind) for test in (*tests, types.is_null)):  # a column without any value
                 raise InputError(f"{file}: the column {name!r} should have text, numbers or truth values, not {kind}")
-        for group in range(len(opened.groups)):
-            pages = check_pages(opened, group, names, f"{file}: row group {group}")
-            for batch in read_batches(opened, group, names, pages):
-                decoded += batch.nbytes
-                if decoded > MAX_TABLE_BYTES or decoded > most_decoded(size):
-                    raise InputError(f"{file}: more than {decoded:,} bytes are decoded from {size:,}; store it as .csv")
+        for group in range(opened.num_row_groups):
+            for batch in read_batches(opened, group, names):
                 for row in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     yield next(number), [_text(value) for value in row]
 

@@ -34,7 +34,6 @@ from input_pipeline.optional import require
 logger = logging.getLogger(__name__)
 
 HEADER, FOOTER = 12, 4  # bytes of the length and its checksum before the data, and of the checksum after it
-MAX_RECORD_BYTES = 1 << 31  # protobuf's limit for a message
 OPEN_FILES = 128  # files of each format that are kept open; a process may usually open about a thousand
 REMOTE_BLOCK = 1 << 20  # bytes per request while the records of a remote file are found
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
@@ -198,7 +197,7 @@ def _load_index(path: Path, state: tuple[int, int]) -> np.ndarray | None:
     offsets = np.frombuffer(content, "<i8", offset=16)
     lengths = np.diff(offsets) - (HEADER + FOOTER)  # differences that overflow become negative
     valid = len(offsets) and offsets[0] == 0 and offsets[-1] == state[0]
-    return offsets if valid and bool(np.all((lengths >= 0) & (lengths <= MAX_RECORD_BYTES))) else None
+    return offsets if valid and bool(np.all(lengths >= 0)) else None
 
 
 def _index_paths(path: str) -> list[Path]:
@@ -223,10 +222,6 @@ def _find_records(path: str, size: int) -> np.ndarray:
             end = offsets[-1] + HEADER + length + FOOTER
             if end > size or header[8:] != _checksum(header[:8]):
                 raise InputError(f"{path} is damaged or cut off in record {len(offsets) - 1}")
-            if length > MAX_RECORD_BYTES:
-                raise InputError(
-                    f"{path}: record {len(offsets) - 1} has {length:,} bytes, more than {MAX_RECORD_BYTES:,}"
-                )
             offsets.append(end)
     return np.array(offsets, "<i8")
 

@@ -10,7 +10,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
-from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, type_name
+from dcvit.errors import ConfigError, check_regex, first_line, has_type, type_name
 from input_pipeline.files import expand
 
 Json: TypeAlias = dict[str, Any]
@@ -36,8 +36,7 @@ def describe_keys() -> list[tuple[str, str, str, str]]:
 
 
 def check_types(config: ConfigDict) -> None:
-    """Raise ConfigError for a top-level value of the wrong type or outside its range; see also `check_values`."""
-    check_values(config.to_dict(), "config")
+    """Raise ConfigError for a top-level value of the wrong type or outside its range."""
     for key, (hint, _, _) in KEYS.items():
         value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
         if not has_type(value, hint):
@@ -81,7 +80,6 @@ def run_config(checkpoint: str) -> Json:
 def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
     """Return the content of a config.json as a checked and locked config."""
     try:
-        check_values(found, "config")
         config = ConfigDict(defaults() | found)
     except (ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None

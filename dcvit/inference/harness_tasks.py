@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dcvit.errors import ConfigError, first_line
-from dcvit.inference.task_files import check_task_files, sandboxed_templates
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Resamples of the bootstrap, for metrics whose standard error has no formula. The harness's 100,000 take minutes.
@@ -47,7 +46,6 @@ def evaluate_tasks(
     names: Sequence[str],
     *,
     include_path: Path | None,
-    allow_code: bool,
     num_fewshot: int | None,
     limit: int | None,
 ) -> Results:
@@ -56,33 +54,28 @@ def evaluate_tasks(
     Args:
       make_model: function that returns the model; called after the tasks were loaded.
       names: names of tasks, groups or tags.
-      include_path: a folder of further task files.
-      allow_code: do not check those files for code.
+      include_path: a folder of further task files, which may run code.
       num_fewshot: the number of examples before each question; by default the tasks decide.
       limit: the maximum number of questions of each task.
 
     Raises:
-      ConfigError: a task is unknown, unsupported or unsafe, or its data is missing.
+      ConfigError: a task is unknown or not supported, or its data is missing.
     """
-    guarded = include_path is not None and not allow_code
-    if guarded and include_path:
-        check_task_files(include_path)
     from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 
     try:
-        with sandboxed_templates() if guarded else contextlib.nullcontext():
-            tasks = load_tasks(TaskManager(include_path=include_path and str(include_path)), names)
-            from lm_eval import simple_evaluate
+        tasks = load_tasks(TaskManager(include_path=include_path and str(include_path)), names)
+        from lm_eval import simple_evaluate
 
-            model = make_model()
-            with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
-                results = simple_evaluate(
-                    model, tasks=tasks, num_fewshot=num_fewshot, limit=limit, log_samples=False,
-                    bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
-                )  # fmt: skip
-            converted: Results = to_json_data(results)
-            return converted
+        model = make_model()
+        with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
+            results = simple_evaluate(
+                model, tasks=tasks, num_fewshot=num_fewshot, limit=limit, log_samples=False,
+                bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
+            )  # fmt: skip
+        converted: Results = to_json_data(results)
+        return converted
     except TemplateError as e:
         raise ConfigError(f"a task's template: {first_line(e)}") from None
 
@@ -91,10 +84,9 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
     """Load tasks and groups of tasks by name, with their data, and return them.
 
     Raises:
-      ConfigError: an unknown name, a task that cannot be loaded or is not supported, or a task that is named twice.
+      ConfigError: an unknown name, or a task that cannot be loaded or is not supported.
     """
     loaded: list[Library] = []
-    tasks: set[str] = set()
     valid_names = set(manager.all_tasks)
     for name in names:
         if name not in valid_names:
@@ -109,15 +101,12 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
                 hint = "; --online downloads data that is not in the local cache"
             raise ConfigError(f"task {name!r}: {first_line(e)}{hint}") from e
         for task in found["tasks"].values():
-            if task.task_name in tasks:
-                raise ConfigError(f"the task {task.task_name!r} of {name!r} is named twice")
             if getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
             if getattr(task, "UNSAFE_CODE", False):  # the library would execute it
                 raise ConfigError(
                     f"the task {task.task_name!r} runs code that the model writes, which is not supported"
                 )
-            tasks.add(task.task_name)
         group = found.get("groups", {}).get(name)
         loaded += [group] if group is not None else found["tasks"].values()
     return loaded

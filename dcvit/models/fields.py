@@ -40,13 +40,6 @@ REMAT_POLICIES = {
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
-# Largest values of integer fields, far above those of published models. An absurd number in a config is an error,
-# instead of endless tracing or a size that overflows.
-LARGEST = 1 << 24
-LARGEST_OF = {
-    "depth": 1 << 12, "num_heads": 1 << 16, "num_key_heads": 1 << 16, "rank": 1 << 16, "groups": 1 << 16,
-    "registers": 1 << 16, "context": (1 << 31) - 1, "window": (1 << 31) - 1, "prefill_window": (1 << 31) - 1,
-}  # fmt: skip
 # Fields that change the training of a model or the way it is computed. Given the parameters, they do not change its
 # function.
 TRAINING_ONLY_FIELDS = (
@@ -96,7 +89,7 @@ class AttentionFields(nn.Module, kw_only=True):
 
 
 class TransformerFields(AttentionFields, kw_only=True):
-    """Size and computation of a transformer. Integers are limited by field in `LARGEST_OF`, all others by `LARGEST`.
+    """Size and computation of a transformer.
 
     Fields:
       width: M.
@@ -205,14 +198,6 @@ def check_not_negative(module: nn.Module, *names: str) -> None:
             raise ValueError(f"{name}={getattr(module, name)} should not be negative")
 
 
-def check_largest(module: nn.Module) -> None:
-    """Raise ValueError if an integer in a field is above the field's limit in `LARGEST_OF`, by default `LARGEST`."""
-    for field in dataclasses.fields(module):
-        value, largest = getattr(module, field.name), LARGEST_OF.get(field.name, LARGEST)
-        if isinstance(value, int) and value > largest:
-            raise ValueError(f"{field.name}={value} should be at most {largest:,}")
-
-
 def check_attention(module: AttentionFields, num_heads: int) -> None:
     """Raise ValueError if the fields of `AttentionFields` are invalid for a number of heads."""
     check_choices(module, compose=COMPOSE, branches=BRANCHES, qk_norm=QK_NORMS, compose_gelu=COMPOSE_GELUS)
@@ -231,7 +216,6 @@ def check_attention(module: AttentionFields, num_heads: int) -> None:
 def check_transformer(module: TransformerFields) -> None:
     """Raise ValueError if fields of `TransformerFields` are invalid; `Attention` checks those of `AttentionFields`."""
     check_choices(module, remat=REMATS, dtype_mm=DTYPES)
-    check_largest(module)
     check_positive(module, "width", "num_heads")
     check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
     if module.width % module.num_heads:

@@ -165,7 +165,7 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
             return HarnessModel(net, params, trained.tokenizer(), batch_size=BATCH)
 
         results = harness_tasks.evaluate_tasks(
-            make_model, (CLOZE, CHOICE), include_path=tasks, allow_code=False, num_fewshot=None, limit=None
+            make_model, (CLOZE, CHOICE), include_path=tasks, num_fewshot=None, limit=None
         )
         cloze, choice = (results["results"][task] for task in (CLOZE, CHOICE))
         return {

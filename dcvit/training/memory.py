@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError
-from dcvit.models.fields import LARGEST_OF
 from dcvit.models.trees import param_shapes
 from input_pipeline import memory
 
@@ -29,7 +28,7 @@ def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct) ->
     parameters are split over all devices, and compositions do not count if only a part of the layers has them.
     """
     depth = getattr(model, "depth", 0)
-    if MANY_LAYERS < depth <= LARGEST_OF["depth"]:  # a larger one is another error
+    if depth > MANY_LAYERS:
         some = getattr(model, "compose_layers", None) is not None
         model = model.clone(compose=None, compose_layers=None) if some else model
         one, two = (_size(param_shapes(model.clone(depth=layers), example)) for layers in (1, 2))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError, check_values, checked
+from dcvit.errors import ConfigError, checked
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
@@ -79,7 +79,6 @@ def train(
         path = folder(str(workdir))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    check_values(overrides, "config")
     check_no_seeds(path)
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)

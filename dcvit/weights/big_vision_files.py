@@ -29,7 +29,6 @@ from input_pipeline.optional import require
 ROOTS = ("params/", "opt/target/")
 POINTER = "-LAST"
 METADATA = ".zarray"  # of an array in a .bv folder
-MAX_JSON = 1 << 20  # bytes of the metadata of an array, and of a pointer
 BEFORE_LINEN = {"MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0", "LayerNorm_2": "LayerNorm_1",
                 "MlpBlock_3": "MlpBlock_0"}  # fmt: skip
 INLINED_HEAD = ("probe", "MlpBlock_0", "MultiHeadDotProductAttention_0", "LayerNorm_0")
@@ -102,7 +101,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
 def _last_step(pointer: Path) -> Path:
     """Return the folder of the last step, which the file `pointer` names."""
     try:
-        step = read_regular(pointer, MAX_JSON).decode().strip()
+        step = read_regular(pointer).decode().strip()
     except (OSError, ValueError) as e:
         raise CheckpointError(f"cannot read {pointer}: {first_line(e)}") from None
     name = f"{pointer.name.removesuffix(POINTER)}-{step}"
@@ -122,7 +121,7 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
     found = {}
     for folder in _array_folders(path):
         try:
-            metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
+            metadata = json.loads(read_regular(folder / METADATA))
             shape = tuple(map(int, metadata["shape"]))
             fill = metadata.get("fill_value") is not None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import trees
-from dcvit.models.fields import TRAINING_ONLY_FIELDS, check_largest
+from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.parallel.trees import shapes_of as shapes_of_tree
 from dcvit.weights import preprocessing
 from dcvit.weights.links import Link, Shape
@@ -64,7 +64,7 @@ def build(description: Description) -> Any:
     """Return the linen module of a described model, after a check of the types of its fields.
 
     Raises:
-      CheckpointError: the model or a field is unknown, or a value has another type or is absurdly large.
+      CheckpointError: the model or a field is unknown, or a value has another type.
     """
     if description.model_name not in MODELS:
         raise CheckpointError(f"model_name={description.model_name!r:.100}; expected {' or '.join(MODELS)}")
@@ -73,7 +73,6 @@ def build(description: Description) -> Any:
     try:
         check_call(typing.get_type_hints(model)["return"], fields, "fields", args=(outputs,))
         net = model(outputs, **fields)
-        check_largest(net)
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"the description of the model is invalid: {first_line(e):.200}") from None
     return net

@@ -23,7 +23,6 @@ from dcvit.runs import checksums
 from dcvit.weights import big_vision_files
 from input_pipeline.files import read_regular
 
-MAX_JSON = 1 << 26  # bytes of config.json or of an index
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
 # In a folder, in transformers' order; indexes of other formats, such as flax_model.msgpack, are not among them.
@@ -118,7 +117,7 @@ def tokenizer_of(weights: Path) -> Path | None:
 def read_json(path: Path) -> Json:
     """Return a JSON object. Raises CheckpointError if the file is damaged or has another value."""
     try:
-        found = json.loads(read_regular(path, MAX_JSON))
+        found = json.loads(read_regular(path))
     except (ValueError, RecursionError, OSError) as e:
         raise CheckpointError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(found, dict):

@@ -1,13 +1,14 @@
 """Decoding of image files to pixels, resizing, and random crop windows.
 
 JPEGs are decoded by TensorFlow, and images are resized by it or with its arithmetic, so that the pixels are bitwise
-equal to big_vision's. All other formats are decoded by Pillow. `docs/data.md` has a table of how unusual, damaged and
-hostile files are handled, and `input_pipeline.images.limits` limits the time and memory of each image.
+equal to big_vision's. All other formats are decoded by Pillow. `docs/data.md` has a table of how unusual and damaged
+files are handled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import re
 from collections.abc import Iterator
@@ -18,20 +19,24 @@ from jaxtyping import Num, UInt8
 
 from input_pipeline.errors import InputError, first_line
 from input_pipeline.images import kernels
-from input_pipeline.images.limits import MAX_PIXELS, TimedStream, check_pixels, check_tiles, jpeg_size
 from input_pipeline.optional import Late, tensorflow
 
 if TYPE_CHECKING:
     import PIL
-    from PIL import Image, ImageOps, TiffImagePlugin
+    from PIL import Image, ImageOps
 else:
-    PIL, Image, ImageOps, TiffImagePlugin = map(Late, ("PIL", "PIL.Image", "PIL.ImageOps", "PIL.TiffImagePlugin"))
+    PIL, Image, ImageOps = map(Late, ("PIL", "PIL.Image", "PIL.ImageOps"))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
+MAX_PIXELS = (1 << 29) // 3  # 178,956,970: three times ImageNet's largest, and the limit of TensorFlow and Pillow
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 ORIENTATION = 0x0112  # the EXIF tag
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of TIFF and BigTIFF files
 CROP_ATTEMPTS = 100
+# A JPEG marker with a meaning between segments: neither a stuffed byte, nor padding, nor a restart.
+JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # of frame headers
+END_MARKER, MARKERS_WITHOUT_LENGTH = 0xD9, {0x01, 0xD8}
 # The lines about damage that libjpeg writes to stderr while it decodes; the pixels are returned all the same.
 JPEG_WARNING = re.compile(rb"Corrupt JPEG data|Premature end of JPEG|Inconsistent progression|Invalid SOS parameters")
 
@@ -44,6 +49,30 @@ def is_jpeg(data: bytes) -> bool:
     return data[:2] == b"\xff\xd8"
 
 
+def jpeg_size(data: bytes) -> tuple[int, int]:
+    """Return (height, width) from a JPEG's frame header (ITU-T T.81, B.2.2).
+
+    The header is parsed here because TensorFlow's function for it copies the whole file.
+
+    Raises:
+      InputError: the file has no frame header, or more than MAX_PIXELS.
+    """
+    marker, at = 0, 2
+    while marker not in FRAME_MARKERS:
+        found = JPEG_MARKER.search(data, at)
+        if found is None or marker == END_MARKER:
+            raise InputError("broken image: no JPEG header")
+        marker, at = data[found.end() - 1], found.end()
+        frame = data[at : at + 7]  # length (2 bytes), precision (1), height (2), width (2)
+        at += 0 if marker in MARKERS_WITHOUT_LENGTH else int.from_bytes(frame[:2], "big")
+    height, width = (int.from_bytes(frame[i : i + 2], "big") if len(frame) == 7 else 0 for i in (3, 5))
+    if not height * width:
+        raise InputError("broken image: no JPEG header")
+    if height * width > MAX_PIXELS:
+        raise InputError(f"the image announces {width}x{height} pixels, which exceeds the limit of {MAX_PIXELS}")
+    return height, width
+
+
 def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool = False) -> Pixels:
     """Return the pixels of an image file, uint8 of shape (height, width, channels).
 
@@ -54,7 +83,7 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
       exif: rotate and mirror the image as its EXIF orientation says.
 
     Raises:
-      InputError: the file is not an image, is damaged, or exceeds a limit of `input_pipeline.images.limits`.
+      InputError: the file is not an image, is damaged, or has more than MAX_PIXELS.
     """
     if is_jpeg(data):
         jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
@@ -191,10 +220,7 @@ def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarra
 def pillow_image(data: bytes) -> Iterator[Image.Image]:
     """Open an image with Pillow without decoding it; every error of a decoder in the block becomes an InputError."""
     try:
-        with Image.open(TimedStream(data), formats=FORMATS) as image:
-            check_pixels(*image.size)  # another library may have disabled Pillow's own check
-            if isinstance(image, TiffImagePlugin.TiffImageFile):
-                check_tiles(image)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             yield image
     except (InputError, MemoryError):
         raise

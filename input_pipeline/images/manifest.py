@@ -21,7 +21,6 @@ IGNORED = ("", "-1")  # cells of unknown labels
 TRUTH = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, **dict.fromkeys((*IGNORED, "-1.0"), -1)}
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")  # of a column in `path`
 WHOLE = re.compile(r"-?\d+\.0")  # an integer as libraries write it where other rows have no value
-MAX_CLASSES_BYTES = 1 << 24  # of a file of class names
 
 
 class Labels(NamedTuple):
@@ -207,8 +206,8 @@ def _class_list(classes: str | Sequence[str] | None) -> Sequence[str] | None:
             raise MissingDataError(f"{what}: no such file")
         with named_errors(file):
             try:
-                found = [line.strip() for line in read_regular(file, MAX_CLASSES_BYTES).decode().splitlines()]
-            except ValueError as e:  # the file is too large, or not UTF-8
+                found = [line.strip() for line in read_regular(file).decode().splitlines()]
+            except ValueError as e:  # not UTF-8
                 raise InputError(f"{what}: {e}") from None
     doubled = [name for name, count in Counter(found).items() if count > 1 or not name]
     if doubled or not found:
@@ -241,7 +240,7 @@ def _files(table: Table, path: str, root: str) -> list[str]:
     for row in range(len(table.numbers)):
         name = "".join(table.columns[p][row] if i % 2 else p for i, p in enumerate(pieces))
         where = table.location(row)
-        if not all(table.columns[p][row] for p in pieces[1::2]) or "\0" in name or "://" in name:
+        if not all(table.columns[p][row] for p in pieces[1::2]) or "://" in name:
             raise InputError(f"{where}: the path {name[:80]!r} should be that of a local file")
         file = os.path.normpath(os.path.join(inside, name))  # noqa: PTH118 - there may be a million
         if not file.startswith(inside):

@@ -24,25 +24,18 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split, has_type, nearest
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import (
-    OpenedParquet,
-    check_pages,
-    decoded_bytes,
-    most_decoded,
-    open_parquet,
-    read_batches,
-)
+from input_pipeline.row_groups import open_parquet, read_batches
 from input_pipeline.shuffle import Blocks
 from input_pipeline.source import Example
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
 logger = logging.getLogger(__name__)
 
 SHARD_NUMBER = re.compile(r"-(\d{5}-of-(\d{5}))(-[0-9a-f]{16})?$")  # older files have a hash, too
 ROW_BYTES, VALUE_BYTES = 16, 144  # memory for each row, and for each image besides its bytes
-MAX_REPEATED = 1 << 32  # bytes of repeated images decoded from a row group, about five seconds
 RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts would read row groups repeatedly
 
 
@@ -125,15 +118,7 @@ class Source:
         self.ends = np.cumsum([group.rows for group in self.groups])
         classes = "unnamed classes" if self.class_names is None else f"{len(self.class_names):,} classes"
         logger.info("%s, %s: %s images of %s in Parquet files", expand(data_dir), split, f"{len(self):,}", classes)
-        if self.groups:
-            in_window = int(RESERVE * window * self.nbytes() / len(self))
-            limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
-            if limit > most_decoded(stored := self.opened.nbytes()):
-                raise InputError(
-                    f"window={window} of {data_dir} would keep {limit / 1e9:.1f} GB of row groups in memory, "
-                    f"decompressed from {stored:,} bytes; set a smaller window"
-                )
-            _row_groups.reserve(limit, f"window={window} of {data_dir}")
+        self.cached = _RowGroups(self._limit(data_dir))
 
     @functools.cached_property
     def blocks(self) -> Blocks:
@@ -162,7 +147,7 @@ class Source:
 
     def __getitem__(self, index: int) -> Example:
         group, row = self._locate(index)
-        columns = _row_groups.get(group)
+        columns = self.cached.get(group)
         image, label = columns.images[row], columns.labels[row].as_py()
         if image is None:
             raise InputError("the image is null")
@@ -182,6 +167,20 @@ class Source:
         """Return the memory in bytes that all images and labels are expected to need, without compression."""
         return sum(group.nbytes for group in self.groups)
 
+    def _limit(self, data_dir: str) -> int:
+        """Return the memory in bytes for the row groups of a window. InputError if it is not available."""
+        if not self.groups:
+            return 0
+        in_window = int(RESERVE * self.window * self.nbytes() / len(self))
+        limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
+        available = memory.available()
+        if available is not None and limit > available:
+            raise InputError(
+                f"window={self.window} of {data_dir} would keep {limit / 1e9:.1f} GB of row groups in memory, but only "
+                f"{available / 1e9:.1f} GB are available; set a smaller window"
+            )
+        return limit
+
     def _locate(self, index: int) -> tuple[RowGroup, int]:
         number = int(np.searchsorted(self.ends, index, side="right"))
         if number == len(self.groups):
@@ -191,27 +190,17 @@ class Source:
 
 
 class _RowGroups:
-    """The row groups that this process keeps in memory, up to a limit in bytes. Several threads may read.
+    """The row groups that a source keeps in memory, up to a limit in bytes. Several threads may read.
 
     A row group is dropped after as many reads as it has rows, or when it was not used for the longest time.
     """
 
-    def __init__(self) -> None:
-        self.limit, self.nbytes = 0, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.nbytes = limit, 0
         self.entries: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
         self.sizes: dict[RowGroup, int] = {}  # of those that are read
         self.reads: Counter[RowGroup] = Counter()
         self.lock = threading.Lock()
-
-    def reserve(self, nbytes: int, what: str) -> None:
-        """Allow `nbytes` of memory, if that is more than before. InputError names `what` if they are not available."""
-        available = memory.available()
-        if available is not None and nbytes - self.nbytes > available:
-            raise InputError(
-                f"{what} would keep {nbytes / 1e9:.1f} GB of row groups in memory, but only {available / 1e9:.1f} GB "
-                "are available; set a smaller window"
-            )
-        self.limit = max(self.limit, nbytes)
 
     def get(self, group: RowGroup) -> Columns:
         """Return the images and labels of a row group; the first thread that needs it reads it from its file."""
@@ -252,9 +241,6 @@ class _RowGroups:
         """Release the row groups that were not used for the longest time, until the others are within the limit."""
         while self.nbytes > self.limit and len(self.entries) > 1:
             self._drop(next(iter(self.entries)))
-
-
-_row_groups = _RowGroups()
 
 
 def _shards(data_dir: str, split: str) -> list[str]:
@@ -324,7 +310,7 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
     """Return the description of a Parquet file, from its footer and the labels of its first row group."""
     pa = require("pyarrow")
     with open_parquet(path) as opened:
-        schema, metadata = opened.file.schema_arrow, opened.file.metadata
+        schema, metadata = opened.schema_arrow, opened.metadata
         for name in (image, label):
             if schema.names.count(name) != 1:
                 raise InputError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
@@ -336,18 +322,18 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
             raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
         first = _labels(opened, 0, label, path).unique() if metadata.num_row_groups else []
         column = image if encoded == images else f"{image}.bytes"
-        sizes = [decoded_bytes(opened, number, (column, label), path) for number in range(metadata.num_row_groups)]
     parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
         raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
-    if any(part.total_byte_size < 1 <= part.num_rows for part in parts):
-        raise InputError(f"{path} is damaged: its footer has no sizes of row groups")
     starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
     groups = [
-        RowGroup(path, state, number, (image, label), column, start, part.num_rows, size + ROW_BYTES * part.num_rows)
-        for number, (part, start, size) in enumerate(zip(parts, starts, sizes, strict=False))
+        RowGroup(
+            path, state, number, (image, label), column, start, part.num_rows,
+            part.total_byte_size + ROW_BYTES * part.num_rows,
+        )
+        for number, (part, start) in enumerate(zip(parts, starts, strict=False))
         if part.num_rows
-    ]
+    ]  # fmt: skip
     class_names = _class_names(path, schema.metadata or {}, label)
     return File(path, (images, labels), class_names, groups, len(first) == 1 < parts[0].num_rows)
 
@@ -364,47 +350,33 @@ def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tupl
     return None if names is None else tuple(names)
 
 
-def _labels(opened: OpenedParquet, number: int, label: str, what: str) -> "pa.Array":
-    """Return the labels of row group `number`. Raises InputError if they are damaged or too many."""
-    rows = opened.file.metadata.row_group(number).num_rows
-    pages = check_pages(opened, number, [label], what)
-    if ROW_BYTES * rows > most_decoded(pages.stored):
-        raise InputError(f"{what} has {rows:,} rows in {pages.stored:,} bytes; write fewer rows in a row group")
-    labels = opened.file.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
+def _labels(opened: "ParquetFile", number: int, label: str, what: str) -> "pa.Array":
+    """Return the labels of row group `number`. Raises InputError if there are more or fewer than its rows."""
+    rows = opened.metadata.row_group(number).num_rows
+    labels = opened.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
     if len(labels) != rows:
         raise InputError(f"{what} has {len(labels):,} labels, but {rows:,} rows according to the footer")
     return labels
 
 
 def _read(group: RowGroup) -> Columns:
-    """Return the images and labels of a row group; equal images share memory.
+    """Return the images and labels of a row group.
 
     Raises:
       ReadingError: the file was changed after it was opened.
-      InputError: the row group is damaged, or its images take more memory than `most_decoded`.
+      InputError: the row group is damaged.
     """
     check_unchanged(group.path, group.state)
     images: list[bytes | None] = []
-    known: dict[bytes, bytes] = {}
-    what, size, decoded = f"row group {group.number}", ROW_BYTES * group.rows, 0
+    what = f"row group {group.number}"
     with open_parquet(group.path, what) as opened:
         labels = _labels(opened, group.number, group.columns[1], what)
-        pages = check_pages(opened, group.number, [group.encoded], what)
-        for batch in read_batches(opened, group.number, [group.encoded], pages):
+        for batch in read_batches(opened, group.number, [group.encoded]):
             column = batch.column(group.columns[0])
             if column.type.num_fields:  # a struct
                 column = column.flatten()[column.type.get_field_index("bytes")]
-            for image in column.to_pylist():
-                if image is not None and image not in known:
-                    known[image] = image
-                    size += len(image) + VALUE_BYTES
-                images.append(known.get(image))
-                decoded += len(image or b"")
-            if size > most_decoded(pages.stored) or decoded > size + MAX_REPEATED:
-                raise InputError(
-                    f"{what} has more than {decoded:,} bytes of images, decoded from {pages.stored:,}; write fewer "
-                    "rows in a row group"
-                )
+            images += column.to_pylist()
     if len(images) != group.rows:
         raise InputError(f"{what} has {len(images):,} images, but {group.rows:,} rows according to the footer")
-    return Columns(images, labels, size)
+    nbytes = sum(len(image or b"") + VALUE_BYTES for image in images) + ROW_BYTES * group.rows
+    return Columns(images, labels, nbytes)

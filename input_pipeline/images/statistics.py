@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -24,52 +23,45 @@ class Channel(NamedTuple):
 class Statistics:
     """Accumulator of the statistics of images.
 
-    An image contributes n pixels of mean m and variance v, each computed in float64 in two passes. The images are
-    merged as by Chan et al. (1983), with N = Σ n and M = Σ n m / N:
-
-      std² = (Σ n v + Σ n m²) / N - M²
-
-    in exact rational arithmetic, so that nothing cancels, and the result is the same in any order, bit for bit.
+    All sums are float64. Two sets of n and m pixels, with a difference d of their means, are merged as by Chan et al.
+    (1983), so that nothing cancels: their sums S of squared distances from the mean become S_n + S_m + d²·n·m/(n + m).
     """
 
     def __init__(self) -> None:
         """Start without images."""
         self.count = 0
-        self.sums: np.ndarray | None = None  # Σ n m, Σ n m², Σ n v of each channel, `Fraction`s
-        self.least = self.most = np.zeros(0)
+        self.means = self.squares = self.least = self.most = np.zeros(0)  # of each channel; `squares` are the S above
 
     def add(self, image: Num[np.ndarray, "height width channels"]) -> None:
         """Add the pixels of an image. Raises InputError if it has other channels than those before."""
         pixels = image.reshape(-1, image.shape[-1])
-        n = len(pixels)
-        moments = [(Fraction(float(c.mean(dtype=np.float64))), float(c.var(dtype=np.float64))) for c in pixels.T]
-        sums = np.array([(n * m, n * m * m, n * Fraction(v)) for m, v in moments], object)
-        self._merge(n, sums, pixels.min(axis=0), pixels.max(axis=0))
+        other = Statistics()
+        other.count = len(pixels)
+        other.means = np.array([channel.mean(dtype=np.float64) for channel in pixels.T])
+        other.squares = np.array([channel.var(dtype=np.float64) for channel in pixels.T]) * len(pixels)
+        other.least, other.most = pixels.min(axis=0), pixels.max(axis=0)
+        self.update(other)
 
     def update(self, other: Statistics) -> None:
         """Add the images of another accumulator. Raises InputError if they have other channels."""
-        if other.sums is not None:
-            self._merge(other.count, other.sums, other.least, other.most)
-
-    def _merge(self, count: int, sums: np.ndarray, least: np.ndarray, most: np.ndarray) -> None:
-        if self.sums is None:
-            self.count, self.sums, self.least, self.most = count, sums, least, most
+        if not other.count:
             return
-        if sums.shape != self.sums.shape:
-            raise InputError(f"the image has {len(sums)} channels, others {len(self.sums)}")
-        self.count, self.sums = self.count + count, self.sums + sums
-        self.least, self.most = np.minimum(self.least, least), np.maximum(self.most, most)
+        if not self.count:
+            self.count, self.means, self.squares = other.count, other.means, other.squares
+            self.least, self.most = other.least, other.most
+            return
+        if len(other.means) != len(self.means):
+            raise InputError(f"the image has {len(other.means)} channels, others {len(self.means)}")
+        total, apart = self.count + other.count, other.means - self.means
+        self.means = self.means + apart * (other.count / total)
+        self.squares = self.squares + other.squares + apart**2 * (self.count * other.count / total)
+        self.least, self.most = np.minimum(self.least, other.least), np.maximum(self.most, other.most)
+        self.count = total
 
     def channels(self) -> list[Channel]:
         """Return the statistics of each channel; empty without images."""
-        if self.sums is None:
-            return []
-        found = []
-        for (total, squares, inside), least, most in zip(self.sums, self.least, self.most, strict=True):
-            mean = total / self.count
-            variance = (inside + squares) / self.count - mean * mean
-            found.append(Channel(float(mean), float(variance) ** 0.5, float(least), float(most)))
-        return found
+        stds = np.sqrt(self.squares / max(1, self.count))
+        return [Channel(*map(float, found)) for found in zip(self.means, stds, self.least, self.most, strict=True)]
 
 
 def value_range(channels: Sequence[Channel]) -> str:

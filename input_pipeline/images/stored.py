@@ -1,13 +1,12 @@
 """Decoding of images to the values that a file stores, with any number of channels of 8 or 16 bits or floats.
 
 TIFF files are read by tifffile, PNG files of 16 bits by imagecodecs, arrays of numpy (`.npy`) directly, and other
-formats by Pillow. All sizes that a header announces are checked before memory is allocated.
+formats by Pillow. The size that a header announces is checked before memory is allocated.
 """
 
 import contextlib
 import functools
 import io
-import itertools
 import logging
 import math
 import types
@@ -18,8 +17,7 @@ import numpy as np
 from jaxtyping import Num
 
 from input_pipeline.errors import InputError, MissingLibraryError, first_line
-from input_pipeline.images.decode import ORIENTATION, TIFF_STARTS, pillow_image, upright
-from input_pipeline.images.limits import MAX_VALUES, TimedStream, check_directories, check_values
+from input_pipeline.images.decode import MAX_PIXELS, ORIENTATION, TIFF_STARTS, pillow_image, upright
 from input_pipeline.optional import require
 
 if TYPE_CHECKING:
@@ -27,16 +25,16 @@ if TYPE_CHECKING:
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
 Pixels = Num[np.ndarray, "height width channels"]
+MAX_CHANNELS = 4096
+MAX_VALUES = 3 * MAX_PIXELS  # pixels times channels
 ARRAY_START, PNG_START = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")  # of Pillow's images, of 8 bits or less
 PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # by the color type in the header
 PNG_CHUNKS = (b"IHDR", b"IDAT", b"IEND")  # that hold the pixels of a PNG of 16 bits
-MAX_CHUNKS = 1 << 20  # of a PNG
-# Lossless compressions of TIFF whose decoders stop at the announced size.
+# Lossless compressions of TIFF.
 COMPRESSIONS = {1: "none", 5: "LZW", 8: "Deflate", 32773: "PackBits", 32946: "Deflate", 34925: "LZMA", 50000: "ZSTD"}
 REDUCED_OR_MASK = 0b101  # bits of a TIFF page's NewSubfileType: a smaller copy, a mask
 PALETTE = 3  # PhotometricInterpretation
-READ_BYTES = 1 << 20  # of a TIFF at a time; the limit of time is checked at each reading
 
 
 class Wanted:
@@ -46,10 +44,13 @@ class Wanted:
         self.channels, self.dtype = channels, np.dtype(dtype)
 
     def check(self, height: int, width: int, channels: int, stored: np.dtype[np.generic]) -> None:
-        """Raise InputError if an image has another number of channels, or values that the dtype does not hold."""
+        """Raise InputError if an image has other channels, no or too many pixels, or values unfit for the dtype."""
         if channels != self.channels:
             raise InputError(f"the image has {channels} channels; expected {self.channels}, the number given to decode")
-        check_values(height, width, channels)
+        if min(height, width) < 1 or height * width * channels > MAX_VALUES:
+            raise InputError(
+                f"the image announces {width}x{height} pixels of {channels} channels; expected 1 to {MAX_VALUES} values"
+            )
         if not np.can_cast(stored, self.dtype, "safe"):
             fits = next((f'give decode dtype="{each}"' for each in DTYPES if np.can_cast(stored, each, "safe")), "")
             expected = fits or f"expected {', '.join(DTYPES)}"
@@ -75,7 +76,7 @@ def decode(data: bytes, channels: int, dtype: str, *, exif: bool = False) -> Pix
 
     Raises:
       InputError: the file is not an image, is damaged, has other channels or values, has a float that is not finite, or
-        exceeds a limit of `input_pipeline.images.limits`.
+        has more than MAX_VALUES.
       MissingLibraryError: tifffile or imagecodecs is not installed, and the file is a TIFF or a PNG of 16 bits.
     """
     wanted = Wanted(channels, dtype)
@@ -138,9 +139,7 @@ def _png16(data: bytes, wanted: Wanted, size: tuple[int, int]) -> Pixels:
     """Return the pixels of a PNG of 16 bits per channel, without those chunks that do not hold pixels."""
     wanted.check(*size, PNG_CHANNELS[data[25]], np.dtype(np.uint16))
     parts, at = [data[:8]], 8
-    for _ in range(MAX_CHUNKS):
-        if at >= len(data):
-            break
+    while at < len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4], "big")
         if data[at + 4 : at + 8] in PNG_CHUNKS:
             parts.append(data[at:end])
@@ -161,8 +160,7 @@ def _tifffile() -> types.ModuleType:
 def _tiff(data: bytes, wanted: Wanted) -> tuple[Pixels, int]:
     """Return the pixels and the orientation of a TIFF: the channels of all pages, except masks and reduced copies."""
     library = _tifffile()
-    check_directories(data)
-    with _damage(), library.TiffFile(TimedStream(data)) as file:
+    with _damage(), library.TiffFile(io.BytesIO(data)) as file:
         pages = [page for page in file.pages if not page.subfiletype & REDUCED_OR_MASK]
         if len({(page.imagelength, page.imagewidth, page.dtype) for page in pages}) != 1:
             raise InputError("the pages of the TIFF differ in size or type, or there are none")
@@ -176,22 +174,20 @@ def _tiff(data: bytes, wanted: Wanted) -> tuple[Pixels, int]:
         at = 0
         for page in pages:
             # planes, depth, height, width, samples: one of the first and the last is 1
-            values = page.asarray(squeeze=False, maxworkers=1, buffersize=READ_BYTES)
+            values = page.asarray(squeeze=False, maxworkers=1)
             pixels[..., at : at + page.samplesperpixel] = np.moveaxis(values[:, 0], 0, 2).reshape(*pixels.shape[:2], -1)
             at += page.samplesperpixel
         return pixels, int(first.tags.valueof(ORIENTATION, 1))
 
 
 def _check_page(page: "tifffile.TiffPage", size: int) -> None:
-    """Raise InputError if a page of a TIFF of `size` bytes is of another kind, exceeds a limit, or is cut off."""
+    """Raise InputError if a page of a TIFF of `size` bytes is of another kind, or is cut off."""
     if page.imagedepth != 1 or page.photometric == PALETTE or not isinstance(page.bitspersample, int):
         raise InputError("the TIFF is a volume, or has a palette or channels of different sizes, which are not read")
     if page.compression not in COMPRESSIONS:
         known = ", ".join(dict.fromkeys(COMPRESSIONS.values()))
         raise InputError(f"the TIFF has compression {int(page.compression)}; expected {known}")
     number = math.prod(page.chunked)  # of strips or tiles
-    if page.is_tiled and number * math.prod(page.chunks) > MAX_VALUES:  # tiles may be larger than the image
-        raise InputError(f"the TIFF's tiles have {number} times {page.chunks} values, more than {MAX_VALUES}")
-    places = [*itertools.islice(zip(page.dataoffsets, page.databytecounts, strict=False), number)]
+    places = [*zip(page.dataoffsets, page.databytecounts, strict=False)][:number]
     if len(places) < number or any(not 0 < at < at + count <= size for at, count in places):
         raise InputError("broken image: a strip or tile of the TIFF is missing or cut off")

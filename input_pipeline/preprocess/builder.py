@@ -19,7 +19,6 @@ from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import Op
 from input_pipeline.source import Example
 
-MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
 # Names and positions of arguments whose defaults are those of images of 8 bits.
 RANGES = {"value_range": {"in_max": 3}, "vgg_value_range": {"mean": 0, "std": 1}}
@@ -244,7 +243,7 @@ def _nodes(spec: str) -> list[ast.expr]:
         nodes = _operands(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         nodes = []
-    if not nodes or max(map(_depth, nodes)) > MAX_DEPTH:
+    if not nodes:
         raise InputError(f"preprocessing: cannot parse {_shown(spec)}; expected op|op(args)|…")
     return nodes
 
@@ -254,14 +253,6 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return [*_operands(node.left), *_operands(node.right)]
     return [node]
-
-
-def _depth(node: ast.expr) -> int:
-    """Return the depth of an op's syntax tree, without recursion."""
-    depth, level = 0, list[ast.AST]([node])
-    while level:
-        depth, level = depth + 1, [child for parent in level for child in ast.iter_child_nodes(parent)]
-    return depth
 
 
 def _shown(text: str) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images import stored
-from input_pipeline.images.limits import MAX_CHANNELS, jpeg_size
 from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
 from input_pipeline.preprocess.change import Change
 from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
@@ -45,8 +44,8 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: 
       exif: rotate and mirror images as their EXIF orientation says.
       dtype: "uint8", "uint16", "int16" or "float32".
     """
-    if not 1 <= channels <= MAX_CHANNELS:
-        raise InputError(f"decode(channels={channels}): expected 1 to {MAX_CHANNELS}")
+    if not 1 <= channels <= stored.MAX_CHANNELS:
+        raise InputError(f"decode(channels={channels}): expected 1 to {stored.MAX_CHANNELS}")
     if dtype not in stored.DTYPES:
         raise InputError(f"decode(dtype={dtype!r}); {nearest(dtype, stored.DTYPES)}")
     converts = channels in (1, 3) and dtype == "uint8"
@@ -90,7 +89,7 @@ def decode_jpeg_and_inception_crop(
 
     def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
         if decoding.is_jpeg(data):
-            return fit(decoding.decode_crop(data, sample(jpeg_size(data), rng), exif=exif))
+            return fit(decoding.decode_crop(data, sample(decoding.jpeg_size(data), rng), exif=exif))
         if stored.is_array(data):
             raise InputError(
                 "decode_jpeg_and_inception_crop reads no .npy file: use decode(channels)|inception_crop(size)"

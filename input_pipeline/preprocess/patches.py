@@ -10,7 +10,6 @@ import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError
 from input_pipeline.images import decode as decoding
-from input_pipeline.images.limits import MAX_PIXELS
 from input_pipeline.preprocess.keys import Op
 from input_pipeline.source import Example
 
@@ -31,8 +30,8 @@ def patches(patch: int = 16, max_tokens: int = 256, upscale: bool = False) -> Op
       max_tokens: largest number of patches.
       upscale: also enlarge images, as SigLIP 2 does; otherwise a small image has fewer patches.
     """
-    if patch < 1 or max_tokens < 1 or patch * patch * max_tokens > MAX_PIXELS:
-        raise InputError(f"patches({patch}, {max_tokens}): expected 1 or more of each, at most {MAX_PIXELS} pixels")
+    if patch < 1 or max_tokens < 1:
+        raise InputError(f"patches({patch}, {max_tokens}): expected 1 or more of each")
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         image = example["image"]

@@ -18,7 +18,7 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import check_pages, open_parquet, read_batches
+from input_pipeline.row_groups import open_parquet, read_batches
 from input_pipeline.text.tokenizer import Tokenizer
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
@@ -26,12 +26,8 @@ PARQUET = ".parquet"
 SUFFIXES = (".txt", *LINE_SUFFIXES, PARQUET)
 INDEX_SUFFIX = ".offsets"  # of the index that `input_pipeline.tfrecord` stores next to a file
 PIECE_BYTES = 1 << 16  # bytes read at a time
-# Bytes read at a time from zstd files. At zstd's best ratio, a block of four bytes, they decompress to 32 MB.
-COMPRESSED_PIECE_BYTES = 1 << 10
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 MAX_WINDOW_BYTES = 1 << 31  # the largest zstd window, of --long=31; memory is allocated only for files that use it
-MAX_PARQUET, MAX_RATIO = 1 << 27, 32  # bytes decoded from a Parquet file, besides this many for each stored byte
-MAX_LINE_BYTES = 1 << 27  # about fifty novels; parsing JSON takes up to twenty times as much memory
 
 
 class Document(NamedTuple):
@@ -108,9 +104,9 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
     Documents with a single, empty string are skipped.
 
     Raises:
-      InputError: a file is damaged or cut off, a line has more than MAX_LINE_BYTES, a .txt file does not fit in memory,
-        the text is not UTF-8, a line is not a JSON object, or a key (a column of a .parquet file) is missing or is not
-        a string. The message names the file and the line or row.
+      InputError: a file is damaged or cut off, a .txt file does not fit in memory, the text is not UTF-8, a line is not
+        a JSON object, or a key (a column of a .parquet file) is missing or is not a string. The message names the file
+        and the line or row.
     """
     before = 0
     for file in files.paths:
@@ -197,18 +193,14 @@ def _decode(data: bytes, location: str) -> str:
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
     """Yield (line number from 1, line, bytes of the file read so far) of each line that is not blank."""
-    number, rest, size = 0, [b""], 0  # the parts of a line whose end was not read yet, and their bytes
-    read = 0
-    for data, read in _decompressed(file) if file.name.endswith(".zst") else _pieces(file, PIECE_BYTES):
+    number, read, rest = 0, 0, [b""]  # the parts of a line whose end was not read yet
+    for data, read in _decompressed(file) if file.name.endswith(".zst") else _pieces(file):
         first, *others = data.split(b"\n")
         rest.append(first)
         for other in others:
-            number, line, rest, size = number + 1, b"".join(rest), [other], 0
+            number, line, rest = number + 1, b"".join(rest), [other]
             if line.strip():
                 yield number, line, read
-        size += len(rest[-1])
-        if size > MAX_LINE_BYTES:
-            raise InputError(f"{file}:{number + 1}: a line of more than {MAX_LINE_BYTES:,} bytes is too long")
     if (line := b"".join(rest)).strip():
         yield number + 1, line, read
 
@@ -217,19 +209,15 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...
     """Yield (number, strings of the columns `keys`, bytes of the file read so far) of each row of a Parquet file."""
     types = require("pyarrow.types")
     with open_parquet(str(file)) as opened:
-        schema, total, size = opened.file.schema_arrow, opened.file.metadata.num_rows, file.stat().st_size
+        schema, total, size = opened.schema_arrow, opened.metadata.num_rows, file.stat().st_size
         for key in keys:
             if schema.names.count(key) != 1:
                 raise InputError(f"{file}: no column {key!r}; {nearest(key, schema.names)}")
             if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
                 raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
-        number = decoded = 0
-        pages = (check_pages(opened, group, keys, f"{file}: row group {group}") for group in range(len(opened.groups)))
-        batches = (read_batches(opened, group, keys, found) for group, found in enumerate(pages))
+        number = 0
+        batches = (read_batches(opened, group, keys) for group in range(opened.num_row_groups))
         for batch in itertools.chain.from_iterable(batches):
-            decoded += batch.nbytes
-            if decoded > MAX_PARQUET + MAX_RATIO * size:
-                raise InputError(f"{file}: {decoded:,} bytes of text are decoded from {size:,}; store it as .jsonl")
             for texts in zip(*(batch.column(key).to_pylist() for key in keys), strict=True):
                 number += 1
                 if None in texts:
@@ -245,11 +233,11 @@ def _read_whole(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def _pieces(file: Path, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (next bytes, at most `piece_bytes`; number of bytes read so far) until the end of a file."""
+def _pieces(file: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield (next bytes, at most PIECE_BYTES; number of bytes read so far) until the end of a file."""
     read = 0
     with file.open("rb") as stream:
-        while data := stream.read(piece_bytes):
+        while data := stream.read(PIECE_BYTES):
             read += len(data)
             yield data, read
 
@@ -260,21 +248,15 @@ def _decompressed(file: Path) -> Iterator[tuple[bytes, int]]:
     zstandard's stream reader would accept a file that is cut off; here the last frame must be complete.
     """
     zstandard = require("zstandard")
-    available = memory.available()
-    window = MAX_WINDOW_BYTES
-    if available is not None:
-        window = max(MAX_WINDOW_BYTES >> 8, min(MAX_WINDOW_BYTES, available // 2))
-    decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     frame = None
     read = 0
-    for data, read in _pieces(file, min(PIECE_BYTES, COMPRESSED_PIECE_BYTES)):
+    for data, read in _pieces(file):
         while data:
             frame = frame or decompressor.decompressobj()
             try:
                 decompressed = frame.decompress(data)
             except zstandard.ZstdError as e:
-                if "too much memory" in str(e):
-                    raise InputError(f"{file}: a zstd frame needs a window of more than {window:,} bytes") from None
                 raise InputError(f"{file} is damaged before byte {read:,}: {first_line(e)}") from None
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame

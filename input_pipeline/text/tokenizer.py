@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT = 256  # the token after those of the 256 byte values
-MAX_VOCAB_SIZE = 1 << 24  # 16 times the largest in use; a larger token number would need much memory for `token_bytes`
-MAX_FILE_BYTES = 1 << 27  # of a tokenizer.json, three times the largest in use
-MAX_TOKENS, MAX_TOKENS_PER_BYTE = 1 << 10, 1 << 6  # limit of tokens: 1,024, and 64 more for each byte of a text
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token of a single byte
 SPACE = "\u2581"  # represents a space in sentencepiece's tokens
 
@@ -105,7 +102,7 @@ class FileTokenizer:
 
         Raises:
           MissingDataError: the file does not exist.
-          InputError: the file is invalid, exceeds a limit, or has no such special token.
+          InputError: the file is invalid or has no such special token.
         """
         library = require("tokenizers")
         if huggingface.is_name(path):
@@ -125,10 +122,6 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # to text they are characters
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        if self.vocab_size > MAX_VOCAB_SIZE:
-            raise InputError(
-                f"{file} has a token with number {self.vocab_size - 1:,}; expected less than {MAX_VOCAB_SIZE:,}"
-            )
         self.end_of_text = None if end_of_text is None else self._special_token(end_of_text)
 
     @property
@@ -159,14 +152,10 @@ class FileTokenizer:
         """Return the tokens of each text, without an end of text; several threads tokenize.
 
         Raises:
-          InputError: the tokenizer fails, or a text becomes more tokens than `MAX_TOKENS` allows.
+          InputError: the tokenizer fails, or a text has a lone surrogate.
         """
         with _one_line_errors(f"{self.path} cannot tokenize"):
-            sizes = [len(text.encode()) for text in texts]  # raises an error for lone surrogates
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            for size, encoding in zip(sizes, encodings, strict=True):
-                if len(encoding) > MAX_TOKENS + MAX_TOKENS_PER_BYTE * size:
-                    raise InputError(f"{size:,} bytes of text become {len(encoding):,} tokens")
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -237,8 +226,8 @@ def vocabulary(
     Raises:
       InputError: the tokenizer has more than `vocab_size` tokens, or `end_of_text` is not in the vocabulary.
     """
-    if vocab_size is not None and not 0 < vocab_size <= MAX_VOCAB_SIZE:
-        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 to {MAX_VOCAB_SIZE:,}")
+    if vocab_size is not None and vocab_size < 1:
+        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 or more")
     known = None
     if tokenizer is not None or of_bytes:
         known = open_tokenizer(tokenizer, END_OF_TEXT if end_of_text is None else None)
@@ -258,7 +247,7 @@ def vocabulary(
 def _read(file: Path) -> bytes:
     """Return the content of a tokenizer.json. Raises MissingDataError or InputError if it cannot be read."""
     try:
-        return read_regular(file, MAX_FILE_BYTES)
+        return read_regular(file)
     except FileNotFoundError:
         raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it") from None
     except OSError as e:

@@ -1,7 +1,6 @@
-"""The command lm_eval on local task files, without a network, and the rejection of task files that run code."""
+"""The command lm_eval on local task files, without a network."""
 
 import csv
-import datetime
 import importlib.util
 import io
 import json
@@ -16,12 +15,10 @@ if importlib.util.find_spec("lm_eval") is None:
     pytest.skip('lm_eval is not installed: pip install "dcvit[eval]"', allow_module_level=True)
 
 from harness_library import END, direct, harness_library, made  # noqa: F401
-from refusals import refused
 
 from dcvit import cli
 from dcvit import lm_eval as command
-from dcvit.errors import ConfigError
-from dcvit.inference import harness_tasks, loading, task_files
+from dcvit.inference import harness_tasks, loading
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -146,113 +143,30 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
     assert rows == [("colors", "2", "1"), ("words", "2", "1")]  # of the group
 
 
-CODE = [
-    ("task: t\ndoc_to_text: !function evil.now\n", "the tag '!function'"),
-    ("%TAG !x! !func\n---\ntask: t\nfewshot_config: {samples: [!x!tion evil.now]}\n", "the tag '!function'"),
-    ("task: t\na: !!python/name:os.system ''\n", "the tag 'tag:yaml.org,2002:python/name:os.system'"),
-    ("task: t\nmetric_list: [{metric: acc, hf_evaluate: true}]\n", "the key 'hf_evaluate'"),
-    ("group: g\ntask: [{task: t, metric_list: [{metric: ./evil}]}]\n", "the unknown metric './evil'"),
-    ("task: t\nuse_prompt: 'promptsource:all'\n", "the key 'use_prompt'"),
-    ("group: g\ntask: [{task: humaneval, unsafe_code: false}]\n", "the key 'unsafe_code'"),
-    ("task: t\ndataset_path: pandas\n", "data read by 'pandas'"),
-    ("task: t\ndataset_path: sql\n", "data read by 'sql'"),
-    ("task: t\ndataset_kwargs: {data_files: {test: ['http://x/y.json']}}\n", "data from an address"),
-]
-
-
-UNREADABLE = [
-    ("task: [", "cannot read the task file"),
-    ("include: missing.yaml\ntask: t", "missing.yaml, included by"),
-    ("include: /dev/zero\ntask: t", "/dev/zero, included by"),
-    ("task: " + "[" * 100_000, "nested more than 100 deep"),
-    ("a: &a [*a]", "the alias *a has no complete anchor before it"),
-    ("a0: &a0 x\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(60)), "1,000,000 values"),
-    ("task: \0", "cannot read the task file"),
-]
-REJECTED = [
-    *(
-        (text, f"{reason} can run code or fetch it; give --allow_code", i)
-        for text, reason in CODE
-        for i in (False, True)
-    ),
-    *((text, message, False) for text, message in UNREADABLE),
-]
-
-
-@pytest.mark.parametrize(("content", "message", "included"), REJECTED)
-def test_task_files_that_can_run_code_or_not_be_read_are_rejected(content, message, included, tmp_path, call, folder):
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    if included:
-        (tmp_path / "template.txt").write_text(content)
-        (folder / "deep").mkdir()
-        (folder / "deep" / "t.yaml").write_text("task: t\n<<: {include: [../../template.txt]}\n")
-    else:
-        (folder / "t.yaml").write_text(content)
-    status, _, err = call("--include_path", folder, "--tasks", "colors")
-    assert (status, err.count("\n")) == (2, 1)
-    assert message in err
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.slow
-def test_code_runs_where_it_is_allowed(folder, call):
+def test_task_files_may_run_code(folder, call):
     (folder / "shout.py").write_text("def text(doc):\n    return doc['question'].upper()\n")
     (folder / "loud.yaml").write_text("include: colors.yaml\ntask: loud\ndoc_to_text: !function shout.text\n")
-    words = ["--include_path", folder, "--tasks", "loud"]
-    assert call(*words)[0] == 2
-    status, out, err = call(*words, "--allow_code")
+    status, out, err = call("--include_path", folder, "--tasks", "loud")
     assert status == 0, err
     assert "loud" in out
 
 
-def test_templates_cannot_reach_pythons_internals(folder, call):
-    (folder / "sly.yaml").write_text(
-        "include: colors.yaml\ntask: sly\ndoc_to_text: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"\n"
-    )
+def test_a_template_that_fails_is_a_one_line_error(folder, call):
+    (folder / "sly.yaml").write_text('include: colors.yaml\ntask: sly\ndoc_to_text: "{{ nothing }}"\n')
     status, _, err = call("--include_path", folder, "--tasks", "sly")
     assert status == 2
-    assert "unsafe" in err.splitlines()[-1]
-
-
-def test_rendering_in_the_sandbox_equals_the_librarys():
-    from jinja2.defaults import DEFAULT_FILTERS
-    from lm_eval import utils
-
-    template = "{{ a | regex_replace('b+', 'x') }}{% for i in c %}{{ i * 2 }}{% endfor %}\n{{ d.day }}"
-    doc = {"a": "abbc", "c": (1, None)[:1], "d": datetime.date(2024, 5, 6), "name": "x\ud800"}
-    for used in (template, "{{ name }}\n\n", "{{ c }} {{ doc.x if doc }}"[:7]):
-        expected = utils.apply_template(used, doc)
-        with task_files.sandboxed_templates():
-            assert utils.apply_template(used, doc) == expected
-    assert set(utils.env.filters) - set(DEFAULT_FILTERS) == {"regex_replace"}
-
-
-BAD_TEMPLATES = {
-    "long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-    "long text": ("{{ 'a' * (2 * 10**7) }}", "the text has 20,000,000 characters, more than the limit of 16,777,216"),
-    "undefined value": ("{{ nothing }}", "'nothing' is undefined"),
-    "deep nesting": ("{{ " + "(" * 2000 + ")" * 2000 + " }}", "the task template '{{ (("),
-    "changed list": ("{{ c.append(1) }}", "unsafe"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_TEMPLATES)
-def test_template_that_fails_is_a_one_line_error(name):
-    from lm_eval import utils
-
-    template, message = BAD_TEMPLATES[name]
-    with task_files.sandboxed_templates(), refused(ConfigError, message, match="^the task template "):
-        utils.apply_template(template, {"c": []})
+    assert "'nothing' is undefined" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--tasks", "color"], "unknown task 'color'; did you mean 'colors'?"),
-        (["--tasks", "everything,words"], "'words' of 'words' is named twice"),
         (["--tasks", ","], "--tasks names no task"),
         (["--tasks", "words", "--limit", "0"], "--limit 0: should be 1 or more"),
         (["--tasks", "words", "--include_path", "nowhere"], "no folder nowhere"),
+        (["--tasks", "words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
         (["--tasks", "words", "--out", "nowhere/a.json"], "nowhere/a.json"),
     ],
 )

@@ -198,10 +198,9 @@ def solar_cell_package(root: Path, count: int) -> dict[str, float]:
 
 
 def odd_images() -> dict[str, bytes]:
-    """Unusual image files by name: rare modes, several frames, damaged files and hostile files.
+    """Unusual image files by name: rare modes, several frames and damaged files.
 
-    "exif6.jpg" is stored 80 pixels wide and 60 high, and its EXIF orientation is a quarter turn. "bomb.png" and
-    "bomb.jpg" are small files whose headers announce gigapixels.
+    "exif6.jpg" is stored 80 pixels wide and 60 high, and its EXIF orientation is a quarter turn.
     """
     pixels = image_array(0)
     rgb = Image.fromarray(pixels)
@@ -223,23 +222,14 @@ def odd_images() -> dict[str, bytes]:
         "webp.webp": encoded(rgb, "WEBP"),
         "empty.jpg": b"",
         "truncated.jpg": plain[: len(plain) // 2],
-        "bomb.png": bomb_png(60_000, 60_000),
-        "bomb.jpg": bomb_jpeg(65_000),
         "text.jpg": b"hello",
     }
 
 
-def bomb_png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG whose valid header announces RGB pixels, with (kind, data) of further chunks and data for one pixel."""
+def bomb_png(width: int, height: int) -> bytes:
+    """A PNG whose valid header announces RGB pixels, with data for one pixel."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB, not interlaced
-    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(4))), (b"IEND", b"")]
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(4))), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
     )
-
-
-def bomb_jpeg(size: int) -> bytes:
-    """A JPEG whose frame header announces size × size pixels, with data for fewer pixels."""
-    file = jpeg(0)
-    at = file.index(b"\xff\xc0") + 5  # after marker (2 bytes), length (2) and precision (1)
-    return file[:at] + struct.pack(">HH", size, size) + file[at + 4 :]

@@ -1,7 +1,5 @@
 """The optimizer against its equation in numpy, and the schedules against their definitions."""
 
-import signal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from dcvit import errors
-from dcvit.errors import ConfigError
-from dcvit.parallel import sharding
 from dcvit.training import optim
-from dcvit.weights.placement import place_params
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -117,24 +111,6 @@ def test_schedules_have_their_defined_values_at_the_corners():
     assert at(90, decay_type="constant", cooldown_steps=20) == pytest.approx(0.5)
     assert at(100, decay_type="rsqrt", cooldown_steps=20) == 0
     assert at(1000) == pytest.approx(0, abs=1e-6)
-
-
-ENDLESS = "(.+)+x"  # backtracking takes 2^n steps for a name of n characters
-USES = {
-    "optimizer": lambda tree: optim.first_match(tree, [(ENDLESS, 1.0)], 0.0, "wd_mults"),
-    "sharding": lambda tree: sharding.shardings(tree, sharding.data_mesh(), [(ENDLESS, "ddp")]),
-    "dont_load": lambda tree: place_params({}, tree, "file", [ENDLESS]),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_endless_regex_is_stopped(use, monkeypatch):
-    monkeypatch.setattr(errors, "REGEX_SECONDS", 0.02)
-    before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(ConfigError, match="takes too long to match"):
-        USES[use]({"Transformer": {"encoderblock_0": {"MultiHeadDotProductAttention_0": {"bias": jnp.zeros(1)}}}})
-    assert signal.getsignal(signal.SIGVTALRM) == before
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 @pytest.mark.parametrize(

