@@ -83,10 +83,10 @@ class Backend(NamedTuple):
 
 # In the order in which they are tried. Attention of one query, as in decoding or in a pooling head, is a matrix-vector
 # product: `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of
-# `reference`'s time. On TPUs, `decode` is preferred because it reads less memory in fewer, larger products; this has not
-# been measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and
-# `pallas_gpu` 0.15 to 0.36 (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12
-# and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
+# `reference`'s time. On TPUs, `decode` is preferred because it reads less memory in fewer, larger products; that is not
+# measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu` 0.15 to 0.36
+# (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12 and 0.15 ms where
+# `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
 BACKENDS = {
     "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
     "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),

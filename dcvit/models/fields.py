@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from dcvit.dcmha import derivatives
+from dcvit.dcmha.gradients import RESULTS
 from dcvit.dcmha.inputs import Composition
 from dcvit.models.head_settings import VARIANTS
 
@@ -36,7 +36,7 @@ JAX_POLICIES = (
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "full_but_attention": jax.checkpoint_policies.save_only_these_names(derivatives.RESULTS),
+    "full_but_attention": jax.checkpoint_policies.save_only_these_names(RESULTS),
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
