@@ -45,7 +45,12 @@ SYNONYMS = {
 
 
 # Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    **dict.fromkeys(
+        ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired"),
+        "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
+    ),
+}
 
 
 class ConfigError(ValueError):

@@ -381,7 +381,6 @@ def test_an_absurd_number_is_refused_at_once(family, key, value, message):
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
          "GPT-2 cannot express parallel=True (only False)"),
         ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
-        ("llama", dict(heads="diff"), "LLaMA cannot express heads='diff' (only None)"),
         ("llama", dict(window_pattern="1:1"), "window_pattern='1:1'"),
         ("llama", dict(mlp="gelu"), "mlp='gelu' (only 'swiglu')"),
         ("llama", dict(qk_norm="layernorm"), "qk_norm='layernorm' (only 'rmsnorm')"),
