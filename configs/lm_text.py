@@ -21,7 +21,7 @@ at equal time is shown (docs/choose.md); `folded` needs weights with key heads t
 
 from ml_collections import ConfigDict
 
-from dcvit.models.head_settings import SETTINGS, of_attention
+from dcvit.models.head_settings import of_attention
 
 SMALL = {"width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm"}
 
@@ -66,7 +66,7 @@ def get_config(
         model |= of_attention("mha" if attention is None else attention)
     config.model = model
     config.model_init = init or None
-    config.model_load = {"upcycle": attention in SETTINGS and attention != "mha"} if init else {}
+    config.model_load = {"upcycle": attention not in (None, "mha")} if init else {}
 
     config.optax_name = "scale_by_adam"
     config.optax = {"b1": 0.9, "b2": 0.95}

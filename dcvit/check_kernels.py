@@ -165,7 +165,7 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
             limited = {key: min(size, limits[key]) if key in limits else size for key, size in sizes.items()}
             case, reasons = attention_case(**limited)
         unsupported = {name: Verdict("unsupported", reason=reason) for name, reason in reasons.items()}
-        some = _rows(name, examine(case, store, seconds) | unsupported, case.is_inference)
+        some = _rows(name, examine(case, store, seconds) | unsupported)
         for row in some:
             LOG.info("  {implementation}: {verdict} {ms:>10} ms {reason}".format(**row))
         rows += some
@@ -174,11 +174,11 @@ def _of_cases(words: Sequence[str], seconds: float, store: Verdicts) -> list[Row
     return rows
 
 
-def _rows(case: str, found: Mapping[str, Verdict], is_inference: bool = False) -> list[Row]:
+def _rows(case: str, found: Mapping[str, Verdict]) -> list[Row]:
     """Return a row of the table for each implementation in one case; the fastest one that passed is marked."""
     from dcvit.dcmha.verdicts import fastest
 
-    first = fastest(found, forward_only=is_inference)
+    first = fastest(found)
     return [
         {
             "case": case, "implementation": name, "error": "" if v.error is None else f"{v.error:.1e}",

@@ -52,6 +52,10 @@ REMOVED: dict[str, str] = {
     "distill.cache": "each step computes the teacher's logits",
     "--group": "dcvit train --seeds writes means and intervals to seeds.md",
     "--allow_code": "the files of --include_path may always run code",
+    **dict.fromkeys(
+        ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired"),
+        "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
+    ),
 }
 
 

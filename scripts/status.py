@@ -69,7 +69,7 @@ def has_run(platform: str) -> set[str]:
 
 def compiled(platform: str) -> set[str]:
     """Return the features whose programs the compiler of a platform has accepted."""
-    plain, composed, fused, decoding, images, text, devices, _ = FEATURES
+    plain, composed, fused, _, images, text, devices, _ = FEATURES
     if platform == "gpu":
         rows = [row["row"] for row in read("gpu_traffic") if row["gradient"]]
         return {composed if row.startswith("DC") else plain for row in rows}
@@ -77,7 +77,7 @@ def compiled(platform: str) -> set[str]:
         return set()
     kernels = [row for row in read("tpu_kernels") if "error" not in row]
     slices = [row for row in read("aot") if row["verdict"] == "fits"]
-    found = {decoding if row["queries"] == 1 else fused if row["composed"] else plain for row in kernels}
+    found = {fused if row["composed"] else plain for row in kernels}
     if fused in found:
         found.add(composed)
     found |= {images if row["config"].startswith("vit") else text for row in slices}

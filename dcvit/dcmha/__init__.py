@@ -68,8 +68,8 @@ def attention(
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.
       implementation: a name from `IMPLEMENTATIONS`; None folds the composition into q and the output if that is exact
-        (`dcvit.dcmha.folded`), or else selects the fastest one (`dcvit.dcmha.plan`). All have gradients and a
-        forward mode (`jax.jvp`, `jax.linearize`).
+        (`dcvit.dcmha.folded`), or else selects the fastest one (`dcvit.dcmha.plan`). All have gradients; "reference",
+        "elementwise" and "decode", which are plain JAX operations, also have a forward mode (`jax.jvp`).
 
     Returns:
       The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs. Scores must

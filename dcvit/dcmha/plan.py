@@ -83,13 +83,12 @@ class Backend(NamedTuple):
 
 # In the order in which they are tried. Attention of one query, as in decoding or in a pooling head, is a matrix-vector
 # product: `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of
-# `reference`'s time. On TPUs, `decode` and its kernel are preferred because they read less memory in fewer, larger
-# products; this has not been measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and
-# `pallas_gpu` 0.15 to 0.36 (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12
-# and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
+# `reference`'s time. On TPUs, `decode` is preferred because it reads less memory in fewer, larger products; that is not
+# measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu` 0.15 to 0.36
+# (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12 and 0.15 ms where
+# `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
 BACKENDS = {
     "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
-    "pallas_tpu_decode": Backend("backends.tpu.decode", {"tpu": (ONE,)}, "tpu", is_kernel=True, is_fused=True),
     "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
     "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
     "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
@@ -293,10 +292,7 @@ def make_case(names: Sequence[str], call: Call) -> Case:
     functions = {name: of_arrays(BACKENDS[name].load().run) for name in names}
     key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(call.options), **_settings()})}"
     kernels = frozenset(name for name in names if BACKENDS[name].is_kernel)
-    return Case(
-        _describe(call), key, arrays, functions, kernels, of_arrays(reference_of(call.inputs)),
-        is_inference=arrays.q.shape[1] == 1,
-    )  # fmt: skip
+    return Case(_describe(call), key, arrays, functions, kernels, of_arrays(reference_of(call.inputs)))
 
 
 def _kind(call: Call) -> str:

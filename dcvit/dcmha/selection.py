@@ -160,4 +160,4 @@ def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
         )
     if case.default not in (None, *found):  # a kernel is not known to be faster than what is used without it
         return ""
-    return fastest(found, forward_only=selection.forward_only or case.is_inference)
+    return fastest(found, forward_only=selection.forward_only)

@@ -70,7 +70,6 @@ class Case:
       candidates: functions of such a tree by name, in their order of preference without verdicts.
       kernels: names of the candidates that need a verdict to be selected.
       reference: the function in plain JAX operations to compare with.
-      is_inference: the time of the output alone selects a candidate, although gradients are compared, too.
     """
 
     label: str
@@ -79,7 +78,6 @@ class Case:
     candidates: Mapping[str, Callable[[Tree], Array]]
     kernels: frozenset[str]
     reference: Callable[[Tree], Array]
-    is_inference: bool = False
 
     @property
     def default(self) -> str | None:

@@ -133,16 +133,17 @@ def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
     if fields.get("dtype_mm") == "auto":
         fields["dtype_mm"] = _automatic_dtype(jax.devices()[0] if device is None else device)
-    variant = fields.pop(kind.variant_key, None)
+    variant, heads = fields.pop(kind.variant_key, None), fields.pop("heads", None)
     for key in (kind.outputs_key, "name", "parent"):
         if key in fields:
             raise ConfigError(
                 f"config.model.{key} cannot be set in a config; the number of outputs is config.{kind.outputs_key}"
             )
     outputs = 1 if config[kind.outputs_key] is None else config[kind.outputs_key]
-    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
+    names = {kind.variant_key: variant, "heads": heads}
+    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,), also=names)
     try:
-        model: nn.Module = module.Model(outputs, **{kind.variant_key: variant}, **fields)
+        model: nn.Module = module.Model(outputs, **names, **fields)
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model: {e}") from None
     return model

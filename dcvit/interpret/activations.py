@@ -113,8 +113,6 @@ def forward(
     names: Sequence[str] = (),
 ) -> Activations:
     """Return the result of `run_with_cache` without `jax.jit`, for use in transformations and hooks with tracers."""
-    if model.heads is not None:
-        raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
     if model.compose_layers is not None:
         raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
     tap = _Tap(hooks, names)

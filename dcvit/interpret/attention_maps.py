@@ -32,7 +32,7 @@ def attention_maps(
       layers: indices of layers; negative ones count from the end.
 
     Raises:
-      ValueError: an index is not one of a layer, or the model has a head variant.
+      ValueError: an index is not one of a layer, or only some layers compose.
     """
     chosen = layer_numbers(model, layers)
     names = {n: [f"block{n:02d}/{field}" for field in AttentionMatrices._fields] for n in chosen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -12,10 +13,10 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.dcmha.shapes import Bool, Float, Int
 from dcvit.models import sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
-from dcvit.models.head_variants import MODULES, Tokens, VariantProjections, composition_of
+from dcvit.models.projections import Projections
 from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
 
@@ -41,20 +42,19 @@ class LayerInputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Attention's inputs and options in one call, the new cache, and layer inputs x and values v of new tokens."""
+    """Attention's inputs and options in one call, and the new cache."""
 
     inputs: Inputs
     causal: bool
     window: int | None
     cache: Cache  # the given cache with the new tokens, or these alone
-    tokens: Tokens  # the new tokens
 
 
-class Attention(VariantProjections):
+class Attention(Projections):
     """Multi-head attention with optional dynamic composition (Section 3), also with a cache of earlier tokens.
 
     The parameter tree is that of flax's `MultiHeadDotProductAttention`, plus `pre` and `post` for the compositions. The
-    module also has the fields of `VariantProjections`, `Projections` and `AttentionFields`.
+    module also has the fields of `Projections` and `AttentionFields`.
 
     Fields:
       causal, window: see `dcvit.dcmha.attention`.
@@ -125,7 +125,7 @@ class Attention(VariantProjections):
         call = make_call(
             prepared.inputs, self.attended_composition(), causal=prepared.causal, window=prepared.window
         )  # fmt: skip
-        return self.output_of(self.head_outputs(prepared.tokens, call), x.q), prepared.cache
+        return self.output_of(self.head_outputs(call), x.q), prepared.cache
 
     def prepare(self, x: LayerInputs) -> Prepared:
         """Return attention's inputs: projections, compose weights (Eqn 5-6) and, if T = 1, the tokens of the cache."""
@@ -134,22 +134,18 @@ class Attention(VariantProjections):
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
         if self.compose and x_k.shape[-1] != x.q.shape[-1]:
             raise ValueError(f"a composition needs inputs of one width, found {x.q.shape[-1]} and {x_k.shape[-1]}")
-        if self.heads == "xsa" and not (x_k is x.q and x.v is None):
-            raise ValueError("heads='xsa' needs queries and values of the same tokens")
         to_compose = compose_inputs(x.q, x_k, groups=self.groups) if self.compose else {}
         q, k, v = self.project(x.q, x_k, x_k if x.v is None else x.v, x.positions)
         weights = self.compose_weights(x.q.shape[-1], to_compose) if to_compose else {}
         inputs = Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask, x.segments)
-        new, tokens = cache_of(inputs), Tokens(x.q, v)
+        new = cache_of(inputs)
         window = self.window and (self.prefill_window or self.window)
         if x.cache is None or x.update is None:
-            return Prepared(self.arranged(inputs), self.causal, window, new, tokens)
+            return Prepared(inputs, self.causal, window, new)
         cache = extend(x.cache, new, x.update.start, x.update.added)
         if x.q.shape[1] > 1:  # several tokens attend to each other only, because the cache was empty
-            return Prepared(self.arranged(inputs), self.causal, window, cache, tokens)
-        inputs = attend_to_cache(cache, inputs, x.update, self.window)
-        inputs = self.arranged(inputs, x.update.start + x.update.added, self.window)
-        return Prepared(inputs, False, None, cache, tokens)
+            return Prepared(inputs, self.causal, window, cache)
+        return Prepared(attend_to_cache(cache, inputs, x.update, self.window), False, None, cache)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the layer's `ComposeWeights` by name, "pre", "post" or both, for inputs of M = `width`."""
@@ -157,28 +153,23 @@ class Attention(VariantProjections):
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
 
-    def head_outputs(self, tokens: Tokens, call: Call, dropout: Dropout | None = None) -> Float[Array, "B T H D"]:
-        """Return the outputs of all heads before the output projection, from composed attention or a head variant."""
+    def head_outputs(self, call: Call, dropout: Dropout | None = None) -> Float[Array, "B T H D"]:
+        """Return the outputs of all heads before the output projection."""
 
-        def attend(call: Call) -> Array:
-            return sharded_attention.attention(call, implementation=self.implementation, dropout=dropout)
-
-        maybe_remat: Attend = attend
+        attend: Attend = functools.partial(
+            sharded_attention.attention, implementation=self.implementation, dropout=dropout
+        )
         if self.remat:
-            maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        if self.heads not in MODULES:
-            found = maybe_remat(call)
-            return found.reshape(*tokens.x.shape[:2], self.num_heads, -1) if self.heads == "paired" else found
-        outputs: Array = self.variant_module(self.heads)(tokens, call, maybe_remat)
-        return outputs
+            attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
+        return attend(call)
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
         """Return the output projection of all heads' outputs, sharded as `like`, the layer's input."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
 
     def attended_composition(self) -> Composition:
-        """Return the composition that attention applies: the layer's, or the one that computes its head variant."""
-        return self.composition() if self.compose else composition_of(self.heads, self.num_heads)
+        """Return the composition that attention applies; the layer's groups and branches count with a compose only."""
+        return self.composition() if self.compose else Composition()
 
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:

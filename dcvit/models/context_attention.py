@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from dcvit.dcmha.derivatives import RESULTS
+from dcvit.dcmha.gradients import RESULTS
 from dcvit.dcmha.inputs import Attend, Call, Inputs
 from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Float, not_none

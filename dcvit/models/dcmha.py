@@ -119,7 +119,7 @@ class FlaxAttention(Attention):
     def _call(self, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
         """Return the output and the `wanted` results for inputs with any leading axes, which the results have, too."""
         lead = inputs.q.shape[:-2]
-        flat = flat_inputs(inputs, mask_heads=1 if self.compose or self.heads else self.num_heads)
+        flat = flat_inputs(inputs, mask_heads=1 if self.compose else self.num_heads)
         results = self._attend(flat, dropout_key, wanted)
         return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
 
@@ -134,14 +134,12 @@ class FlaxAttention(Attention):
             causal=prepared.causal, window=prepared.window,
         )  # fmt: skip
         dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
-        outputs = self.head_outputs(prepared.tokens, call, dropout)
+        outputs = self.head_outputs(call, dropout)
         if has_per_head_mask:
             outputs = outputs.reshape(batch, -1, *outputs.shape[1:2], outputs.shape[-1]).swapaxes(1, 2)
         out, cache = self.output_of(outputs, x.q), prepared.cache if wanted.cache else None
         if not wanted.weights:
             return LayerOutputs(out, None, cache)
-        if self.heads is not None:
-            raise ValueError(f"heads={self.heads!r} has no attention weights to return")
         weights = attention_matrices(call.inputs, call.options).composed_weights
         return LayerOutputs(out, weights.reshape(batch, -1, *weights.shape[2:]), cache)
 

@@ -14,7 +14,6 @@ from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention, CacheUpdate
-from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -135,7 +134,7 @@ class Decoder(nn.Module):
         if repeats:
             layers = [functools.partial(self.scanned, window=windows[i], index=i) for i in range(period)]
             group = nn.scan(
-                LayerGroup, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True}, length=repeats,
+                LayerGroup, variable_axes={"params": 0}, split_rngs={"params": True}, length=repeats,
                 in_axes=(nn.broadcast, 0),
             )(layers, name="group")  # fmt: skip
             x, stacked = group(x, (context,), caches["group"] if caches else None)

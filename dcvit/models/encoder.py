@@ -15,7 +15,6 @@ from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention
 from dcvit.models.fields import rematerialized
-from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import LayerGroup, MlpBlock, in_float32
 from dcvit.models.packed_images import TokenPlaces
 from dcvit.parallel.mesh import BATCH, constrain
@@ -140,7 +139,7 @@ class Encoder(nn.Module):
         block_class = rematerialized(Encoder1DBlock, self.remat, scanned=True)
         drop_rates = [jnp.asarray(own) if rates.any() else None for own in rates.T]
         scan = functools.partial(
-            nn.scan, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
+            nn.scan, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
             length=repeats, in_axes=(nn.broadcast, 0),
         )  # fmt: skip
         if period == 1:

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from dcvit.dcmha import derivatives
+from dcvit.dcmha.gradients import RESULTS
 from dcvit.dcmha.inputs import Composition
-from dcvit.models.head_settings import VARIANTS
 
 Layer = TypeVar("Layer", bound=nn.Module)
 COMPOSE = ("both", "pre", "post", None)
@@ -36,7 +35,7 @@ JAX_POLICIES = (
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "full_but_attention": jax.checkpoint_policies.save_only_these_names(derivatives.RESULTS),
+    "full_but_attention": jax.checkpoint_policies.save_only_these_names(RESULTS),
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
@@ -97,8 +96,6 @@ class TransformerFields(AttentionFields, kw_only=True):
       mlp_dim: F, the width of the MLPs; None means 4·M.
       num_heads: H; divides `width`.
       num_key_heads: K, for grouped-query attention; None means `num_heads`.
-      heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names in
-        `SETTINGS` by the fields that they stand for; in a built model it is one of `VARIANTS`, or None.
       compose_layers: indices of the layers that compose, from 0; negative ones count from the end. The others have
         plain attention. None means all layers.
       scan: scan over one layer, or a group of layers, instead of unrolling all: compiles faster, same result. See
@@ -114,7 +111,6 @@ class TransformerFields(AttentionFields, kw_only=True):
     mlp_dim: int | None = None
     num_heads: int = 12
     num_key_heads: int | None = None
-    heads: str | None = None
     compose_layers: Sequence[int] | None = None
     scan: bool = False
     remat: str = "none"
@@ -152,12 +148,10 @@ class TransformerFields(AttentionFields, kw_only=True):
     @nn.nowrap
     def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
         """Return a constructor of attention that takes `layer`; outside of `compose_layers`, its `compose` is None."""
-        if self.compose_layers is None:
-            return attention
         composes = [self.composition_of(layer).compose for layer in range(self.depth)]
 
         def make(*, layer: int, **fields: object) -> Layer:
-            return attention(layer=layer, compose=composes[layer], **fields)
+            return attention(compose=composes[layer], **fields)
 
         return make
 
@@ -220,24 +214,7 @@ def check_transformer(module: TransformerFields) -> None:
     check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
     if module.width % module.num_heads:
         raise ValueError(f"num_heads={module.num_heads} does not divide width={module.width}")
-    check_variant(module)
     check_compose_layers(module)
-
-
-def check_variant(module: TransformerFields) -> None:
-    """Raise ValueError if `heads` is unknown or does not fit the other fields."""
-    check_choices(module, heads=(*VARIANTS, None))
-    if module.heads is None:
-        return
-    if module.compose is not None:
-        raise ValueError(f"heads={module.heads!r} and compose={module.compose!r} exclude each other")
-    key_heads = module.num_key_heads or module.num_heads
-    if module.heads == "moh_topk" and module.num_heads % 4:
-        raise ValueError(f"heads='moh_topk' needs a multiple of 4 heads, found num_heads={module.num_heads}")
-    if module.heads in ("diff", "paired") and key_heads % 2:
-        raise ValueError(f"heads={module.heads!r} pairs heads and needs an even number of key heads, found {key_heads}")
-    if module.heads == "diff" and module.scan:
-        raise ValueError("heads='diff' has another constant in each layer: set scan=False")
 
 
 def check_compose_layers(module: TransformerFields) -> None:

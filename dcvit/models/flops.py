@@ -16,7 +16,6 @@ import flax.linen as nn
 import jax
 
 from dcvit.models.fields import TransformerFields
-from dcvit.models.head_variants import shared_and_chosen
 from dcvit.models.lm import LM, layer_windows
 from dcvit.models.vit import ViT
 
@@ -61,7 +60,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     in an MLP (3 for SwiGLU, otherwise 2):
 
       patches · p_h·p_w·channels·M                           embedding
-      L · (attention(T, T, T²) + compositions + n·T·M·F)       blocks, with 0, 1 or 2 compositions or a head variant
+      L · (attention(T, T, T²) + compositions + n·T·M·F)     blocks, with 0, 1 or 2 compositions
       attention(1, patches, patches) + n·M·F                 attention pooling, plain
       M·rep + rep·C, once (for each patch if unpooled)       pre_logits and head; 2·M for M with two pools
 
@@ -75,7 +74,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     total = patches * p_h * p_w * channels * net.width
     block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
-    total += sum(_across_heads(net, layer, tokens, tokens**2, 4 * tokens**2) for layer in range(net.depth))
+    total += sum(_compositions(net, layer, tokens, tokens**2) for layer in range(net.depth))
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
     pooled = net.width * (2 if "+" in net.pool_type else 1)
@@ -89,7 +88,7 @@ def lm_flops(net: LM, length: int) -> int:
 
     In multiply-adds, summed over the layers:
 
-      attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2; or a head variant
+      attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2
       T·M·E                                            the gate of E groups of an MLP's hidden layer, if there is one
       T·M·V, once                                      the head, tied or not
 
@@ -104,8 +103,7 @@ def lm_flops(net: LM, length: int) -> int:
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
         total += _attention(net.width, _key_width(net), length, length, pairs)
-        row_pairs = visible_pairs(2 * length, windows[layer % len(windows)])
-        total += _across_heads(net, layer, length, pairs, row_pairs)
+        total += _compositions(net, layer, length, pairs)
     return 2 * total
 
 
@@ -125,34 +123,9 @@ def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) 
     return 2 * (queries * width + keys * key_width + pairs) * width
 
 
-def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int, row_pairs: int) -> int:
-    """Return multiply-adds of a layer's composition (`Composition.multiply_adds`), or of its head variant.
-
-    moh        T·M·H for the router, T·M for the gates
-    moh_topk   T·M·(H + 2), less T·M for a single shared head; T·M for the gates. All heads are computed
-    diff       2·P·H, as a static composition of pairs of heads
-    diff2      T·M² and 2·P·M for the second queries, T·M·H for λ, T·M for its product
-    xsa        2·T·M for the product with the own value and its part
-    knocking   T·D·(M + 2·K·D) for the maps of queries, keys and values
-    gated_elementwise   T·M² for the gates, T·M for their product
-    paired     P'·M instead of 2·P·M, with the P' visible pairs (`row_pairs`) of 2·T rows of H/2 heads
-    """
-    heads, width = net.num_heads, net.width
-    if net.heads is None:
-        composition, key_heads = net.composition_of(layer), net.num_key_heads or heads
-        return composition.multiply_adds(heads, key_heads, width, tokens, pairs) if composition.compose else 0
-    if net.heads == "diff":
-        return 2 * pairs * heads
-    if net.heads == "diff2":
-        return (tokens * (width + heads + 1) + 2 * pairs) * width
-    if net.heads == "xsa":
-        return 2 * tokens * width
-    if net.heads == "knocking":
-        return tokens * (width // heads) * (width + 2 * _key_width(net))
-    if net.heads == "gated_elementwise":
-        return tokens * (width + 1) * width
-    if net.heads == "paired":
-        return (row_pairs - 2 * pairs) * width
-    shared, _ = shared_and_chosen(net.heads, heads)
-    scores = heads + 2 * (shared > 0) - (shared == 1)
-    return tokens * width * (scores + 1)
+def _compositions(net: TransformerFields, layer: int, tokens: int, pairs: int) -> int:
+    """Return multiply-adds of a layer's compositions (`Composition.multiply_adds`)."""
+    composition, heads = net.composition_of(layer), net.num_heads
+    if composition.compose is None:
+        return 0
+    return composition.multiply_adds(heads, net.num_key_heads or heads, net.width, tokens, pairs)

@@ -1,8 +1,7 @@
-"""Cross-head attention of other papers by name: the field `heads` of the models.
+"""Cross-head attention of other papers by name: the argument `heads` of `Model`.
 
-Some of them are settings of the composition (`SETTINGS`). `Model` replaces their names by these fields, so that the
-built model is an ordinary composed one. The others (`VARIANTS`) have modules of their own in
-`dcvit.models.head_variants`. The letters are those of `dcvit.dcmha`; A are scores or weights.
+Each name stands for fields of the composition (`SETTINGS`), by which `Model` replaces it, so that the built model is an
+ordinary composed one. The letters are those of `dcvit.dcmha`; A are scores or weights.
 
   name         formula                                                                      source
   mha          plain attention                                                              Vaswani et al., 2017
@@ -14,14 +13,6 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
   folded_post  the same after the softmax only                                              Xiao et al., 2024
   dcmha        the complete composition                                                     Xiao et al., 2024
   dcmha_post   the same after the softmax only                                              Xiao et al., 2024, Table 9
-  moh          a router weights all heads                                                   Jin et al., 2024
-  moh_topk     a router weights shared heads and chooses others                             Jin et al., 2024
-  diff         differences of pairs of attention matrices, DIFF Transformer V1              Ye et al., 2024
-  diff2        differences of pairs of outputs, DIFF Transformer V2                         Ye et al., 2026
-  xsa          z = y - (y·v)·v/‖v‖², own v: exclusive self-attention                        arXiv 2603.09078
-  knocking     q·T_q, k·T_k, v·T_v with D×D maps of all heads: knocking heads               arXiv 2510.23052
-  gated_elementwise   O' = O ⊙ σ(x·W): elementwise gated attention                          Qiu et al., 2025
-  paired       two heads in one softmax, with keys of both: paired heads                    modded-nanogpt, PR 191
 
 Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
 random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
@@ -29,7 +20,7 @@ of each group with the field `groups`. The gate of "gated" is 1 + tanh(x·W_qg) 
 paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2. w_q1 of
 "lightweight" is RMS-normed over the heads, as in all dynamic projections. modded-nanogpt's record 85 composes the last
 layer only (`compose_layers=(-1,)`) and adds the product in the local window only; "lightweight" composes all visible
-keys. The maps of "knocking" start as the identity and follow the projections, before QK-norm and rotary embedding.
+keys.
 """
 
 from __future__ import annotations
@@ -42,7 +33,6 @@ from typing import Any
 from dcvit.errors import nearest
 
 LOG = logging.getLogger(__name__)
-VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
 STATIC = {"projection": False, "gate": False, "static": True}
 # The fields that a name stands for. `groups` of `FOLDED` is the number of key heads.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -59,31 +49,35 @@ SETTINGS: dict[str, dict[str, object]] = {
     "dcmha_post": {"compose": "post", "branches": "qk", "projection": True, "gate": True},
 }  # fmt: skip
 FOLDED = ("folded", "folded_post")
-NAMES = (*SETTINGS, *VARIANTS)
+NAMES = tuple(SETTINGS)
 
 
 def of_attention(name: str) -> dict[str, object]:
     """Return the fields of a model for the argument `attention` of the shipped configs, a name of this module.
 
-    For `SETTINGS`, these are fields of the composition instead of `heads`, so that a config can still override them.
+    Except for `FOLDED`, these are fields of the composition instead of `heads`, so that a config can still override
+    them.
 
     Raises:
       ValueError: the name is unknown.
     """
     if name not in NAMES:
-        raise ValueError(f"attention={name!r}; known: {', '.join(NAMES)}")
+        raise ValueError(f"attention={name!r}; {nearest(name, NAMES)}")
     if name in ("dcmha", "dcmha_post"):
         return {"compose": SETTINGS[name]["compose"]}  # the other fields are the defaults of a model, or of its preset
-    return {"heads": name} if name in (*VARIANTS, *FOLDED) else dict(SETTINGS[name])
+    return {"heads": name} if name in FOLDED else dict(SETTINGS[name])
 
 
-def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
-    """Return the fields of a model, with the name in `heads` replaced by the fields that it stands for.
+def resolve(
+    name: str | None, preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int
+) -> dict[str, Any]:
+    """Return the fields of a model, with those that a name of this module stands for.
 
-    They replace `compose`, and all fields of the preset. "folded" and "folded_post" without `num_key_heads` have half
+    These replace `compose`, and all fields of the preset. "folded" and "folded_post" without `num_key_heads` have half
     as many key heads as heads.
 
     Args:
+      name: the argument `heads` of the model; None stands for no fields.
       preset: fields of the model's preset.
       fields: fields that are given; they override the preset's.
       num_heads: H if the fields do not give it.
@@ -93,12 +87,11 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
         key heads as heads.
     """
     merged = {**preset, **fields}
-    name = merged.get("heads")
     if name is None:
         return merged
     if name not in NAMES:
         raise ValueError(f"heads={name!r}; {nearest(str(name), NAMES)}")
-    meant = SETTINGS.get(name, {"compose": None})
+    meant = SETTINGS[name]
     if name in FOLDED:
         heads = merged.get("num_heads", num_heads)
         key_heads = merged.get("num_key_heads") or _half(heads)
@@ -109,7 +102,7 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
     for field, value in meant.items():
         if field != "compose" and fields.get(field, value) != value:
             raise ValueError(f"heads={name!r} means {field}={value!r}, found {fields[field]!r}; remove one of them")
-    return {**merged, **meant, "heads": name if name in VARIANTS else None}
+    return {**merged, **meant}
 
 
 @functools.cache

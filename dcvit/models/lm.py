@@ -154,8 +154,7 @@ class LM(TransformerFields):
             Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
             rotary_scaling=self.rotary_scaling, causal=True, prefill_window=self.prefill_window,
             use_bias=self.use_bias, qkv_bias=self.qkv_bias, kernel_init=init, out_init=out_init,
-            dtype=dtype, remat=self.remat == "attention", heads=self.heads,
-            **values_of(self, AttentionFields),
+            dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
             MlpBlock, self.mlp_dim, activation=self.mlp, groups=self.mlp_groups, use_bias=self.use_bias,
@@ -268,14 +267,19 @@ def _capacity(net: LM, layers: object) -> int:
     return max(int(cache.k.shape[-2]) for cache in caches)  # global layers have the most slots
 
 
-def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  # noqa: N802
+def Model(  # noqa: N802
+    vocab_size: int, *, preset: str | None = None, heads: str | None = None, **fields: Any
+) -> LM:
     """Build the model, such as `Model(50257, preset="DCFormer++-405M")`; `fields` override the preset's.
+
+    `heads` is a name of `dcvit.models.head_settings`, cross-head attention of another paper, instead of the fields of
+    the composition.
 
     Raises:
       ValueError: the preset is unknown, with the nearest ones in the message; or `heads` is unknown or contradicts a
         field.
     """
-    return LM(vocab_size, **head_settings.resolve(decode_preset(preset), fields, LM.num_heads))
+    return LM(vocab_size, **head_settings.resolve(heads, decode_preset(preset), fields, LM.num_heads))
 
 
 def load(

@@ -196,8 +196,6 @@ def check_packed(net: nn.Module, pixels: int) -> None:
         raise ConfigError(
             f"config.model.pool_type={net.pool_type!r} is for images of one size; patches need {', '.join(POOLS)}"
         )
-    if net.heads == "moh_topk":
-        raise ConfigError("config.model.heads='moh_topk' balances its heads over all tokens, also padding of patches")
     if len(set(net.patch_size)) > 1 or math.prod(net.patch_size) != pixels:
         raise ConfigError(
             f"config.model.patch_size={tuple(net.patch_size)}, but the op patches yields patches of {pixels} pixels"

@@ -87,18 +87,6 @@ class Projections(AttentionFields):
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         return head_dim
 
-    def query_heads(self) -> int:
-        """Return the number of heads of the queries."""
-        return self.num_heads
-
-    def mapped(self, name: str, x: Float[Array, "*B H D"]) -> Float[Array, "*B H D"]:
-        """Return queries, keys or values (by `name`) unchanged; a hook for subclasses, before norms and rotation."""
-        return x
-
-    def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
-        """Return queries or keys with their rotary embedding."""
-        return rotate(x, positions, width=self.rotary, base=self.rotary_base, scaling=self.rotary_scaling)
-
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
         """Return queries B T H D, keys and values B S K D of the inputs, after any QK-norm and rotary embedding."""
         head_dim = self.head_dim(x_q.shape[-1])
@@ -110,13 +98,13 @@ class Projections(AttentionFields):
                 bias_init=self.bias_init, dtype=self.dtype, param_dtype=self.param_dtype,
                 precision=self.precision, name=name,
             )  # fmt: skip
-            out: Array = self.mapped(name, dense(x))
+            out: Array = dense(x)
             if self.qkv_sharding is None:
                 return constrain(out, BATCH, "context", "tensor", None)
             return constrain_to(out, self.qkv_sharding)
 
         key_heads = self.num_key_heads or self.num_heads
-        q = project("query", x_q, self.query_heads())
+        q = project("query", x_q, self.num_heads)
         k = project("key", x_k, key_heads)
         v = project("value", x_v, key_heads)
         if self.qk_norm:
@@ -136,7 +124,10 @@ class Projections(AttentionFields):
         elif self.rotary:
             if positions is None:
                 positions = jnp.arange(x_q.shape[1])[None]
-            q, k = (self.rotated(x, positions) for x in (q, k))
+            q, k = (
+                rotate(x, positions, width=self.rotary, base=self.rotary_base, scaling=self.rotary_scaling)
+                for x in (q, k)
+            )
         return q, k, v
 
     def output(self, x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T _"]:

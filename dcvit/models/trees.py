@@ -21,7 +21,7 @@ MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
     (r"(query|key|value)/kernel", (1, 2)),
     (r"MultiHeadDotProductAttention_0/out/kernel", (2, 1)),
     (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", (1, 1)),
-    (r"(pre_logits|gated_elementwise/gate)/kernel", (1, 1)),
+    (r"pre_logits/kernel", (1, 1)),
 )
 # The stacks of a scan, and the beginning of the names of unrolled blocks. A stack has "layer_0", "layer_1", …, or is a
 # single layer.

@@ -201,7 +201,6 @@ class ViT(TransformerFields):
             num_key_heads=self.num_key_heads,
             dtype=dtype,
             remat=self.remat == "attention",
-            heads=self.heads,
             qkv_bias=self.qkv_bias,
             **values_of(self, AttentionFields),
         )
@@ -280,12 +279,18 @@ def check_fields(net: ViT, sides: Sequence[int]) -> None:
 
 
 def Model(  # noqa: N802
-    num_classes: int | None = None, *, variant: str | None = None, remat_policy: str | None = None, **fields: Any
+    num_classes: int | None = None,
+    *,
+    variant: str | None = None,
+    heads: str | None = None,
+    remat_policy: str | None = None,
+    **fields: Any,
 ) -> ViT:
     """Build the model, such as `Model(1000, variant="DCViT-S/16", rep_size=True)`; `fields` override the variant's.
 
-    `remat_policy` is big_vision's name for the field `remat`, with the same values; here it also applies to layers that
-    are not scanned.
+    `heads` is a name of `dcvit.models.head_settings`, cross-head attention of another paper, instead of the fields of
+    the composition. `remat_policy` is big_vision's name for the field `remat`, with the same values; here it also
+    applies to layers that are not scanned.
 
     Raises:
       ValueError: the variant is unknown, with the nearest ones in the message; `heads` is unknown or contradicts a
@@ -295,7 +300,7 @@ def Model(  # noqa: N802
         if "remat" in fields:
             raise ValueError(f"{remat_policy=} and remat={fields['remat']!r} are the same field; give one of them")
         fields["remat"] = remat_policy
-    return ViT(num_classes, **head_settings.resolve(decode_variant(variant), fields, ViT.num_heads))
+    return ViT(num_classes, **head_settings.resolve(heads, decode_variant(variant), fields, ViT.num_heads))
 
 
 def decode_variant(variant: str | None) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from dcvit.inference.texts import LanguageModel, read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.contributions import average_contributions
-from dcvit.models.head_settings import VARIANTS
 from dcvit.models.packed_images import PackedImages
 from dcvit.pages.explorer import DIGITS, average_facts, render
 from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
@@ -107,8 +106,6 @@ Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
     """Return the indices, from 0, of the model's layers that the page shows. Raise ConfigError if there are none."""
     module = model.module
-    if module.heads in VARIANTS:
-        raise ConfigError(f"{model.source} has heads={module.heads!r}: expected plain attention or compositions")
     if module.compose_layers is not None:
         chosen = tuple(module.compose_layers)
         raise ConfigError(f"{model.source} has compose_layers={chosen}: expected compositions in all layers")

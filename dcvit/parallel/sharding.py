@@ -64,7 +64,6 @@ class ModelSizes(Protocol):
     mlp_dim: int | None
     compose: str | None
     groups: int
-    heads: str | None
     implementation: str | None
 
     def composition(self) -> Composition:
@@ -169,8 +168,6 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
     for name, size in sizes.items():
         if size % tensor:
             raise ConfigError(f"config.mesh: tensor {tensor} does not divide {name} {size}")
-    if net.heads in ("paired", "diff") and net.num_heads // 2 % tensor:
-        raise ConfigError(f"config.mesh: tensor {tensor} does not divide the {net.num_heads // 2} pairs of heads")
     if net.compose and net.groups > 1 and net.groups % tensor:
         raise ConfigError(
             f"config.model.groups={net.groups} is not a multiple of tensor {tensor}: each group is composed on one "

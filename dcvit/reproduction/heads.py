@@ -107,8 +107,6 @@ def model_of(name: str) -> lm.LM:
 
 def is_flash(net: lm.LM) -> bool:
     """Return True if fused implementations of plain attention (flash attention) can compute a model's attention."""
-    if net.heads is not None:
-        return net.heads != "diff"
     return net.compose is None or net.composition().foldable(net.num_key_heads or net.num_heads)
 
 

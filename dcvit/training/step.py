@@ -190,8 +190,8 @@ def accumulate(
 ) -> tuple[jax.Array, Params]:
     """Return loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
-    Both equal those of the complete batch, except for the load-balance loss, which is not a mean over examples. Each
-    part has examples of every device, so that all devices work on each part.
+    Both equal those of the complete batch. Each part has examples of every device, so that all devices work on each
+    part.
     """
     if parts == 1:
         return value_and_grad(params, batch, key)

@@ -35,7 +35,6 @@ from dcvit.errors import ConfigError
 from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
 from dcvit.hub.kinds import check_loss, kind_of, with_text
 from dcvit.models import Params, lm, losses, pixels
-from dcvit.models.head_variants import LOSSES, with_balance
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
@@ -159,16 +158,14 @@ class ImageTask:
         return {name: jnp.asarray(value, jnp.float32) for name, value in weights.items() if value is not None}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the function (params, batch, key) -> mean of `config.loss`, plus the load-balance loss of heads.
+        """Return the function (params, batch, key) -> mean of `config.loss`.
 
         With `distillation`, the batch also has the teacher's logits, and the loss is that of `Distillation.loss`.
         """
         loss_fn = functools.partial(getattr(losses, self.loss_name), **self._weights())
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            (logits, out), sown = net.apply(
-                {"params": params}, batch["image"], train=True, rngs={"dropout": key}, mutable=[LOSSES]
-            )
+            logits, out = net.apply({"params": params}, batch["image"], train=True, rngs={"dropout": key})
             labels = batch["labels"].reshape(-1, batch["labels"].shape[-1])  # without the axis of groups
             scale = batch["scale"].reshape(-1)
 
@@ -180,7 +177,7 @@ class ImageTask:
                 found = of_labels(logits)
             else:
                 found = self.distillation.loss(of_labels, heads_of(net, params, logits, out), batch[TEACHER])
-            return with_balance(jnp.mean(found), sown)
+            return jnp.mean(found)
 
         return loss_of
 
@@ -246,16 +243,16 @@ class TokenTask:
         return {"tokens": batch["tokens"], "weights": counts / jnp.maximum(jnp.mean(counts), 1e-9)}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the function (params, batch, key) -> loss: mean nats per target, plus z-loss and load-balance loss."""
+        """Return the function (params, batch, key) -> loss: mean nats per target, plus z-loss."""
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
             tokens = batch["tokens"]
-            (_, out), sown = net.apply({"params": params}, tokens[:, :-1], train=True, mutable=[LOSSES])
+            _, out = net.apply({"params": params}, tokens[:, :-1], train=True)
             unembed = functools.partial(lm.unembed, kernel=lm.head_kernel(params))
             nats = losses.token_xent(
                 unembed, out["pre_logits"], tokens[:, 1:], chunk=self.loss_chunk, z_loss=self.z_loss
             )
-            return with_balance(jnp.mean(nats * batch["weights"]), sown)
+            return jnp.mean(nats * batch["weights"])
 
         return loss_of
 

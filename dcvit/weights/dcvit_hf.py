@@ -27,7 +27,7 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
     },
 }  # fmt: skip
 # The fields that the modeling file reads, with the defaults of `dcvit.models`.
-FIELDS = {name: defaults(name, "heads") for name in ("vit", "lm")}
+FIELDS = {name: defaults(name) for name in ("vit", "lm")}
 
 POOL = "MAPHead_0"
 TABLES: dict[str, torch_layers.Table] = {

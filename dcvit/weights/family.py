@@ -70,9 +70,10 @@ def build(description: Description) -> Any:
         raise CheckpointError(f"model_name={description.model_name!r:.100}; expected {' or '.join(MODELS)}")
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in description.fields.items()}
     model, outputs = _constructor(description.model_name), description.num_outputs
+    heads = fields.pop("heads", None)  # in files of 0.2.0: the name of attention that the model no longer has
     try:
         check_call(typing.get_type_hints(model)["return"], fields, "fields", args=(outputs,))
-        net = model(outputs, **fields)
+        net = model(outputs, heads=heads, **fields)
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"the description of the model is invalid: {first_line(e):.200}") from None
     return net

@@ -194,7 +194,7 @@ def check_expressible(description: Description, what: str, **values: tuple[objec
         raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")
     fields = settings(description)
     possible: dict[str, tuple[object, ...]] = {
-        "compose": (None,), "heads": (None,), "qk_norm": (None,), "posemb": ("learn",), "qkv_bias": ("qkv",),
+        "compose": (None,), "qk_norm": (None,), "posemb": ("learn",), "qkv_bias": ("qkv",),
         "rep_size": (False, 0), "pre_norm": (False,), "pool_norm": (False,), **values,
     }  # fmt: skip
     for name, known in possible.items():

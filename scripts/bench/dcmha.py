@@ -85,7 +85,6 @@ SMALL = {
 runtime.skip_absent_tpu()  # before `backend` asks for the devices
 tried = [name for name, row in BACKENDS.items() if COMPOSED in row.tried.get(backend(), ()) and name != "reference"]
 TILED = tuple(dict.fromkeys(("blockwise", *reversed(tried))))  # the fastest is the last
-STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
 DOCUMENT = 500  # mean number of tokens of a document in packed rows
@@ -159,7 +158,7 @@ def functions(shape: Shape) -> dict[str, tuple[Kind, Function]]:
         return lambda x, params: dynamic_weights(x, params, sides=sides, heads=shape.heads, gelu="tanh")
 
     rows: dict[str, tuple[Kind, Function]] = {FIRST: ("plain", ours("reference")), "plain, jax.nn": ("plain", library)}
-    tiled = STEP if shape.step else TILED
+    tiled = ("decode",) if shape.step else TILED
     for name in ("reference", *tiled):
         if name in tiled and is_supported(ours(name), shape, "plain"):
             rows[f"plain, {name}"] = ("plain", ours(name))

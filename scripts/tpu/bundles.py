@@ -1,7 +1,6 @@
 """Count of the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU. A bundle is about one cycle.
 
     python scripts/tpu/bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
-    python scripts/tpu/bundles.py --topology v5e:2x2 --heads 32 --queries 1 --keys 2048 --width 80
 
 The compilation runs in a child process, because libtpu reads the folder for its dump from the environment at start-up.
 The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
@@ -30,7 +29,7 @@ DELAY = 4  # bundles after a branch that the processor still executes
 
 
 class AttentionShape(NamedTuple):
-    """Shape of one attention; decoding has one query. Eight divides the batch of kernels with blocks of examples."""
+    """Shape of one attention. Eight divides the batch of kernels with blocks of examples."""
 
     batch: int
     heads: int
@@ -129,11 +128,9 @@ def child(spec: dict[str, Any]) -> None:
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from jax.typing import DTypeLike
 
     from dcvit.dcmha import ComposeWeights
     from dcvit.dcmha.backends.tpu import api
-    from dcvit.dcmha.backends.tpu import decode as decode_kernel
     from dcvit.dcmha.inputs import Inputs, make_call
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
@@ -141,7 +138,7 @@ def child(spec: dict[str, Any]) -> None:
     sharding = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.dtype(spec["dtype"])
 
-    def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
@@ -156,20 +153,13 @@ def child(spec: dict[str, Any]) -> None:
     def forward(*arguments: jax.Array) -> jax.Array:
         return api.run(make_call(Inputs(*arguments), causal=spec["causal"], window=spec["window"]))
 
-    def decode(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *weights: object) -> jax.Array:
-        k, v = (x.reshape(batch, keys, key_heads, width) for x in (k, v))
-        return decode_kernel.run(make_call(Inputs(q, k, v, *weights, mask)))
-
     def gradient(do: jax.Array, *arguments: object) -> object:
         return jax.vjp(forward, *arguments)[1](do)
 
     weights = weights or None
     arguments = q, k, k, weights, weights
     with jax.set_mesh(mesh):
-        if queries == 1:  # the heads of a token are one axis in the cache, and a mask selects its slots
-            flat, mask = array(batch, keys, key_heads * width), array(batch, 1, 1, keys, dtype=jnp.bool_)
-            jax.jit(decode).lower(mask, q, flat, flat, weights, weights).compile()
-        elif spec["backward"]:
+        if spec["backward"]:
             jax.jit(gradient).lower(q, *arguments).compile()
         else:
             jax.jit(forward).lower(*arguments).compile()
@@ -181,10 +171,9 @@ def bundles(
 ) -> dict[str, int]:  # fmt: skip
     """Return the bundles of a step of the grid for each kernel.
 
-    The kernels are dcmha_forward, with `backward` also dcmha_delta and dcmha_gradients, and dcmha_decode for a single
-    query. A step of dcmha_matrices, and of dcmha_gradient_matrices in the backward pass, prepares a block of keys. If
-    one tile holds all scores, a step of the others is an image; otherwise it is a block of queries and a block of keys.
-    A step of dcmha_decode reads a block of keys and a block of values.
+    The kernels are dcmha_forward, and with `backward` also dcmha_delta and dcmha_gradients. A step of dcmha_matrices,
+    and of dcmha_gradient_matrices in the backward pass, prepares a block of keys. If one tile holds all scores, a step
+    of the others is an image; otherwise it is a block of queries and a block of keys.
 
     Raises:
       RuntimeError: the compilation failed; the message is the end of the compiler's output.

@@ -41,8 +41,7 @@ def shapes() -> dict[AttentionShape, list[str]]:
         composed = net.compose is not None and not net.composition().foldable(key_heads)
         sizes = BATCHES[0], net.num_heads, key_heads, net.width // net.num_heads
         for window in dict.fromkeys(layer_windows(net)):
-            for queries, keys in ((TEXT, TEXT), (1, window or TEXT)):
-                found.setdefault(AttentionShape(*sizes, queries, keys, window, composed), []).append(name)
+            found.setdefault(AttentionShape(*sizes, TEXT, TEXT, window, composed), []).append(name)
     return found
 
 

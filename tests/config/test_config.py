@@ -65,12 +65,12 @@ def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monk
     assert configs.load("vit_digits").model.compose == "both"
 
 
-@pytest.mark.parametrize("name", ["lightweight", "folded", "folded_post", "xsa", "dcmha", "dcmha_post", "mha"])
-def test_attention_names_a_head_variant_whose_fields_can_be_overridden(name):
+@pytest.mark.parametrize("name", ["lightweight", "folded", "folded_post", "dcmha", "dcmha_post", "mha"])
+def test_attention_names_settings_whose_fields_can_be_overridden(name):
     model = make_model(configs.load(f"lm_synthetic:attention={name}"))
     composition = model.composition()
-    expected = head_settings.resolve({}, {"heads": name, "num_heads": 4}, 4)
-    assert (model.heads, composition.compose) == (expected["heads"], expected["compose"])
+    expected = head_settings.resolve(name, {}, {"num_heads": 4}, 4)
+    assert composition.compose == expected["compose"]
     assert (composition.branches, composition.gate) == (expected.get("branches", "qk"), expected.get("gate", True))
     if name == "lightweight":
         assert make_model(configs.load(f"lm_synthetic:attention={name}", ["model.compose=pre"])).compose == "pre"

@@ -146,6 +146,28 @@ def test_examples_that_are_computed_at_once_have_the_bits_of_one_after_the_other
 
 
 @pytest.mark.slow
+def test_gradients_of_a_batch_by_vmap_are_those_of_each(small_blocks):
+    """Also of weights that all elements of the batch share."""
+    (q, *others), options = random_case(24, heads=4, batch=2, causal=True, mask=(2, 1, 24, 24))
+    rows = jnp.stack([q, q / 2])
+
+    def loss(q, others):
+        return jnp.sum(jnp.sin(on_arrays(blockwise.run)(q, *others, **options)))
+
+    gradients = jax.jit(jax.grad(lambda rows, others: jnp.sum(jax.vmap(loss, (0, None))(rows, others)), (0, 1)))
+    found = gradients(rows, others)
+    first, second = (jax.jit(jax.grad(loss, (0, 1)))(row, others) for row in rows)
+    expected = jnp.stack([first[0], second[0]]), jax.tree.map(jnp.add, first[1], second[1])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+
+
+def test_forward_mode_is_refused():
+    (q, k, v, *_), options = random_case(8, branches=None)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: on_arrays(blockwise.run)(q, k, v, **options), (q,), (q,))
+
+
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32(small_blocks):
     found, right = run({"queries": 50, "branches": "qkgs"}, jnp.bfloat16)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):

@@ -65,19 +65,6 @@ def test_bfloat16_is_rounded_once():
     assert (d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.slow
-def test_forward_mode_and_second_derivatives_are_those_of_the_sum():
-    x, w, d_out = vectors_and_weights(257, 1, 2, 16)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def tangents(f, x, w, d_out):
-        return jax.jvp(lambda x, w: jax.vjp(f, x, w)[1](d_out), (x, w), (d_out, w))
-
-    found = tangents(functools.partial(combine.combine_heads, interpret=True), x, w, d_out)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tangents(folded.combine_heads, x, w, d_out)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [((256, 1, 2, 16), jnp.float32), ((300, 1, 9, 16), jnp.float32), ((300, 1, 2, 24), jnp.float32),

@@ -426,8 +426,6 @@ def test_programs_without_gradients_use_what_is_fastest_without():
     assert without_selection(lambda: order(one)) == ("fast_forward", "plain")
     selection.set_default("known")
     assert without_selection(lambda: order(one)) == ("plain",), "the choices of both kinds are apart"
-    decoding = dataclasses.replace(one, is_inference=True)
-    assert verified(decoding)[0] == ("fast_forward", "plain")
 
 
 def test_the_verdicts_on_one_kernel_are_forgotten_alone():

@@ -125,9 +125,3 @@ def test_unknown_names_and_other_shapes_are_refused():
         run_with_cache(net, params, make_tokens(), {"block02/*": jnp.zeros_like})
     with pytest.raises(ValueError, match=r"hook of block00/heads returns shape \(1, .*expected \(2, "):
         run_with_cache(net, params, make_tokens(), {"block00/heads": lambda x: x[:1]})
-
-
-def test_variants_that_are_no_composition_are_refused():
-    net, params = make_lm()
-    with pytest.raises(ValueError, match="heads='diff' has no attention matrices"):
-        run_with_cache(net.clone(heads="diff"), params, make_tokens())

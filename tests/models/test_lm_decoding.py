@@ -23,12 +23,10 @@ MODELS = {
     "local and global layer, grouped query keys": LLAMA | DC | {"qk_norm": "rmsnorm", "num_key_heads": 2},
     "two groups, tied": PYTHIA | DC | LOCAL | {"groups": 2, "static": True, "tied": True},
     "documents, scanned": GPT3 | {"compose": "pre", "end_of_text": 0, "scan": True},
-    "differential, grouped": LLAMA | GLOBAL | {"heads": "diff", "num_key_heads": 2},
+    "talking, grouped": LLAMA | GLOBAL | {"heads": "talking", "num_key_heads": 2},
 }
 MORE_MODELS = {
     "query-wise, static": GPT3 | GLOBAL | {"compose": "both", "branches": "q", "static": True},
-    "mixture of heads": LLAMA | LOCAL | {"heads": "moh_topk"},
-    "differential 2, one key head": PYTHIA | {"heads": "diff2", "num_key_heads": 1, "end_of_text": 0, "scan": True},
     "plain, documents, one key head": GPT3 | {"window_pattern": "1:1", "end_of_text": 0, "num_key_heads": 1},
     "key-wise after the softmax, rank 1": LLAMA | GLOBAL | {"compose": "post", "branches": "k", "rank": 1},
     "gates after the softmax": LLAMA | LOCAL | {"compose": "post", "projection": False, "end_of_text": 0},
@@ -37,7 +35,7 @@ MORE_MODELS = {
     "1:1, scanned, recomputed, and a rest": LLAMA | DC | {"compose": "post", "depth": 3, "scan": True, "remat": "full"},
 }
 DEEPEST, DOCUMENTS = "local and global layer, grouped query keys", "documents, scanned"
-ONE_LAYER = "differential, grouped"  # a global one
+ONE_LAYER = "talking, grouped"  # a global one
 
 
 def make_tokens(seed=2):

@@ -71,10 +71,6 @@ def alone(net, params, images) -> jax.Array:
         {"pool_type": "tok+gap", "registers": 2, "heads": "lightweight"},
         {"pool_type": "tok+reg", "registers": 1, "compose": "both", "scan": True, "remat": "full"},
         pytest.param({"pool_type": "tok", "posemb": "learn", "heads": "dcmha"}, marks=pytest.mark.slow),
-        *(
-            pytest.param({"heads": heads}, marks=pytest.mark.slow)
-            for heads in ("diff", "diff2", "paired", "xsa", "moh", "knocking", "gated_elementwise")
-        ),
     ],
     ids=str,
 )
@@ -184,7 +180,6 @@ def test_stochastic_depth_drops_images_instead_of_rows(sequences):
     ("fields", "match"),
     [
         ({"pool_type": "none"}, "pool_type='none' is for images of one size"),
-        ({"heads": "moh_topk"}, "heads='moh_topk' balances its heads over all tokens"),
         ({"patch_size": (1, 2)}, r"patch_size=\(1, 2\), but the op patches yields patches of 4 pixels"),
         ({"patch_size": (1, 4)}, r"patch_size=\(1, 4\), but the op patches yields patches of 4 pixels"),
     ],

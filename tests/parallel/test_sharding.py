@@ -135,7 +135,6 @@ def test_tokens_split_over_the_axis_context_train_like_one_device(library_promot
         ("groups", {"model.window": 20, "model.num_key_heads": 4}, ("fsdp+tensor of context, tensor",)),
         ("groups", {"model.scan": True, "model.remat": "full", "document_mask": True}, ("fsdp of context, fsdp",)),
         ("all heads", {"model.implementation": "reference"}, ("fsdp+tensor of context, tensor",)),
-        ("all heads", {"grad_accum": 2, "model.heads": "xsa", "model.compose": None}, ("ddp of context",)),
     ],
 )
 def test_every_model_trains_like_one_device_with_split_tokens(library_promotion, attention, options, strategies):
@@ -246,13 +245,6 @@ BAD = {
             "model.compose": "both", "model.num_heads": 4, "model.groups": 2,
         },
         "config.model.groups=2 is not a multiple of tensor 4",
-    ),
-    "pairs": (
-        {
-            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
-            "model.heads": "paired", "model.num_heads": 4,
-        },
-        "tensor 4 does not divide the 2 pairs of heads",
     ),
 }  # fmt: skip
 

@@ -139,7 +139,6 @@ def test_metrics_count_the_tokens_that_are_kept_and_dropped(setup):
         ({"input.pp": "value_range(-1, 1)|onehot(10)"}, "add the op patches to config.input.pp"),
         ({"mixup": 0.2, "reprob": 0.5}, "config.mixup=0.2, config.reprob=0.5 is for images of one size"),
         ({"model.pool_type": "'none'"}, "pool_type='none' is for images of one size"),
-        ({"model.heads": "moh_topk"}, "balances its heads over all tokens"),
         ({"model.patch_size": (4, 4)}, "patch_size=(4, 4), but the op patches yields patches of 4 pixels"),
     ],
 )

@@ -1,8 +1,7 @@
 """Plain attention by cuDNN's fused kernels, through `jax.nn.dot_product_attention`.
 
 cuDNN computes plain attention of bfloat16 or float16 on NVIDIA GPUs with float32 statistics and without scores in
-memory. While JAX traces the function, it checks that cuDNN is installed and supports the head dimension. JAX's function
-has no forward mode; here forward mode differentiates `reference`.
+memory. While JAX traces the function, it checks that cuDNN is installed and supports the head dimension.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha.backends.xla import reference
-from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
 from dcvit.dcmha.shapes import Array, Float
 
@@ -60,16 +58,8 @@ def _call(options: Options, inputs: Inputs) -> Array:
     )
 
 
-def _forward(options: Options, inputs: Inputs) -> tuple[Array, list[Array]]:
-    """Return the output, and the arrays that JAX's gradient of it needs."""
-    out, gradient = jax.vjp(lambda x: _call(options, x), inputs)
-    return out, jax.tree.leaves(gradient)
-
-
-def _backward(options: Options, inputs: Inputs, results: tuple[Array, list[Array]], d_out: Array) -> Inputs:
-    gradient = jax.eval_shape(lambda x: jax.vjp(lambda x: _call(options, x), x)[1], inputs)
-    found: tuple[Inputs] = jax.tree.unflatten(jax.tree.structure(gradient), results[1])(d_out)
-    return found[0]
-
-
-_attention = differentiable(_forward, _backward, forward_mode=reference.attend)
+# Without a backward pass of its own, the output and statistics of cuDNN would have no name by which to keep them.
+_attention = with_backward(
+    forward=lambda options, inputs: jax.vjp(lambda x: _call(options, x), inputs),
+    backward=lambda options, inputs, results, d_out: results[1](d_out)[0],
+)

@@ -36,8 +36,7 @@ from dcvit.dcmha.backends.gpu.config import Which, is_gpu
 from dcvit.dcmha.backends.gpu.launch import launch
 from dcvit.dcmha.backends.gpu.rectangle import Layer, Rectangle, compose_gradients
 from dcvit.dcmha.backends.gpu.tiling import Partition, Static, check_supported, head_axes, in_parts, partition
-from dcvit.dcmha.backends.xla import blockwise
-from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, reason_of
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.shapes import Array, Float, not_none
@@ -74,7 +73,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
     size = partition(x, static, backward=True)
     compute = functools.partial(_part_gradients, static, size)
     found: Inputs = in_parts(compute, size, (x, d_out, results[1]), head_axes(x._replace(mask=None, segments=None)))
-    return found._replace(segments=x.segments)  # which have no gradient
+    return found
 
 
 def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
@@ -108,11 +107,7 @@ def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, ls
     return Inputs(layer.join(dq, 1), dk, dv, dpre, dpost)
 
 
-def _forward_mode(static: Static, x: Inputs) -> Array:
-    return blockwise.forward_mode(static.options, x)
-
-
-_attention = differentiable(_forward, _backward, _forward_mode)
+_attention = with_backward(_forward, _backward)
 
 
 def _rectangle_gradients(r: Rectangle, totals: list[Array]) -> tuple[list[Array], tuple[Array, Array, Array]]:

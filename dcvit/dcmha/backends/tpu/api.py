@@ -52,10 +52,9 @@ from dcvit.dcmha.backends.tpu.call import Blocked
 from dcvit.dcmha.backends.tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.backends.tpu.forward import forward
 from dcvit.dcmha.backends.tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
-from dcvit.dcmha.backends.xla import blockwise
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.inputs import Call, Inputs, Options, reason_of
+from dcvit.dcmha.gradients import with_backward
+from dcvit.dcmha.inputs import Call, Inputs, reason_of
 from dcvit.dcmha.shapes import Array, Float
 
 LOG = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
 
     config, interpret = static
     found = by_platform(differentiate, config, (x, *results, d_out), interpret)
-    return Inputs(*found, segments=x.segments)  # which have no gradient
+    return Inputs(*found)
 
 
 def _delta(config: KernelConfig, out: Blocked, d_out: Blocked) -> Array:
@@ -151,14 +150,7 @@ def _delta(config: KernelConfig, out: Blocked, d_out: Blocked) -> Array:
     return jnp.einsum("hc,bct->bht", ones, product, precision=jax.lax.Precision.HIGH)
 
 
-def _forward_mode(static: Static, x: Inputs) -> Array:
-    (config, _), (q, k, v, pre, post, mask, segments) = static, x
-    options = Options(config.causal, config.window, config.groups, config.scale, config.first_query)
-    by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
-    return blockwise.forward_mode(options, Inputs(q, k, v, pre, post, by_query, segments))
-
-
-_attention = differentiable(_forward, _backward, _forward_mode)
+_attention = with_backward(_forward, _backward)
 
 
 def by_platform(

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from dcvit.dcmha import folded
 from dcvit.dcmha.backends.tpu import tiling
 from dcvit.dcmha.backends.tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Interpret, Rows
-from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import UnsupportedError, reason_of
 from dcvit.dcmha.numerics import cdiv, pad, round_up, total
 from dcvit.dcmha.shapes import Array, Float
@@ -80,24 +78,21 @@ def combine_heads(
     return _combine(Static(groups, per_group, head_dim, interpret), (x, w))
 
 
-def _forward(static: Static, inputs: Inputs) -> tuple[Array, tuple[()]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(static: Static, inputs: Inputs) -> Array:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
     found = _call("dcmha_combine", static, {"w": w, "x": x}, {"out": x}, _combine_kernel)
-    return _tokens(found["out"], inputs[0]), ()
+    return _tokens(found["out"], inputs[0])
 
 
-def _backward(static: Static, inputs: Inputs, _: tuple[Array, tuple[()]], d_out: Array) -> Inputs:
+def _backward(static: Static, inputs: Inputs, d_out: Array) -> tuple[Inputs]:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
     arrays = {"w": w, "x": x, "d_out": _columns(d_out)}
     found = _call("dcmha_combine_gradients", static, arrays, {"d_x": x, "d_w": w}, _gradient_kernel)
-    return _tokens(found["d_x"], inputs[0]), _tokens(found["d_w"], inputs[1])
+    return ((_tokens(found["d_x"], inputs[0]), _tokens(found["d_w"], inputs[1])),)
 
 
-def _forward_mode(static: Static, inputs: Inputs) -> Array:
-    return folded.combine_heads(*inputs)
-
-
-_combine = differentiable(_forward, _backward, _forward_mode, name=None)
+_combine.defvjp(lambda static, inputs: (_combine(static, inputs), inputs), _backward)
 
 
 def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:

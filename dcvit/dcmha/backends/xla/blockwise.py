@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import device
 from dcvit.dcmha.backends.xla import reference, tile
-from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.device import map_examples
+from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
@@ -96,19 +96,13 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
     Scores and weights are float32, or float64 for float64 inputs. scale·q is rounded to q's dtype.
     """
-    out: Array = _arrange_and_attend(_attend, call.options, call.inputs)
+    out: Array = _arrange_and_attend(call.options, call.inputs)
     return out
 
 
-def forward_mode(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
-    """Return the outputs of attention from differentiable JAX operations; other backends use it for forward mode."""
-    out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
-    return out
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))  # trace once if called eagerly
-def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Options, inputs: Inputs) -> Array:
-    """Return the outputs of `attend` for arrays with the heads first and queries padded to complete blocks."""
+@functools.partial(jax.jit, static_argnums=0)  # trace once if called eagerly
+def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
+    """Return the outputs of the heads, computed for arrays with heads first and queries padded to complete blocks."""
     q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
@@ -130,7 +124,7 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
         if mask.shape[1] == queries and queries > 1:
             mask = pad(mask, 1, rows)
         arranged = arranged._replace(mask=mask)
-    out = attend(options, arranged)
+    out = _attend(options, arranged)
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
 
 
@@ -188,13 +182,13 @@ def _end(parts: list[Run]) -> int:
     return sum(part.blocks * part.rows for part in parts)
 
 
-def _forward(options: Options, x: Inputs, *, plain: bool = False) -> Float[Array, "H T D"]:
-    """Return the output of one example; see `_fold_blocks` for `plain`."""
+def _forward(options: Options, x: Inputs) -> Float[Array, "H T D"]:
+    """Return the output of one example."""
 
     def write_block(block: Block, total: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(total, _forward_block(block, options), block.start["q"], 1)
 
-    return _fold_blocks(options, x, jnp.zeros_like(x.q), write_block, plain=plain)
+    return _fold_blocks(options, x, jnp.zeros_like(x.q), write_block)
 
 
 def _backward(options: Options, x: Inputs, d_out: Float[Array, "H T D"]) -> Inputs:
@@ -220,17 +214,9 @@ def _backward(options: Options, x: Inputs, d_out: Float[Array, "H T D"]) -> Inpu
     return _map_axes(lambda axis, a, like: a.astype(like.dtype), total, x)
 
 
-def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
-    out: Array = jax.lax.map(lambda each: _forward(options, each, plain=True), x)
-    return out
-
-
-_attend = differentiable(
+_attend = with_backward(
     forward=lambda options, x: (map_examples(_forward, options, x, at_once=_at_once(x)), None),
-    backward=lambda options, x, _, d_out: map_examples(_backward, options, x, d_out, at_once=_at_once(x))._replace(
-        segments=x.segments
-    ),  # which have no gradient
-    forward_mode=_attend_plainly,
+    backward=lambda options, x, _, d_out: map_examples(_backward, options, x, d_out, at_once=_at_once(x)),
 )
 
 
@@ -283,16 +269,12 @@ def _matmul(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
-def _fold_blocks(
-    options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total], *, plain: bool = False
-) -> Total:
+def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
     """Apply total = body(block, total) to all blocks of an example, and return the last total.
 
-    With segments, keys without an id in common with a block are skipped, unless `plain` is True. Then all loops have
-    static lengths: JAX does not differentiate loops of data-dependent length in reverse mode, and under `jax.vmap` each
-    example takes as many steps as the longest one.
+    With segments, keys without an id in common with a block are skipped.
     """
-    if x.segments is not None and not plain and not device.splits_arrays():
+    if x.segments is not None and not device.splits_arrays():
         return _fold_documents(options, x, total, body)
     for run in runs(x.q.shape[1], x.k.shape[1], options, _group(x.q.shape[1], x.segments)):
 

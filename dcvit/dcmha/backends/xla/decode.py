@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.xla.reference import masked_softmax, visible
 from dcvit.dcmha.compose import ComposeWeights, query_map
-from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
+from dcvit.dcmha.inputs import Call, UnsupportedError
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 
@@ -45,12 +45,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     """
     if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
-    return attend(call.options, call.inputs)
-
-
-def attend(options: Options, inputs: Inputs) -> Float[Array, "B T H D"]:
-    """Return the outputs of the heads for one query, as `run`, from the options and arrays of a `Call`."""
-    q, k, v, pre, post, mask, segments = inputs
+    (q, k, v, pre, post, mask, segments), options = call.inputs, call.options
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]
