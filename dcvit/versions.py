@@ -131,27 +131,6 @@ def replace_backend(name: str, factory: Callable[[], object], priority: int) -> 
         register_backend_factory(name, factory, priority=priority, fail_quietly=True)
 
 
-def interpret_gpu() -> object:
-    """Return the parameters that make `plgpu.kernel` interpret a kernel.
-
-    `jax.experimental.pallas.tpu.InterpretParams` is the public name of those of TPUs; none is known for GPUs. Delete
-    when there is one.
-    """
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams()
-
-
-def interprets_gpu_layouts() -> bool:
-    """Return True if JAX interprets the layouts, register counts and transposed operands of GPU kernels.
-
-    Then the interpreter and the GPU run the same operations. Delete with JAX 0.11.
-    """
-    import jax
-
-    return jax.__version_info__ >= (0, 12)
-
-
 def load_any(ref: Value) -> Array:
     """Load an array of global memory into the register layout of a matrix product's result, with any access pattern.
 

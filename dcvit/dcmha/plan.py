@@ -85,16 +85,14 @@ class Backend(NamedTuple):
 # product: `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of
 # `reference`'s time. On TPUs, `decode` is preferred because it reads less memory in fewer, larger products; that is not
 # measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu` 0.15 to 0.36
-# (docs/performance.md), for plain layers of 405M and 6.9B 0.58 and 0.65; `decode` takes 0.12 and 0.15 ms where
-# `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
+# (docs/performance.md); `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1
+# and 8).
 BACKENDS = {
     "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
     "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
     "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
     "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
-    "pallas_gpu": Backend(
-        "backends.gpu.api", {"gpu": (PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True
-    ),
+    "pallas_gpu": Backend("backends.gpu.api", {"gpu": (COMPOSED, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True),
     "elementwise": Backend("backends.xla.elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
     "blockwise": Backend(
         "backends.xla.blockwise",
@@ -196,8 +194,7 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
 def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to choose from for a call on the current platform, in the order of `BACKENDS`.
 
-    These are the backends that the table lists for the kind of call, and that support it. A kernel after a backend that
-    needs no verdict is not a candidate, such as `pallas_gpu` after `cudnn`.
+    These are the backends that the table lists for the kind of call, and that support it.
 
     Returns:
       The names, at least one, and the reasons against the others.
@@ -210,8 +207,7 @@ def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, .
     names: list[str] = []
     reasons: dict[str, str] = {}
     for name, backend in BACKENDS.items():
-        is_late = backend.is_kernel and any(not BACKENDS[before].is_kernel for before in names)
-        if is_late or kind not in backend.tried.get(here, ()):
+        if kind not in backend.tried.get(here, ()):
             continue
         if (reason := refusal(name, call)) is None:
             names.append(name)

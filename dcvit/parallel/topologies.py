@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -79,10 +78,11 @@ def topology(name: str) -> tuple[Chip, tuple[int, ...]]:
     Raises:
       ValueError: there is no such slice; the message lists the nearest ones.
     """
-    found = names().get(_lower_family(name))
-    if found is None:
-        raise ValueError(f"{name!r} is not a TPU slice; nearest: {', '.join(nearest_slices(name))}")
-    return found
+    known = _lower_family(name)
+    if known not in names():
+        nearest = difflib.get_close_matches(known[:40], names(), n=4, cutoff=0)
+        raise ValueError(f"{name!r} is not a TPU slice; nearest: {', '.join(nearest)}")
+    return names()[known]
 
 
 def jax_name(chip: Chip, sides: tuple[int, ...]) -> str:
@@ -110,21 +110,6 @@ def shapes(family: str) -> list[tuple[int, ...]]:
     large = [(4 * a, 4 * b, 4 * c) for a, b in factors for c in range(b, cubes // (a * b) + 1)]
     small = [_sides(name) for name in (*["1x1x1"] * (family == "TPU7x"), *SMALL)]
     return [*small, *sorted(large, key=lambda sides: (math.prod(sides), sides[2], -sides[0]))]
-
-
-def nearest_slices(name: str, count: int = 4) -> list[str]:
-    """Return `count` names of slices similar to an unknown `name`: of its family, if that exists, of about its size."""
-    family, _, size = _lower_family(name[:40]).replace("-", ":", 1).partition(":")
-    mark = "-" if size.isascii() and size.isdigit() else ":"
-    wanted = math.prod(int(number) or 1 for number in re.findall("[0-9]+", size))
-
-    def distance(text: str) -> tuple[float, bool, int]:
-        known, sides = names()[text]
-        similarity = difflib.SequenceMatcher(None, family, known.name.lower()).ratio()
-        size = math.prod(sides) * (known.cores if mark == "-" else 1)
-        return -similarity, mark not in text, abs(size - wanted)
-
-    return sorted(names(), key=distance)[:count]
 
 
 def _lower_family(name: str) -> str:

@@ -1,6 +1,6 @@
 """Benchmark of the input pipeline with generated JPEGs of ImageNet's size.
 
-    python scripts/bench/input.py [--rounds 7] [--parquet] [--json docs/input.json]
+    python scripts/bench/input.py [--rounds 7] [--parquet] [--json input.json]
 
 The benchmark measures the speed of training batches relative to the JPEG decoder alone, the time to the first batch of
 a resumed run, and the memory of the process. The JPEGs have 500×375 pixels, quality 90 and about 100 kB, and are stored

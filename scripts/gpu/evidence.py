@@ -82,30 +82,11 @@ def parts(tiny: bool) -> list[Part]:
         steps("steps_vit_s16", f"--model vit_s16 --batch {1 if tiny else 256}", *grouped[: 2 if tiny else 0]),
         *([] if tiny else [steps("steps_6.9B", "--model 6.9B --batch 2 --depth 4", *most)]),
         Part("kernels", ("-m", "dcvit", "check-kernels", *cases, "--json", "--seconds", "30"), 150),
-        Part("generation", (__file__, "--generate", "{out}/generation.json", *["--tiny"] * tiny), 120),
         training("vit_digits", *["--config.total_epochs=1"] * tiny),
         training("lm_stdlib", *["--config.total_steps=2", "--config.evals.validation.data.limit=8"] * tiny),
         Part("profile", (str(layers), "--shapes", *shapes[-1:], "--rounds", "1"), 90, needs="ncu", before=PROFILER),
         Part("equal_time", equal, 540),
     ]
-
-
-def generate(path: Path, tiny: bool) -> None:
-    """Measure the tokens per second of generation by 405M, composed, folded and plain, and write them to a file."""
-    from dcvit.models import lm
-    from dcvit.reproduction.rounds import decoding_rates
-    from dcvit.training.timing import device
-
-    fields = {"depth": 1, "width": 64, "num_heads": 4} if tiny else {}
-    presets = {"plain": "Transformer++-405M", "DC": "DCFormer++-405M", "folded": "DCFlash-405M"}
-    own = {"folded": {"num_key_heads": 1, "groups": 1}} if tiny else {}
-    nets = {
-        name: lm.Model(50_257, preset=preset, context=512, dtype_mm="bfloat16", **fields, **own.get(name, {}))
-        for name, preset in presets.items()
-    }
-    new, rounds = (4, 1) if tiny else (128, 5)
-    rates = {batch: decoding_rates(nets, batch, 128, new, rounds) for batch in (1, 8)}
-    path.write_text(json.dumps({"machine": device(), "tokens per second": rates}, indent=1) + "\n")
 
 
 def start(part: Part, out: Path, more: Sequence[str] = ()) -> subprocess.Popen:
@@ -173,11 +154,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder of the results")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in parts(False)], help="by default all")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to rehearse on a CPU")
-    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)  # the part "generation", in its process
     args = parser.parse_args()
-    if args.generate:
-        generate(args.generate, args.tiny)
-        return 0
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes}: expected a number above 0")
     chosen = [part for part in parts(args.tiny) if not args.parts or part.name in args.parts]

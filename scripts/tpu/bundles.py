@@ -1,8 +1,8 @@
 """Count of the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU. A bundle is about one cycle.
 
-    python scripts/tpu/bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
+    python scripts/tpu/bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 64
+    python scripts/tpu/bundles.py --topology v6e:2x2 --heads 32 --queries 2048 --width 80 --causal --plain
 
-The compilation runs in a child process, because libtpu reads the folder for its dump from the environment at start-up.
 The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
 each multiplied by the iterations of the inner loops whose length the compiler knows. Conditional regions count as if
 they ran in every step, so that the count of a kernel with several tiles is an upper bound; scripts/tpu/step.py weights
@@ -17,28 +17,22 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.backends.tpu import api
+from dcvit.dcmha.inputs import Inputs, make_call
+from dcvit.training.aot import topology_devices
 
 LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
 DELAY = 4  # bundles after a branch that the processor still executes
-
-
-class AttentionShape(NamedTuple):
-    """Shape of one attention. Eight divides the batch of kernels with blocks of examples."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    width: int
-    queries: int
-    keys: int
-    window: int | None
-    composed: bool
 
 
 def count(text: str, shares: Sequence[float] | None = None) -> float:
@@ -121,82 +115,28 @@ def schedules(folder: str | Path) -> dict[str, str]:
     }
 
 
-def child(spec: dict[str, Any]) -> None:
-    """Compile one kernel configuration; the environment must be that of `bundles`."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from dcvit.dcmha import ComposeWeights
-    from dcvit.dcmha.backends.tpu import api
-    from dcvit.dcmha.inputs import Inputs, make_call
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    dtype = jnp.dtype(spec["dtype"])
+def compile_kernels(args: argparse.Namespace) -> None:
+    """Compile the kernels of attention and of its gradients."""
+    mesh = Mesh(np.array(topology_devices(args.topology)[1][:1]), ("x",))
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, args.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
-    key_heads = spec["key_heads"]
-    q, k = array(batch, queries, heads, width), array(batch, keys, key_heads, width)
-    rank = spec["rank"]
-    weights = spec["composed"] and ComposeWeights(
-        *[array(batch, queries, rank, heads)] * 2, array(batch, queries, heads),
-        *[array(batch, keys, rank, heads)] * 2, array(batch, keys, heads),
-    )  # fmt: skip
+    queries, keys = args.queries, args.keys or args.queries
+    q = array(args.batch, queries, args.heads, args.width)
+    k = array(args.batch, keys, args.key_heads or args.heads, args.width)
+    branches = [array(args.batch, n, *r, args.heads) for n in (queries, keys) for r in ((args.rank,), (args.rank,), ())]
+    weights = None if args.plain else ComposeWeights(*branches)
 
-    def forward(*arguments: jax.Array) -> jax.Array:
-        return api.run(make_call(Inputs(*arguments), causal=spec["causal"], window=spec["window"]))
+    def gradients(d_out: jax.Array, inputs: Inputs) -> object:
+        return jax.vjp(lambda x: api.run(make_call(x, causal=args.causal, window=args.window)), inputs)[1](d_out)
 
-    def gradient(do: jax.Array, *arguments: object) -> object:
-        return jax.vjp(forward, *arguments)[1](do)
-
-    weights = weights or None
-    arguments = q, k, k, weights, weights
     with jax.set_mesh(mesh):
-        if spec["backward"]:
-            jax.jit(gradient).lower(q, *arguments).compile()
-        else:
-            jax.jit(forward).lower(*arguments).compile()
-
-
-def bundles(
-    topology: str, shape: AttentionShape, *, backward: bool = False, dtype: str = "bfloat16", causal: bool = False,
-    rank: int = 2,
-) -> dict[str, int]:  # fmt: skip
-    """Return the bundles of a step of the grid for each kernel.
-
-    The kernels are dcmha_forward, and with `backward` also dcmha_delta and dcmha_gradients. A step of dcmha_matrices,
-    and of dcmha_gradient_matrices in the backward pass, prepares a block of keys. If one tile holds all scores, a step
-    of the others is an image; otherwise it is a block of queries and a block of keys.
-
-    Raises:
-      RuntimeError: the compilation failed; the message is the end of the compiler's output.
-    """
-    spec = {
-        "topology": topology, **shape._asdict(), "backward": backward, "dtype": dtype, "causal": causal, "rank": rank,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost", "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "LIBTPU_INIT_ARGS": dump_options(folder),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, __file__, "--child", json.dumps(spec)], env=environment, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
-        return {name.partition(".")[0]: round(count(text)) for name, text in schedules(folder).items()}
+        jax.jit(gradients).lower(q, Inputs(q, k, k, weights, weights)).compile()
 
 
 def main() -> int:
+    """Run the script; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", default="v5e:2x2")
     for name, default in (("heads", 6), ("queries", 196), ("width", 64), ("batch", 4), ("rank", 2)):
@@ -206,16 +146,13 @@ def main() -> int:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--plain", action="store_true", help="without composition")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        child(json.loads(args.child))
-        return 0
-    shape = AttentionShape(
-        args.batch, args.heads, args.key_heads or args.heads, args.width, args.queries, args.keys or args.queries,
-        args.window, not args.plain,
-    )  # fmt: skip
-    found = bundles(args.topology, shape, backward=True, dtype=args.dtype, causal=args.causal, rank=args.rank)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no schedules
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = dump_options(folder)  # before libtpu starts
+        compile_kernels(args)
+        found = {name.partition(".")[0]: round(count(text)) for name, text in schedules(folder).items()}
     print(json.dumps(found))
     return 0
 

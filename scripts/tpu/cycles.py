@@ -32,7 +32,7 @@ MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-s
 PASSIVE = {
     "parameter", "constant", "bitcast", "reshape", "broadcast", "convert", "tuple", "get-tuple-element", "fusion",
 }  # fmt: skip
-# Parts of a model: the first whose pattern is found in the name of the JAX operation, followed by its source line.
+# Parts of a model: the first whose pattern is found in the name of the JAX operation.
 PARTS = {
     "qkv products": r"\.project/",
     "attention output": r"\.output/",
@@ -41,9 +41,8 @@ PARTS = {
     "MLP": r"/(MlpBlock|mlp)\w*/",
     "norms and residuals": r"[Nn]orm\w*/|_residual/",
     "patch embedding": r"/(pos_)?embedding/",
-    "head and loss": r"/\w*head/|jvp\(\)|jvp\(\w*\)\)?/\w+ ",
-    "input": r"^jit\(update\)/(?!.*jvp).* (losses|pixels|tasks)\.py:",
-    "optimizer": r"^jit\(update\)/(?!.*jvp)",
+    "head and loss": r"/\w*head/|jvp\(\)|jvp\(\w*\)\)?/\w+$",
+    "input and optimizer": r"^jit\(update\)/(?!.*jvp)",
 }
 OTHER = "other"
 
@@ -58,11 +57,7 @@ class Cost(NamedTuple):
       cycles: the estimate for all its executions; of a kernel, at least those in which HBM moves its arrays once.
       times: how often it is executed per run of the program.
       flops: floating-point operations of its matrix products and convolutions, in all executions.
-      moved: the least number of bytes that a relayout reads from HBM and writes to it, in all executions; 0 for an
-        update in place.
-      shape: the shape of its result in HLO's notation.
       op_name: the JAX operation it comes from; that of the last operation, if the compiler has fused several.
-      source: "file.py:line" of the call that made the operation, or an empty string.
       schedule: the name under which the schedule of a kernel is known, or an empty string.
     """
 
@@ -72,10 +67,7 @@ class Cost(NamedTuple):
     cycles: float
     times: int
     flops: float
-    moved: float
-    shape: str
     op_name: str
-    source: str
     schedule: str
 
 
@@ -93,7 +85,6 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
     """
     program, entry = hlo.computations(text)
     runs = hlo.times(program, entry)
-    lines = source_lines(text)
     fused = {name for some in program.values() for x in some if x.op == "fusion" for _, name in hlo.called(x.rest)}
     by_body: dict[str, str] = {}
     found: list[tuple[Cost, Instruction | None]] = []
@@ -107,18 +98,13 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
                 continue
             if kernel is not None and x.name in kernels:
                 by_body[_body(kernel)] = x.name
-            frame = re.search(r"stack_frame_id=(\d+)", x.rest)
-            source = lines.get(frame[1], "") if frame else ""
-            in_place = any(y.op == "dynamic-update-slice" for y, _ in whole)
             work, cycles = sum(flops(*one) for one in whole), float(estimate[1]) if estimate else 0.0
             if cycles >= UNKNOWN:
                 cycles = _moved(x, shapes) / bytes_per_cycle
             if kernel is not None:
                 cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, _operands(kernel))])) / bytes_per_cycle
-            cost = Cost(
-                x.name, part(x.op_name, source), _kind([y for y, _ in whole]), cycles * times, times, work * times,
-                0 if in_place else _moved(x, shapes) * times, x.shape, x.op_name, source, "",
-            )  # fmt: skip
+            kind = _kind([y for y, _ in whole])
+            cost = Cost(x.name, part(x.op_name), kind, cycles * times, times, work * times, x.op_name, "")
             found.append((cost, kernel))
     return [cost if kernel is None else _scheduled(cost, _body(kernel), kernels, by_body) for cost, kernel in found]
 
@@ -158,31 +144,9 @@ def _body(x: Instruction) -> str:
     return body[1] if body else x.name
 
 
-def part(op_name: str, source: str) -> str:
-    """Return the part of the model that an operation belongs to."""
-    return next((name for name, pattern in PARTS.items() if re.search(pattern, f"{op_name} {source}")), OTHER)
-
-
-def source_lines(text: str) -> dict[str, str]:
-    """Return "file.py:line" for each number of a stack frame in the text of a program."""
-    tables: dict[str, dict[str, str]] = {}
-    rows: dict[str, str] = {}
-    for line in text.split("\nENTRY", 1)[0].splitlines():
-        if re.fullmatch(r"[A-Z]\w+", line):
-            rows = tables.setdefault(line, {})
-        elif row := re.match(r"(\d+) (.*)", line):
-            rows[row[1]] = row[2]
-    found = {}
-    for number, row in tables.get("StackFrames", {}).items():
-        place = tables["FileLocations"][_field(row, "file_location_id")]
-        path = tables["FileNames"][_field(place, "file_name_id")].strip('"')
-        found[number] = f"{path.rpartition('/')[2]}:{_field(place, 'line')}"
-    return found
-
-
-def _field(row: str, name: str) -> str:
-    value = re.search(rf"\b{name}=(\d+)", row)
-    return value[1] if value else ""
+def part(op_name: str) -> str:
+    """Return the part of the model that a JAX operation belongs to."""
+    return next((name for name, pattern in PARTS.items() if re.search(pattern, op_name)), OTHER)
 
 
 def _inner(program: hlo.Computations, x: Instruction) -> list[tuple[Instruction, dict[str, str]]]:

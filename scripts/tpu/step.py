@@ -7,16 +7,15 @@
 Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
 (scripts/tpu/cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
 schedule times the steps of their grid, where a conditional part counts in the steps that execute it, or the cycles in
-which HBM reads their arguments and writes their results once, if those are more. Collectives have no estimate and are
-listed with their bytes. Several configs are compared with the first one. A word after a config overrides a key of this
-config, --config.KEY=VALUE that of all configs. The compilation of a ViT takes about six minutes on two cores.
+which HBM reads their arguments and writes their results once, if those are more. Collectives have no estimate. Several
+configs are compared with the first one. A word after a config overrides a key of this config, --config.KEY=VALUE that
+of all configs.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,11 +25,11 @@ from typing import TypedDict
 import bundles as tpu_bundles
 import cycles as tpu_cycles
 import jax
-from cycles import HBM, KINDS, MXU, OTHER, PARTS, Cost
+from cycles import HBM, KINDS, MXU, OTHER, PARTS
 
 from dcvit import cli
 from dcvit.errors import ConfigError
-from dcvit.parallel import hlo, topologies
+from dcvit.parallel import topologies
 from dcvit.training import aot
 from dcvit.training.setup import load_setup
 
@@ -57,10 +56,8 @@ class Estimate(TypedDict):
       table: cycles by part of the model and kind of operation.
       matmul_flops: FLOPs of the compiled matrix products outside of kernels, on one chip.
       utilization: the share of the MXUs' peak that these products reach during their own cycles.
-      relayout_bound: the share of the relayouts' cycles that HBM needs for their bytes.
       kernels: the Pallas kernels by name.
-      collectives: for each kind of collective, executions and GiB of results on a chip.
-      costs: the instructions with the most cycles; --top limits their number.
+      largest: the instructions with the most cycles, as lines of text; --top limits their number.
     """
 
     config: str
@@ -71,10 +68,8 @@ class Estimate(TypedDict):
     table: dict[str, dict[str, float]]
     matmul_flops: float
     utilization: float
-    relayout_bound: float
     kernels: dict[str, Kernel]
-    collectives: dict[str, tuple[int, float]]
-    costs: list[dict[str, object]]
+    largest: list[str]
 
 
 def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[str, int]:
@@ -107,41 +102,21 @@ def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: i
     for name, (n, steps) in bundles.items():
         calls = sum(c.times for c in costs if c.schedule == name)
         kernels[name] = {"bundles": n, "steps": steps, "calls": calls}
-    cycles, matmul, relayout = (
-        sum(c.cycles for c in costs if c.kind in kinds) for kinds in (KINDS, ("matmul",), ("relayout",))
-    )
+    cycles, matmul = (sum(c.cycles for c in costs if c.kind in kinds) for kinds in (KINDS, ("matmul",)))
     flops = sum(c.flops for c in costs)
-    moved = sum(c.moved for c in costs if c.kind == "relayout")
-    collectives = hlo.totals(hlo.collectives(text))
-    largest = sorted(costs, key=lambda c: -c.cycles)[:top]
+    largest = [
+        f"{c.cycles / MEGA:8.2f} {c.part}, {c.kind}, {c.times} × {c.name}: {c.op_name[-60:]}"
+        for c in sorted(costs, key=lambda c: -c.cycles)[:top]
+    ]
     return {
         "config": "", "topology": "", "examples": 0, "cycles": cycles, "seconds": cycles / clock, "table": table,
-        "matmul_flops": flops, "utilization": flops / MXU[chip.name] / matmul if matmul else 0.0,
-        "relayout_bound": moved / HBM[chip.name] * clock / relayout if relayout else 0.0, "kernels": kernels,
-        "collectives": {kind: (count, size / topologies.GIB) for kind, (count, size) in collectives.items()},
-        "costs": [c._asdict() for c in largest],
+        "matmul_flops": flops, "utilization": flops / MXU[chip.name] / matmul if matmul else 0.0, "kernels": kernels,
+        "largest": largest,
     }  # fmt: skip
 
 
-def markdown(result: Estimate) -> list[str]:
-    """Return the estimate of one config as the lines of a Markdown table, in millions of cycles."""
-    columns = [kind for kind in KINDS if any(row[kind] for row in result["table"].values())]
-    lines = [f"| million cycles | {' | '.join(columns)} | total | share |", "|---" * (len(columns) + 3) + "|"]
-    for name, row in result["table"].items():
-        if any(row.values()):
-            lines.append(_row(name, [*(row[kind] for kind in columns), sum(row.values())], result["cycles"]))
-    sums = [sum(row[kind] for row in result["table"].values()) for kind in columns]
-    lines.append(_row("total", [*sums, result["cycles"]], result["cycles"]))
-    return lines
-
-
-def _row(name: str, cycles: Sequence[float], total: float) -> str:
-    cells = [f"{x / MEGA:.1f}" if x else "–" for x in cycles]
-    return f"| {name} | {' | '.join(cells)} | {cycles[-1] / total:.1%} |"
-
-
 def comparison(results: Sequence[Estimate]) -> list[str]:
-    """Return the estimates of several configs side by side as the lines of a Markdown table."""
+    """Return the estimates of all configs side by side as the lines of a Markdown table."""
     lines = ["| million cycles | " + " | ".join(r["config"] for r in results) + " |", "|---" * (len(results) + 1) + "|"]
     rows: dict[str, list[float]] = {}
     for name in (*PARTS, OTHER):
@@ -157,24 +132,16 @@ def comparison(results: Sequence[Estimate]) -> list[str]:
 
 
 def notes(result: Estimate) -> list[str]:
-    """Return the figures of an estimate that its table does not have."""
+    """Return the figures of an estimate that the table of the comparison does not have."""
     lines = [
         f"{result['config']}, {result['topology']}, {result['examples']} examples per chip: "
         f"{result['cycles'] / MEGA:.1f} million cycles, {result['seconds'] * 1e3:.0f} ms",
         f"matrix products: {result['matmul_flops'] / 1e12:.2f} TFLOP, "
         f"{result['utilization']:.0%} of the peak of the MXUs while they run",
-        f"relayouts: HBM needs {result['relayout_bound']:.0%} of their cycles for the bytes",
     ]
     for name, kernel in result["kernels"].items():
         lines.append(f"{name}: {kernel['bundles']:,.0f} bundles × {kernel['steps']} steps × {kernel['calls']} calls")
-    for kind, (count, size) in result["collectives"].items():
-        lines.append(f"{kind}: {count} times, {size:.3f} GiB, not in the cycles")
-    for cost in map(Cost._make, (c.values() for c in result["costs"])):
-        lines.append(
-            f"{cost.cycles / MEGA:8.2f} {cost.part}, {cost.kind}, {cost.times} × {cost.name}: {cost.shape[:60]}"
-            f" {re.sub(r'.*[.]attend/', '', cost.op_name)[-60:]} {cost.source}"
-        )
-    return lines
+    return [*lines, *result["largest"]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,14 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = estimate(text, tpu_bundles.schedules(folder), chip, args.top)
             result |= {"config": words, "topology": args.topology, "examples": examples}
             results.append(result)
-            print("\n".join([*notes(result), "", *markdown(result), ""]), flush=True)
+            print("\n".join([*notes(result), ""]), flush=True)
             for path in Path(folder).iterdir():  # the next program has kernels of the same names
                 path.unlink()
             jax.clear_caches()
             if args.json:  # after each config, because a compilation takes long
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if len(results) > 1:
-        print("\n".join(comparison(results)))
+    print("\n".join(comparison(results)))
     return 0
 
 

@@ -278,7 +278,7 @@ def test_forward_and_backward_are_lowered_to_mosaic_once_for_equal_layers(batch,
 
 
 # Heads, dimensions, tokens, window (0: causal over all keys), batch and segments (True) of variants of the ViT, and of
-# presets in dcvit/models/presets.py. scripts/tpu/compile_kernels.py compiles all of them.
+# presets in dcvit/models/presets.py.
 COMPILED = {
     "v5e:2x2": [(6, 64, 197, None, 8), (16, 64, 2048, 0, 1, True), (5, 64, 512, 0, 1, True)],
     "v6e:2x2": [(16, 64, 2048, 256, 1)],

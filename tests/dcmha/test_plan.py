@@ -46,7 +46,7 @@ def log(caplog):
         ("cpu", 1, False, "decode"),
         ("cpu", 16, False, "reference"),
         ("tpu", 256, True, "pallas_tpu"),
-        ("gpu", 256, True, "pallas_gpu"),
+        ("gpu", 256, True, "elementwise"),
     ],
 )
 def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, composed, name, monkeypatch, log):
@@ -57,10 +57,10 @@ def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, comp
     assert message.startswith(f"attention: {name} on {platform} for float32[1, {queries}, 2, 8], 256 keys")
 
 
-CANDIDATES = {  # of composed attention, of plain attention in float32, and of one query; "reference" follows
+CANDIDATES = {  # of composed attention in bfloat16, plain attention in float32, and of one query; "reference" follows
     "cpu": (("blockwise",), ("blockwise",), ("decode",)),
     **dict.fromkeys(("TPU v5 lite", "TPU7x"), (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("decode",))),
-    "9.0": (("pallas_gpu", "elementwise"), ("pallas_gpu",), ("decode",)),
+    "9.0": (("pallas_gpu", "elementwise"), (), ("decode",)),
     **dict.fromkeys(("8.0", "8.9", "10.0", "12.0"), (("elementwise",), (), ("decode",))),
 }
 
@@ -79,7 +79,7 @@ def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
         with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
             return plan.candidates(call)[0]
 
-    assert names(256, "qpkg") == (*composed, "reference")
+    assert names(256, "qpkg", dtype=jnp.bfloat16) == (*composed, "reference")
     assert names(256, None) == (*plain, "reference")
     assert names(1, "qpkg") == (*one, "reference")
     assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded",)
@@ -102,8 +102,11 @@ def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_
 
 @pytest.mark.parametrize(
     ("platform", "branches", "reason"),
-    [("tpu", "qg", "it needs a GPU, found a TPU"), ("gpu", "s", "do not support a static projection")],
-)
+    [
+        ("tpu", "qg", "it needs a GPU, found a TPU"), ("gpu", "qg", "of bfloat16, found float32"),
+        ("gpu", None, "need a composition"),
+    ],
+)  # fmt: skip
 def test_a_named_implementation_raises_for_an_unsupported_case(platform, branches, reason, monkeypatch):
     monkeypatch.setattr(device, "platform", lambda: platform)
     args, options = random_case(16, branches=branches)

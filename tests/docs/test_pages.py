@@ -4,24 +4,19 @@ import importlib
 import inspect
 import json
 import re
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
-import input as bench_input
 import jax.numpy as jnp
-import native_aspect_ratio as bench_native
 import numpy as np
 import pytest
 import reference_pages
-import restart as bench_restart
 import runs as bench_runs
-import step as tpu_step
 from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
-from dcvit import aot, benchmark, cli, dcmha
+from dcvit import aot, dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
@@ -180,28 +175,11 @@ def slices():
     return ["\n".join(aot.markdown(rows))]
 
 
-def traffic():
-    for row in result("gpu_traffic"):
-        kind = "forward + backward" if row["gradient"] else "forward"
-        times = f"{row['moved'] / 1e9:.1f} | {1e3 * row['moved'] / 4.8e12:.1f}"
-        yield f"| {kind} | {row['row']} | {times} | {row['kernels']:,} | {row['temporary'] / 2**20:,.0f} |"
-
-
-def steps_on_tpus():
-    results = result("tpu_step")
-    for topology in dict.fromkeys(row["topology"] for row in results):
-        yield "\n".join(tpu_step.comparison([row for row in results if row["topology"] == topology]))
-
-
 TABLES = [
-    ("benchmark.md", lambda: cli.markdown(benchmark.summary(result("benchmark")))),
-    ("tutorials/imagenet.md", lambda: bench_input.lines(result("input"))),
     ("composed_tasks.md", lambda: several_seeds("synthetic")),
     ("composed_tasks.md", lambda: several_seeds("scenes")),
     ("tutorials/upcycling.md", lambda: several_seeds("upcycle")),
     ("pods.md", slices),
-    ("performance_notes.md", traffic),
-    ("performance_notes.md", steps_on_tpus),
 ]
 
 
@@ -209,47 +187,6 @@ TABLES = [
 def test_tables_are_what_was_measured(page, lines):
     text = (ROOT / "docs" / page).read_text()
     assert [line for line in lines() if line not in text] == []
-
-
-def test_the_times_on_a_gpu_are_those_of_their_files():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    attention, training = result("gpu_attention"), result("gpu_training")
-    shapes = {
-        "vit_s16": "256 × 196 tokens, 6 heads of 64", "lm_405m": "8 × 2,048 causal tokens, 16 heads of 64",
-        "lm_6.9b": "2 × 2,048 causal tokens, 32 heads of 128",
-    }  # fmt: skip
-    columns = [
-        "plain, XLA", "plain, jax.nn", "plain, pallas_gpu", "DC, reference", "DC, elementwise", "DC, pallas_gpu",
-    ]  # fmt: skip
-    times = {(row["shape"], row["pass"], row["row"]): f"{row['ms']:.2f}" for row in attention}
-    for shape, words in shapes.items():
-        for kind in ("forward", "forward + backward"):
-            assert f"| {words} | {kind} | {' | '.join(times[shape, kind, column] for column in columns)} |" in page
-    steps = {row["row"]: row["ms"] for row in training if row["model"] == "405M"}
-    rows = ["plain, XLA", "plain, best", "DC, best", "grouped, best", "folded, best"]
-    assert f"| 405M, batch 8 | {' | '.join(str(steps[row]) for row in rows)} |" in page
-    composed, folded, plain = (steps[row] for row in ("DC, best", "folded, best", "plain, best"))
-    assert f"{folded / steps['grouped, best']:.2f} times the step of plain attention" in page
-    assert (
-        f"{folded / plain:.2f} times that of plain\nattention with 16; complete composition {composed / plain:.2f}"
-        in page
-    )
-
-
-def test_the_training_for_equal_time_on_a_gpu_is_that_of_its_file():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    trained = result("gpu_equal_time")
-    arms = {
-        "grouped": "plain, 2 key heads", "folded": "folded, 2 key heads", "folded, post": "folded, post only",
-        "mha": "plain, 6 key heads",
-    }  # fmt: skip
-    for arm, words in arms.items():
-        milliseconds = 1e3 * statistics.median(trained["seconds per step"][arm])
-        bits = ", ".join(f"{value:.3f}" for value in trained["bits per byte"][arm].values())
-        assert f"| {words} | {milliseconds:.1f} | {trained['steps'][arm]:,} | {bits} |" in page
-    for arm in ("folded", "folded, post"):
-        found = trained["differences"][arm]
-        assert f"| {found['mean']:+.3f} ± {found['± 95 %']:.3f} |" in page
 
 
 def test_the_table_of_layers_is_the_one_that_is_enforced():
@@ -273,18 +210,6 @@ def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, l
     (block,) = blocks(ROOT / "docs/tracking.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
     run_commands(commands(block), tmp_path, monkeypatch)
     assert Path("runs/curves.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("bench", "page", "name"),
-    [
-        (bench_restart, "fault_tolerance", "restart"),
-        (bench_native, "native_aspect_ratio", "native_aspect_ratio"),
-    ],
-)
-def test_the_complete_table_of_a_benchmark_is_that_of_its_file(bench, page, name):
-    shown = (ROOT / "docs" / f"{page}.md").read_text().split(bench.BEGIN)[1].split(bench.END)[0].strip()
-    assert shown == bench.table(result(name))
 
 
 def test_the_statements_of_the_reproduction_are_those_of_its_files():

@@ -46,10 +46,9 @@ def test_a_number_of_cores_names_the_slice_that_cloud_tpu_gives(cloud, jax_form)
 
 
 NO_SLICES = [
-    "", "v5e", "v5e:", "v5e:4", "v5e:4x4x4", "v5e:3x3", "v5e:8x4", "v5e:0x4", "v5e:16x32", "v5e: 4x4", "v5e:04x4",
-    "v5e:4x4\n", "v6e:4X4", "v6e:4x-4", "v6e:４x４", "v4:4x4", "v4:4x4x4x4", "v4:8x16x64", "v5p:3x3x3", "v5p:4x4x6",
-    "v5p:8x8x4", "v5p:0x0x0", "v5p:4x4x", "v5p:04x4x4", "v5p:16x24x24", "v5p:2x2x8", "TPU7x:24x24x24", "v3:4x4",
-    "v5:4x4x4", "A100 40GB:2x2", "H200 SXM:8", "v5e-12", "v5e-016", "v5p-4", "tpu7x-1", "v5e-" + 9 * "9" * 1000,
+    "", "v5e", "v5e:4x4x4", "v5e:8x4", "v5e:0x4", "v5e:16x32", "v5e:04x4", "v5e:4x4\n", "v6e:４x４", "v4:4x4",
+    "v4:8x16x64", "v5p:4x4x6", "v5p:4x4x", "v5p:16x24x24", "TPU7x:24x24x24", "v3:4x4", "A100 40GB:2x2", "v5e-12",
+    "v5e-016", "v5p-4", "tpu7x-1", "v5e-" + 9 * "9" * 1000,
 ]  # fmt: skip
 
 
@@ -61,14 +60,6 @@ def test_name_of_no_slice_is_refused_in_one_line_with_existing_names(name):
     assert refused == repr(name)
     assert "\n" not in nearest
     assert len({topology(near) for near in nearest.split(", ")}) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("v5e-12", "v5e-8, v5e-16"), ("v5p:3x3x3", "v5p:2x4x4"), ("v7x:2x2", "tpu7x:2x2x1")]
-)
-def test_the_nearest_slices_have_as_many_chips(name, nearest):
-    with pytest.raises(ValueError, match=f"nearest: {nearest}, "):
-        topology(name)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import status
 from markdown_pages import ROOT, blocks, commands, run_commands
 
 PAGE = ROOT / "README.md"
@@ -81,10 +80,3 @@ def test_its_evidence_is_that_of_the_benchmarks():
         column = f"ImageNet-1k, {epochs} epochs, paper"
         assert f"{float(ours[column]) - float(plain_vit[column]):+.1f}" == gain
         assert f"Table 8: {gain} points" in README
-
-
-def test_its_table_of_platforms_is_that_of_the_measurements_and_tests():
-    assert "\n".join(status.lines()) in README
-    for evidence in (evidence for evidence in status.FEATURES.values() if "::" in evidence):
-        file, _, name = evidence.partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text()

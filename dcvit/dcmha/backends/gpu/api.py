@@ -8,20 +8,19 @@ layer and the keys before them, 256 queries of a local layer and the keys of the
 sequence. A loop runs over rectangles of equal shape. A causal layer has four shapes, each with the number of keys of
 the largest rectangle in its loop; a local layer has one, so that the number of compiled kernels does not grow with the
 length. For each rectangle, the kernels process all heads tile by tile (`dcvit.dcmha.backends.gpu.tile`). They write the
-composed weights W = C_post(softmax(C_pre(scale·q·k))), and in the backward pass the gradient dS of the scores, in the
-inputs' dtype; tiles in which no query attends to a key are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and
+composed weights W = C_post(softmax(C_pre(scale·q·k))), and in the backward pass the gradient dS of the scores, in
+bfloat16; tiles in which no query attends to a key are not computed. XLA computes the products W·v, Wᵀ·dO, dS·k and
 dSᵀ·q. W and dS are written once and read once or twice. Scores and uncomposed weights stay on the chip. The 2R hidden
 planes of a compose are passed from one kernel to the next in global memory. The outputs of the kernels take at most
-`WORKSPACE_BYTES` at a time: larger layers are computed in parts of their examples and groups, and with fewer queries in
-a rectangle (`dcvit.dcmha.backends.gpu.tiling.partition`).
+`WORKSPACE_BYTES` at a time: larger layers are computed in parts of their examples, and with fewer queries in a
+rectangle (`dcvit.dcmha.backends.gpu.tiling.partition`).
 
-The backward pass needs the inputs and the log-sum-exp, B·H·T in float32. Each float32 operand is split into two
-bfloat16 values, which takes three products instead of one and has an error of about 1e-5. On a backend without a GPU
-the kernels are interpreted, slowly.
+Queries, keys and values are bfloat16, and a layer has at least one composition: plain attention on GPUs is cuDNN's or
+XLA's. The backward pass needs the inputs and the log-sum-exp, B·H·T in float32.
 
-docs/performance.md has times on an H200, and docs/performance_notes.md the instructions, registers and waits of the
-kernels. The keys of a tile and the number of warpgroups in `dcvit.dcmha.backends.gpu.tiling` were the fastest of those
-tried with an earlier ring, which had a warpgroup that only copied.
+docs/performance.md has times on an H200. The keys of a tile and the number of warpgroups in
+`dcvit.dcmha.backends.gpu.tiling` were the fastest of those tried with an earlier ring, which had a warpgroup that only
+copied.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 
-from dcvit.dcmha.backends.gpu.config import Which, is_gpu
+from dcvit.dcmha.backends.gpu.config import Which
 from dcvit.dcmha.backends.gpu.launch import launch
 from dcvit.dcmha.backends.gpu.rectangle import Layer, Rectangle, compose_gradients
-from dcvit.dcmha.backends.gpu.tiling import Partition, Static, check_supported, head_axes, in_parts, partition
+from dcvit.dcmha.backends.gpu.tiling import Partition, check_supported, in_parts, partition
 from dcvit.dcmha.gradients import with_backward
-from dcvit.dcmha.inputs import Call, Inputs, reason_of
+from dcvit.dcmha.inputs import Call, Inputs, Options, reason_of
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.shapes import Array, Float, not_none
 
@@ -52,33 +50,30 @@ def supports(call: Call) -> str | None:
 def run(call: Call) -> Float[Array, "B T H D"]:
     """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
-    Scores and weights are float32; W·v has operands of q's dtype.
+    Scores and weights are float32; W·v has bfloat16 operands.
 
     Raises:
-      UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
+      UnsupportedError: the kernels do not support the device, the call, the dtypes or the sizes.
     """
     check_supported(call)
     options = dataclasses.replace(call.options, causal=call.options.causal or call.options.window is not None)
-    return _attention(Static(options, call.is_plain, interpret=not is_gpu()), call.inputs)
+    return _attention(options, call.inputs)
 
 
-def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
+def _forward(options: Options, x: Inputs) -> tuple[Array, Array]:
     """Return the outputs of the heads (B T H D), and the base-2 log-sum-exp of the scores of each query (B H T)."""
-    size = partition(x, static, backward=False)
-    found: tuple[Array, Array] = in_parts(functools.partial(_part, static, size), size, (x,), (2, 1))
-    return found
+    size = partition(x, options, backward=False)
+    return in_parts(functools.partial(_part, options, size), size, (x,))
 
 
-def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
-    size = partition(x, static, backward=True)
-    compute = functools.partial(_part_gradients, static, size)
-    found: Inputs = in_parts(compute, size, (x, d_out, results[1]), head_axes(x._replace(mask=None, segments=None)))
-    return found
+def _backward(options: Options, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
+    size = partition(x, options, backward=True)
+    return in_parts(functools.partial(_part_gradients, options, size), size, (x, d_out, results[1]))
 
 
-def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
-    """Return the results of `_forward` for one part of the examples and heads: `x` has its arrays, `size` its sizes."""
-    layer = Layer(size.of(static), size.rows, x)
+def _part(options: Options, size: Partition, x: Inputs) -> tuple[Array, Array]:
+    """Return the results of `_forward` for one part of the examples: `x` has its arrays, `size` its sizes."""
+    layer = Layer(options, size.rows, x)
 
     def attend(r: Rectangle, carry: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
         found = launch("statistics", r.config, r.operands())
@@ -91,9 +86,9 @@ def _part(static: Static, size: Partition, x: Inputs) -> tuple[Array, Array]:
     return layer.join(out, 1), layer.join(lse, 2)
 
 
-def _part_gradients(static: Static, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
-    """Return the gradients of the arrays `x` of one part of the examples and heads, whose sizes are `size`."""
-    layer = Layer(size.of(static), size.rows, x, d_out, lse)
+def _part_gradients(options: Options, size: Partition, x: Inputs, d_out: Array, lse: Array) -> Inputs:
+    """Return the gradients of the arrays `x` of one part of the examples, whose sizes are `size`."""
+    layer = Layer(options, size.rows, x, d_out, lse)
     batch, heads, _, keys = layer.keys.weights.shape
     dk = jnp.zeros_like(layer.keys.arrays[0], jnp.float32)
     cols = [jnp.zeros((batch, heads, layer.config.ranks(which).channels("k"), keys), jnp.float32) for which in WHICH]
@@ -151,6 +146,5 @@ def log_sum_exp(parts: Array) -> Array:
 
 
 def product(equation: str, a: Array, b: Array) -> Array:
-    """Return the einsum `equation` of `a` and `b` in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+    """Return the einsum `equation` of the bfloat16 arrays `a` and `b` in float32."""
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)

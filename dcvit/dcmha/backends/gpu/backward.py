@@ -35,7 +35,6 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
 
         def hidden(head: Array, slot: Array, products: list[Array], both: Planes) -> Planes:
             p = tile.probabilities(slot, pre, products[0])
-            tile.keep(head, p)
             post = tile.down(slot, "post", both[:count], p)
             return post + tile.down(slot, "post", both[count:], products[1], transposed=True)
 
@@ -44,7 +43,7 @@ def post_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     block.save_planes(pre + back)
 
     def body(head: Array, slot: Array, products: list[Array]) -> None:
-        p, dw = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0])), products[-1]
+        p, dw = tile.probabilities(slot, pre, products[0]), products[1]
         staging.reuse()
         staging.stage_tile(tile.up(slot, "post", post, p))
         rows, cols = tile.gradient_products("post", p, dw, post, back)
@@ -71,14 +70,12 @@ def pre_grad(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     if back:
 
         def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
-            dl = logit_gradient(slot, products)
-            tile.keep(head, dl)
-            return tile.down(slot, "pre", planes, dl, transposed=True)
+            return tile.down(slot, "pre", planes, logit_gradient(slot, products), transposed=True)
 
         back = ring.sweep(hidden, back)
 
     def body(head: Array, slot: Array, products: list[Array]) -> None:
-        dl = tile.kept(head, lambda: logit_gradient(slot, products))
+        dl = logit_gradient(slot, products)
         staging.reuse()
         staging.stage_tile(tile.up(slot, "pre", back, dl, transposed=True))
         rows, cols = tile.gradient_products("pre", products[0], dl, pre, back)

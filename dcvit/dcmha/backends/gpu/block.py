@@ -23,7 +23,7 @@ class Operands(NamedTuple):
     Compose weights and hidden planes are float32, `mask` and `visited` are int32.
 
     Fields:
-      pairs: (q, k), and (dO, v) for gradients; each array as its bfloat16 parts, (B T H D) and (B S K D).
+      pairs: (q, k), and (dO, v) for gradients; bfloat16, (B T H D) and (B S K D).
       rows: query-wise weights (B H channels T), see `KernelConfig.channel`.
       cols: key-wise weights (B H channels S).
       mask: -1 where a query attends to a key, or else 0; (1 or B, T, S).
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
       planes: hidden planes that an earlier kernel has computed (B G planes T S).
     """
 
-    pairs: Sequence[tuple[Sequence[Ref], Sequence[Ref]]]
+    pairs: Sequence[tuple[Ref, Ref]]
     rows: Ref
     cols: Ref
     mask: Ref
@@ -53,9 +53,7 @@ class Scratch(NamedTuple):
 
     cols: Ref  # ring slots of key-wise weights
     empty: Ref  # barrier of each slot: its readers have finished
-    kept: Ref | None  # a tile of each head that the last sweep uses again
     full: Ref  # barrier of each slot: its copies have arrived
-    onehot: Ref | None  # matrix that selects the row of a head; None on a GPU, which has it in registers
     products: Ref | None  # products to be summed over queries
     row_sums: Ref | None  # staging buffers of the outputs
     rows: Ref  # ring slots of query-wise weights
@@ -64,7 +62,7 @@ class Scratch(NamedTuple):
 
 
 class Block:
-    """A thread block's position and references, with memory accesses that work on a GPU and in the interpreter."""
+    """A thread block's position and references, and its accesses to memory."""
 
     def __init__(self, config: KernelConfig, operands: Operands, out: Outputs, scratch: Scratch) -> None:
         self.config, self.operands, self.out, self.scratch = config, operands, out, scratch
@@ -89,11 +87,11 @@ class Block:
 
     def as_tile(self, x: Array) -> Array:
         """Return a matrix of a tile's shape in the register layout of a matrix product's result."""
-        return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
     def as_vector(self, x: Array, axis: int) -> Array:
         """Return a vector in the register layout of one axis of a tile: 0 for queries, 1 for keys."""
-        return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
 
     def broadcast(self, x: Array, axis: int) -> Array:
         """Return a vector of the tile's queries (axis 0) or keys (axis 1), broadcast to a tile."""
@@ -105,21 +103,13 @@ class Block:
 
     def load(self, ref: Ref, *index: Array | int) -> Array:
         """Return this tile of `ref[index]`, an array in global memory whose axes are queries and keys."""
-        where = ref.at[(*index, self.query_span, self.key_span)]
-        return where[...] if self.config.without_layouts else load_any(where)
-
-    def store(self, where: Ref, x: Array) -> None:
-        """Store `x` to the reference `where` in global memory."""
-        if self.config.without_layouts:
-            where[...] = x
-        else:
-            store_any(where, x)
+        return load_any(ref.at[(*index, self.query_span, self.key_span)])
 
     def save_planes(self, planes: Planes) -> None:
         """Store the hidden planes of this tile for a later kernel."""
         for number, plane in enumerate(planes):
             where = not_none(self.out.planes).at[self.example, self.group, number, self.query_span, self.key_span]
-            self.store(where, plane)
+            store_any(where, plane)
 
     def load_planes(self, first: int, count: int) -> Planes:
         """Return `count` hidden planes of this tile, from number `first` on, that an earlier kernel has stored."""

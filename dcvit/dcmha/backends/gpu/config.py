@@ -6,12 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
-
-from dcvit.versions import interprets_gpu_layouts
 
 QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
 DEPTH = 16  # summands of one such instruction
@@ -53,20 +48,11 @@ class KernelConfig:
     queries: int
     keys: int
     head_dim: int
-    parts: int  # bfloat16 terms whose sum represents an operand: 2 for float32, otherwise 1
     pre: Ranks
     post: Ranks
     tile_keys: int  # keys of one warpgroup's tile
     warpgroups: int
     stages: int  # slots of the ring in shared memory
-    kept: bool  # True if shared memory holds a tile of each head, from which the last sweep reads the one before's
-    dtype: DTypeLike  # of W and dS
-    interpret: bool
-
-    @property
-    def without_layouts(self) -> bool:
-        """True if an interpreter without layouts of registers and transposed operands runs the kernels."""
-        return self.interpret and not interprets_gpu_layouts()
 
     @property
     def heads(self) -> int:
@@ -81,11 +67,6 @@ class KernelConfig:
     def block_keys(self) -> int:
         """Number of keys of a thread block, those of all its warpgroups."""
         return self.warpgroups * self.tile_keys
-
-    @property
-    def terms(self) -> list[tuple[int, int]]:
-        """Pairs of indices of two operands' bfloat16 parts whose products are added; low·low would be negligible."""
-        return [(0, 0)] if self.parts == 1 else [(0, 0), (0, 1), (1, 0)]
 
     @property
     def key_tiles(self) -> int:
@@ -121,13 +102,7 @@ class KernelConfig:
         return self.lse_channel + 1
 
 
-def swizzled(columns: int, dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Return the shared-memory layout of a matrix that the tensor cores and the copy engine require."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(columns * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
-
-
-def is_gpu() -> bool:
-    """Return True if JAX's default backend is a GPU."""
-    return jax.default_backend() == "gpu"
+def swizzled(columns: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Return the shared-memory layout of a bfloat16 matrix that the tensor cores and the copy engine require."""
+    swizzle = plgpu.find_swizzle(columns * 16)
+    return plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle)

@@ -24,16 +24,11 @@ def statistics(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     """Compute the maximum of the composed scores L, and the sum of 2^(L - maximum), for each query of a tile."""
     planes = block.zeros(block.config.pre.planes)
     if planes:
-
-        def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
-            tile.keep(head, products[0])
-            return tile.down(slot, "pre", planes, products[0])
-
-        planes = ring.sweep(hidden, planes)
+        planes = ring.sweep(lambda _, slot, x, planes: tile.down(slot, "pre", planes, x[0]), planes)
         block.save_planes(planes)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
-        logits = tile.logits(slot, planes, tile.kept(head, lambda: products[0]))
+        logits = tile.logits(slot, planes, products[0])
         largest = jnp.maximum(jnp.max(logits, axis=1), MIN_ROW_MAX)
         total = jnp.sum(jnp.exp2(logits - block.broadcast(largest, 0)), axis=1)
         staging.reuse()
@@ -51,14 +46,12 @@ def weights(block: Block, ring: Ring, tile: Tile, staging: Staging) -> None:
     if post:
 
         def hidden(head: Array, slot: Array, products: list[Array], planes: Planes) -> Planes:
-            p = tile.probabilities(slot, pre, products[0])
-            tile.keep(head, p)
-            return tile.down(slot, "post", planes, p)
+            return tile.down(slot, "post", planes, tile.probabilities(slot, pre, products[0]))
 
         post = ring.sweep(hidden, post)
 
     def body(head: Array, slot: Array, products: list[Array], carry: tuple[()]) -> tuple[()]:
-        p = tile.kept(head, lambda: tile.probabilities(slot, pre, products[0]))
+        p = tile.probabilities(slot, pre, products[0])
         w = tile.up(slot, "post", post, p)
         staging.reuse()
         staging.stage_tile(w)

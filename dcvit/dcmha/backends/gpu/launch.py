@@ -13,12 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.backends.gpu import backward, forward
 from dcvit.dcmha.backends.gpu.block import Block, Operands, Outputs, Scratch
-from dcvit.dcmha.backends.gpu.config import DEPTH, MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
+from dcvit.dcmha.backends.gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
 from dcvit.dcmha.backends.gpu.ring import Reads, Ring
 from dcvit.dcmha.backends.gpu.staging import Staging
 from dcvit.dcmha.backends.gpu.tile import Tile
 from dcvit.dcmha.shapes import Array, Ref, not_none
-from dcvit.versions import interpret_gpu
 
 Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
 
@@ -44,19 +43,12 @@ def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
     """Return the inputs that each sweep of a kernel reads; a sweep is a loop over all heads of a group."""
     pre, post = bool(config.pre.planes), bool(config.post.planes)
     scores, both = Reads((0,), ("pre",)), Reads((0, 1))
-    hidden, last, again = {
-        "statistics": ([scores] * pre, scores, Reads((), ("pre",))),
-        "weights": ([Reads((0,))] * post, Reads((0,)), Reads((), ("post",))),
-        "post_grad": ([scores] * pre + [both] * post, both, Reads((1,), ("post",))),
-        "pre_grad": ([both] * pre, both, Reads((0,), ("pre",))),
+    return {
+        "statistics": [scores] * pre + [scores],
+        "weights": [Reads((0,))] * post + [Reads((0,))],
+        "post_grad": [scores] * pre + [both] * post + [both],
+        "pre_grad": [both] * pre + [both],
     }[kind]
-    return [*hidden, again if keeps(config, kind) else last]
-
-
-def keeps(config: KernelConfig, kind: Kind) -> bool:
-    """Return True if the last sweep, a loop over the heads, reads results of the sweep before it from shared memory."""
-    ranks = config.pre if kind in ("statistics", "pre_grad") else config.post
-    return config.kept and ranks.planes > 0
 
 
 def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
@@ -73,7 +65,7 @@ def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeS
     if kind == "statistics":
         add("row_sums", c.batch, c.heads, c.key_tiles, 2, c.queries)
         return found
-    add("tile", c.batch, c.heads, *square, dtype=c.dtype)
+    add("tile", c.batch, c.heads, *square, dtype=jnp.bfloat16)
     if kind != "weights":
         ranks = c.post if kind == "post_grad" else c.pre
         channels = ranks.channels("q") + (kind == "post_grad")  # the last one is delta
@@ -85,10 +77,10 @@ def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeS
 
 def scratch_shapes(config: KernelConfig, kind: Kind, pairs: int, rows: int, cols: int) -> dict[str, object]:
     """Return the buffers and barriers of a block by name in `Scratch`; `rows` and `cols` are numbers of channels."""
-    c, out, transforms = config, output_shapes(config, kind), swizzled(config.head_dim, jnp.bfloat16)
-    left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
-    right = plgpu.SMEM((c.stages, c.parts, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
-    copies = 2 + 2 * pairs * c.parts
+    c, out, transforms = config, output_shapes(config, kind), swizzled(config.head_dim)
+    left = plgpu.SMEM((c.stages, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
+    right = plgpu.SMEM((c.stages, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
+    copies = 2 + 2 * pairs
     found: dict[str, object] = {
         "scores": [(left, right)] * pairs,
         "rows": plgpu.SMEM((c.stages, rows, QUERIES), jnp.float32),
@@ -98,22 +90,14 @@ def scratch_shapes(config: KernelConfig, kind: Kind, pairs: int, rows: int, cols
         "row_sums": None,
         "tile": None,
         "products": None,
-        "kept": None,
-        "onehot": None,
     }
-    if keeps(c, kind):
-        shape = (c.group_heads, c.warpgroups, *c.tile)
-        found["kept"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(c.tile_keys, jnp.float32))
     if "row_sums" in out:
         found["row_sums"] = plgpu.SMEM((c.warpgroups, out["row_sums"].shape[3], QUERIES), jnp.float32)
     if "tile" in out:
-        found["tile"] = plgpu.SMEM((c.warpgroups, *c.tile), c.dtype, transforms=swizzled(c.tile_keys, c.dtype))
+        found["tile"] = plgpu.SMEM((c.warpgroups, *c.tile), jnp.bfloat16, transforms=swizzled(c.tile_keys))
     if "col_sums" in out:
-        shape = (c.warpgroups, c.parts, QUERIES, out["col_sums"].shape[-1] // c.key_tiles)
-        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(c.tile_keys, jnp.bfloat16))
-        if c.interpret:  # JAX interprets no matrix products with an operand in registers
-            transforms = swizzled(DEPTH, jnp.bfloat16)
-            found["onehot"] = plgpu.SMEM((c.warpgroups, QUERIES, DEPTH), jnp.bfloat16, transforms=transforms)
+        shape = (c.warpgroups, QUERIES, out["col_sums"].shape[-1] // c.key_tiles)
+        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(c.tile_keys))
     return found
 
 
@@ -144,7 +128,7 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
     c = config
     block = Block(c, operands, out, scratch)
     reads = sweeps(c, kind)
-    staging = Staging(block, len(reads[-1].pairs) * len(c.terms))
+    staging = Staging(block, len(reads[-1].pairs))
     attended = block.is_attended()
 
     def work() -> None:
@@ -172,8 +156,8 @@ def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
 
     def body(*refs: Ref, scratch: dict[str, object]) -> None:
         inputs, outputs = refs[: -len(names)], Outputs(**dict(zip(names, refs[-len(names) :], strict=True)))
-        sides = [inputs[n * c.parts : (n + 1) * c.parts] for n in range(2 * len(pairs))]
-        read = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *inputs[2 * len(pairs) * c.parts :])
+        sides, others = inputs[: 2 * len(pairs)], inputs[2 * len(pairs) :]
+        read = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *others)
         run_block(c, kind, read, outputs, Scratch(**scratch))  # type: ignore[arg-type]
 
     def entry(*refs: Ref) -> None:
@@ -193,8 +177,7 @@ def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,  # the default until JAX 0.10; these kernels set layouts
         ),
-        interpret=interpret_gpu() if c.interpret else None,
     )
-    sides = [part for pair in pairs for side in pair for part in side]
+    sides = [side for pair in pairs for side in pair]
     outs = kernel(*sides, rows, cols, mask, visited, *([] if planes is None else [planes]))
     return Results(**dict(zip(names, outs, strict=True)))

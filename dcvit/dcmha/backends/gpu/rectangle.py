@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha.backends.gpu.block import Operands
-from dcvit.dcmha.backends.gpu.config import QUERIES, KernelConfig, Side, Which
-from dcvit.dcmha.backends.gpu.tiling import Static, make_config, spans
+from dcvit.dcmha.backends.gpu.config import QUERIES, Side, Which
+from dcvit.dcmha.backends.gpu.tiling import make_config, spans
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E, pad, round_up
 from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array
@@ -32,18 +32,18 @@ class Tokens(NamedTuple):
 
     Fields:
       arrays: q and dO, or k and v, each (B N H D) or (B N K D).
-      parts: for each of `arrays`, the bfloat16 arrays whose sum it is, with D padded.
+      padded: the same with D padded.
       weights: compose weights (B H channels N).
     """
 
     arrays: Sequence[Array]
-    parts: Sequence[Sequence[Array]]
+    padded: Sequence[Array]
     weights: Array
 
     def slice(self, start: Array | int, size: int) -> Tokens:
         """Return the arrays of `size` tokens from `start` on."""
-        arrays, parts = jax.tree.map(lambda x: cut(x, 1, start, size), (self.arrays, self.parts))
-        return Tokens(arrays, parts, cut(self.weights, 3, start, size))
+        arrays, padded = jax.tree.map(lambda x: cut(x, 1, start, size), (self.arrays, self.padded))
+        return Tokens(arrays, padded, cut(self.weights, 3, start, size))
 
 
 class Layer:
@@ -57,10 +57,10 @@ class Layer:
     """
 
     def __init__(
-        self, static: Static, rows: int, inputs: Inputs, d_out: Array | None = None, lse: Array | None = None
+        self, options: Options, rows: int, inputs: Inputs, d_out: Array | None = None, lse: Array | None = None
     ) -> None:
-        self.inputs, self.options = inputs, static.options
-        self.config = make_config(inputs, static, rows, backward=d_out is not None)
+        self.inputs, self.options = inputs, options
+        self.config = make_config(inputs, options, rows, backward=d_out is not None)
         q, k, v = inputs[:3]
         self.sizes = q.shape[1], k.shape[1]
         padded = round_up(self.sizes[0], rows), round_up(self.sizes[1], self.config.block_keys)
@@ -88,7 +88,7 @@ class Layer:
         packed = jnp.transpose(jnp.concatenate(channels, axis=2).astype(jnp.float32), (0, 3, 2, 1))
         packed = jnp.concatenate([packed, *(x[:, :, None] for x in statistics)], axis=2)
         arrays = [pad(x, 1, size) for x in arrays]
-        return Tokens(arrays, [bfloat16_parts(x, c) for x in arrays], pad(packed, 3, size))
+        return Tokens(arrays, [pad(x, 3, c.head_dim) for x in arrays], pad(packed, 3, size))
 
     def scan(self, body: Callable[[Rectangle, Carry], tuple[Carry, Results]], carry: Carry) -> tuple[Carry, Results]:
         """Return the last carry and the stacked results of carry, x = body(rectangle, carry) for all rectangles."""
@@ -159,7 +159,7 @@ class Rectangle:
     def operands(self, *statistics: Array, planes: Array | None = None) -> Operands:
         """Return the operands of a kernel; `statistics` (log-sum-exp or delta, B H T) are the last query channels."""
         weights = jnp.concatenate([self.queries.weights, *(x[:, :, None] for x in statistics)], axis=2)
-        pairs = list(zip(self.queries.parts, self.keys.parts, strict=False))
+        pairs = list(zip(self.queries.padded, self.keys.padded, strict=False))
         return Operands(pairs, weights, self.keys.weights, self.mask, self.visited, planes)
 
     def by_key_head(self, x: Array, axis: int) -> Array:
@@ -228,16 +228,6 @@ def side_channels(
     if down is not None and up is not None:
         found += [down.astype(jnp.float32) * factor, up.astype(jnp.float32)]
     return found
-
-
-def bfloat16_parts(x: Array, config: KernelConfig) -> list[Array]:
-    """Return the bfloat16 terms whose sum is `x` (B N H D) with D padded: one for bfloat16, two for float32."""
-    x = pad(x, 3, config.head_dim)
-    if config.parts == 1:
-        return [x]
-    # XLA may remove a cast to bfloat16 and back, but not reduce_precision.
-    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
 def cut(x: Array, axis: int, start: Array | int, size: int) -> Array:

@@ -73,10 +73,9 @@ class Ring:
         rows = [channels("q", b.operands.rows, scratch.rows, b.query_span)]
         cols = [channels("k", b.operands.cols, scratch.cols, keys)]
         for pair, ((left, right), (lefts, rights)) in enumerate(zip(b.operands.pairs, scratch.scores, strict=True)):
-            for part in range(c.parts):
-                used = pair in reads.pairs
-                rows.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]) if used else None)
-                cols.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]) if used else None)
+            used = pair in reads.pairs
+            rows.append((left.at[b.example, b.query_span, h], lefts.at[slot]) if used else None)
+            cols.append((right.at[b.example, keys, key_head], rights.at[slot]) if used else None)
         return rows, cols
 
     def fill(self, step: Array, slot: Array, sweep: int) -> None:
@@ -178,12 +177,6 @@ class Ring:
 
 def product(block: Block, slot: Array, pair: int) -> Array:
     """Return q·k (pair 0) or dO·v (pair 1) of the head in `slot`: 64 queries × keys, float32."""
-    if block.config.without_layouts:
-        left, right = (side.at[slot] for side in block.scratch.scores[pair])
-        own = [
-            (left[a].astype(jnp.float32), right[b, block.own_keys].astype(jnp.float32)) for a, b in block.config.terms
-        ]
-        return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(block.config.tile, jnp.float32))
 
     def multiply(accumulator: Ref) -> Array:
         start_product(block, accumulator, slot, pair)
@@ -195,18 +188,15 @@ def product(block: Block, slot: Array, pair: int) -> Array:
 
 def start_product(block: Block, accumulator: Ref, slot: Array, pair: int) -> None:
     """Start to add q·k (pair 0) or dO·v (pair 1) of the head in `slot` to `accumulator`; reading it waits."""
-    left, right = (side.at[slot] for side in block.scratch.scores[pair])
-    for a, b in block.config.terms:
-        keys = right.at[b, block.own_keys].transpose((1, 0))
-        plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
+    left, right = block.scratch.scores[pair]
+    keys = right.at[slot, block.own_keys].transpose((1, 0))
+    plgpu.wgmma(accumulator, left.at[slot], keys)  # type: ignore[arg-type]
 
 
 def products_during(
     block: Block, slot: Array, pairs: Sequence[int], work: Callable[[], Result]
 ) -> tuple[list[Array], Result]:
     """Return the products `pairs` (see `product`) of the head in `slot`, and the result of work(), run meanwhile."""
-    if block.config.without_layouts or not pairs:
-        return [product(block, slot, pair) for pair in pairs], work()
 
     def both(*accumulators: Ref) -> tuple[list[Array], Result]:
         for pair, accumulator in zip(pairs, accumulators, strict=True):

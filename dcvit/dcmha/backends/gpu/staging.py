@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,6 +21,7 @@ from dcvit.dcmha.backends.gpu.block import Block
 from dcvit.dcmha.backends.gpu.config import DEPTH, QUERIES
 from dcvit.dcmha.backends.gpu.ring import Ring
 from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.versions import store_any
 
 
 class Staging:
@@ -48,17 +48,14 @@ class Staging:
 
     def stage_tile(self, x: Array) -> None:
         """Write a tile of W or dS to its buffer."""
-        not_none(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
+        not_none(self.scratch.tile)[self.block.warpgroup] = x.astype(jnp.bfloat16)
 
     def stage_products(self, tiles: Sequence[Array]) -> None:
         """Write products to the buffer from which `add_products` sums them over queries."""
         c, w = self.config, self.block.warpgroup
         for channel, x in enumerate(tiles):
-            for part in range(c.parts):
-                high = x.astype(jnp.bfloat16)
-                columns = pl.ds(channel * c.tile_keys, c.tile_keys)
-                not_none(self.scratch.products)[w, part, :, columns] = high
-                x = x - high.astype(jnp.float32)
+            columns = pl.ds(channel * c.tile_keys, c.tile_keys)
+            not_none(self.scratch.products)[w, :, columns] = x.astype(jnp.bfloat16)
 
     def commit(self, head: Array, *, tile: bool = False, row_sums: bool = False) -> None:
         """Make the staged values visible to the copy engine, and start the copies of the selected outputs."""
@@ -79,7 +76,7 @@ class Staging:
         b, ref = self.block, not_none(self.out.col_sums)
         columns = ref.shape[-1] // self.config.key_tiles
         where = ref.at[b.example, b.group, b.i, pl.ds(0, QUERIES), pl.ds(b.key_tile * columns, columns)]
-        self.block.store(where, x)
+        store_any(where, x)
 
     def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array, list[Array]], None]) -> None:
         """Run the last sweep, and store the sums over queries of the products that `body` stages, if there are any."""
@@ -102,16 +99,8 @@ class Staging:
 
     def add_products(self, accumulator: Ref, head: Array) -> None:
         """Start the matrix product that adds the sums over queries of the staged products to the accumulator."""
-        c, w, shape = self.config, self.block.warpgroup, (QUERIES, DEPTH)
-        if c.without_layouts:
-            rows = lax.broadcasted_iota(jnp.int32, shape, 0)
-        else:
-            rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        rows = plgpu.broadcasted_iota(jnp.int32, (QUERIES, DEPTH), 0, layout=plgpu.Layout.WGMMA)
         onehot = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
-        if self.scratch.onehot is not None:
-            self.scratch.onehot[w] = onehot
-            onehot = self.scratch.onehot.at[w]
-        for part in range(c.parts):
-            for first in range(0, QUERIES, DEPTH):  # one instruction each, so that all read the same registers
-                products = not_none(self.scratch.products).at[w, part, pl.ds(first, DEPTH)]
-                plgpu.wgmma(accumulator, onehot, products)  # type: ignore[arg-type]
+        for first in range(0, QUERIES, DEPTH):  # one instruction each, so that all read the same registers
+            products = not_none(self.scratch.products).at[self.block.warpgroup, pl.ds(first, DEPTH)]
+            plgpu.wgmma(accumulator, onehot, products)  # type: ignore[arg-type]

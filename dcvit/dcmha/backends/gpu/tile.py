@@ -3,18 +3,15 @@
 A block of a kernel handles one example, one group of heads, 64 queries and `warpgroups`·`tile_keys` keys. Each
 warpgroup computes a tile of all 64 queries and `tile_keys` keys. Heads stream through a ring of slots in shared memory
 once per sweep. The hidden planes of a compose, which combine the heads, stay in float32 registers. Each sweep computes
-the scores of a head again, because the tensor cores have time left and registers are scarce; but with few heads, the
-last sweep reads scores, probabilities or gradients that the sweep before it has kept in shared memory. Blocks exchange
-no values: a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a
-fixed order, so that the results are deterministic.
+the scores of a head again, because the tensor cores have time left and registers are scarce. Blocks exchange no values:
+a sum over queries or keys is written as one partial sum for each tile, and XLA adds the partial sums in a fixed order,
+so that the results are deterministic.
 
 Scores are in units of log 2, so that 2^L is a single instruction. A `mask` of bits represents all masks and the
 padding: one instruction selects the score or MASKED_SCORE. An addition would take as many, but keep a masked NaN.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,17 +74,6 @@ class Tile:
         """Return the composed and masked scores of one head."""
         bits = lax.bitcast_convert_type(self.up(slot, "pre", planes, scores), jnp.int32)
         return lax.bitcast_convert_type((bits & self.mask) | (~self.mask & MASKED_BITS), jnp.float32)
-
-    def keep(self, head: Array, x: Array) -> None:
-        """Keep a tile of one head in shared memory for the last sweep, if there is room for those of all heads."""
-        if self.scratch.kept is not None:
-            self.scratch.kept[head, self.block.warpgroup] = x
-
-    def kept(self, head: Array, compute: Callable[[], Array]) -> Array:
-        """Return the tile that `keep` has stored, or compute it. No barrier: a thread reads only its own writes."""
-        if self.scratch.kept is None:
-            return compute()
-        return self.block.as_tile(self.scratch.kept[head, self.block.warpgroup])
 
     def probabilities(self, slot: Array, planes: Planes, scores: Array) -> Array:
         """Return the attention weights P = 2^(logits - log-sum-exp) of one head; exactly 0 for masked keys."""

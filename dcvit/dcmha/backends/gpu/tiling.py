@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -20,9 +18,7 @@ from dcvit.dcmha.inputs import Call, Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.shapes import Array
 
-Axes = TypeVar("Axes")  # the axes of heads, in the form of a function's result
 Result = TypeVar("Result")
-NO_HEADS = -1
 HOPPER = "9.0"  # compute capability of H100 and H200, whose matrix instruction the kernels use
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
@@ -37,31 +33,16 @@ MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 256, 64
 KINDS: tuple[tuple[Kind, Kind], ...] = (("statistics", "weights"), ("post_grad", "pre_grad"))  # forward, backward
 
 
-class Static(NamedTuple):
-    """Static options of a layer. `options.causal` is True for a layer with a window."""
-
-    options: Options
-    is_plain: bool
-    interpret: bool
-
-
 class Partition(NamedTuple):
     """Sizes of the parts of a layer that are computed one after the other.
 
     Fields:
       examples: number of examples of a part, a divisor of the batch.
-      heads: number of parts into which the heads are split; a group is in one part.
       rows: number of queries of a rectangle.
     """
 
     examples: int
-    heads: int
     rows: int
-
-    def of(self, static: Static) -> Static:
-        """Return the options of one part of the layer, which has fewer groups."""
-        options = dataclasses.replace(static.options, groups=max(1, static.options.groups // self.heads))
-        return static._replace(options=options)
 
 
 class Span(NamedTuple):
@@ -72,24 +53,22 @@ class Span(NamedTuple):
 
 
 def check_supported(call: Call) -> None:
-    """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
+    """Raise UnsupportedError if the kernels do not support the device, the call, the dtypes or the sizes."""
     (q, k, v, pre, post, *_), options = call.inputs, call.options
     capability = compute_capability()
-    if capability not in (HOPPER, None):  # without a GPU, kernels are interpreted, or lowered for one elsewhere
+    if capability not in (HOPPER, None):  # without a GPU, kernels are lowered for one elsewhere
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
+    if call.is_plain:
+        raise UnsupportedError("the GPU kernels need a composition; cudnn and reference compute plain attention")
     if options.first_query:
         raise UnsupportedError("the GPU kernels need all queries, found a part of them (mesh axis context)")
-    if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise UnsupportedError(
-            "the GPU kernels support q, k and v that are all bfloat16 or all float32,"
-            f" found {q.dtype}, {k.dtype} and {v.dtype}"
+            f"the GPU kernels support q, k and v of bfloat16, found {q.dtype}, {k.dtype} and {v.dtype}"
         )
     head_dim, group_heads = q.shape[3], q.shape[2] // options.groups
-    max_head_dim = MAX_HEAD_DIM // (1 if q.dtype == jnp.bfloat16 else 2)
-    if head_dim > max_head_dim:
-        raise UnsupportedError(
-            f"the GPU kernels support heads of up to {max_head_dim} dimensions in {q.dtype}, found {head_dim}"
-        )
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"the GPU kernels support heads of up to {MAX_HEAD_DIM} dimensions, found {head_dim}")
     if group_heads > MAX_GROUP:
         raise UnsupportedError(f"the GPU kernels support groups of up to {MAX_GROUP} heads, found {group_heads}")
     for weights in (pre, post):
@@ -100,7 +79,7 @@ def check_supported(call: Call) -> None:
         for x in (weights.q1, weights.k1):
             if x is not None and x.shape[2] > MAX_RANK:
                 raise UnsupportedError(f"the GPU kernels support ranks up to {MAX_RANK}, found {x.shape[2]}")
-    partition(call.inputs, Static(options, call.is_plain, interpret=False), backward=True)
+    partition(call.inputs, options, backward=True)
 
 
 def block_rows(queries: int, most: int) -> int:
@@ -108,35 +87,29 @@ def block_rows(queries: int, most: int) -> int:
     return round_up(cdiv(queries, cdiv(queries, most)), QUERIES)
 
 
-def partition(inputs: Inputs, static: Static, *, backward: bool) -> Partition:
-    """Return the largest parts of a layer that fit the memory: with fewer examples first, then queries, then heads.
+def partition(inputs: Inputs, options: Options, *, backward: bool) -> Partition:
+    """Return the largest parts of a layer that fit the memory: with fewer examples first, then queries.
 
     Raises:
       UnsupportedError: the smallest part does not fit.
     """
-    (batch, queries, heads), options = inputs.q.shape[:3], static.options
-    config = make_config(inputs, static, QUERIES, backward=backward)
-    key_heads = inputs.k.shape[2]
-    most_parts = key_heads if static.is_plain and options.groups == 1 else math.gcd(key_heads, options.groups)
+    batch, queries, heads = inputs.q.shape[:3]
+    config = make_config(inputs, options, QUERIES, backward=backward)
     rows = block_rows(
         queries, ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
     )
-    sizes = [Partition(n, 1, rows) for n in range(batch, 0, -1) if batch % n == 0]
-    sizes += [Partition(1, 1, block_rows(queries, n)) for n in range(rows - QUERIES, 0, -QUERIES)]
-    sizes += [Partition(1, n, QUERIES) for n in range(2, most_parts + 1) if most_parts % n == 0]
+    sizes = [Partition(n, rows) for n in range(batch, 0, -1) if batch % n == 0]
+    sizes += [Partition(1, block_rows(queries, n)) for n in range(rows - QUERIES, 0, -QUERIES)]
     needed = 0
     for size in sizes:
-        groups = max(1, config.groups // size.heads)
-        part = dataclasses.replace(
-            config, batch=size.examples, groups=groups, group_heads=heads // size.heads // groups, queries=size.rows
-        )
+        part = dataclasses.replace(config, batch=size.examples, queries=size.rows)
         keys = spans(queries, inputs.k.shape[1], options, part)[-1].keys
         needed = workspace(dataclasses.replace(part, keys=keys), backward=backward)
         if needed <= WORKSPACE_BYTES:
             return size
     raise UnsupportedError(
-        f"the GPU kernels need {needed / 2**20:,.0f} MiB for {QUERIES} queries of one example, {heads // most_parts} "
-        f"heads and {inputs.k.shape[1]:,} keys, found a limit of {WORKSPACE_BYTES / 2**20:,.0f} MiB"
+        f"the GPU kernels need {needed / 2**20:,.0f} MiB for {QUERIES} queries of one example, {heads} heads "
+        f"and {inputs.k.shape[1]:,} keys, found a limit of {WORKSPACE_BYTES / 2**20:,.0f} MiB"
     )
 
 
@@ -176,9 +149,9 @@ def ranks(weights: ComposeWeights | None) -> Ranks:
     return Ranks(q, k, key_wise=weights.k1 is not None or weights.kg is not None)
 
 
-def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool) -> KernelConfig:
+def make_config(inputs: Inputs, options: Options, queries: int, *, backward: bool) -> KernelConfig:
     """Return the configuration of the kernels for a layer with these inputs, without the number of keys."""
-    q, options = inputs.q, static.options
+    q = inputs.q
     tile_keys = KEYS_BACKWARD if backward else KEYS_FORWARD
     ranks_pre, ranks_post = ranks(inputs.pre), ranks(inputs.post)
     if max(ranks_pre.planes, ranks_post.planes) > MANY_PLANES:
@@ -187,84 +160,49 @@ def make_config(inputs: Inputs, static: Static, queries: int, *, backward: bool)
     config = KernelConfig(
         batch=q.shape[0], groups=options.groups, group_heads=q.shape[2] // options.groups,
         heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=queries, keys=0,
-        head_dim=round_up(q.shape[3], 16), parts=1 if q.dtype == jnp.bfloat16 else 2, pre=ranks_pre, post=ranks_post,
-        tile_keys=tile_keys, warpgroups=interpretable_warpgroups() if static.interpret else WARPGROUPS, stages=2,
-        kept=True, dtype=q.dtype, interpret=static.interpret,
+        head_dim=round_up(q.shape[3], 16), pre=ranks_pre, post=ranks_post, tile_keys=tile_keys, warpgroups=WARPGROUPS,
+        stages=2,
     )  # fmt: skip
     stages = max_stages(config, pairs)
-    if stages < 3:  # which products of the next head need
-        config = dataclasses.replace(config, kept=False)
-        stages = max_stages(config, pairs)
-    if stages < 2:  # float32 heads with many dimensions
+    if stages < 2:  # heads with many dimensions
         config = dataclasses.replace(config, warpgroups=1)
         stages = max_stages(config, pairs)
     return dataclasses.replace(config, stages=min(stages, MAX_STAGES))
 
 
-def interpretable_warpgroups() -> int:
-    """Return the number of warpgroups that this host's CPU can interpret at once.
-
-    Each warpgroup blocks a thread of XLA's thread pool, which needs one more.
-    """
-    return max(1, min(WARPGROUPS, max(os.cpu_count() or 1, jax.local_device_count("cpu")) - 1))
-
-
 def max_stages(config: KernelConfig, pairs: int) -> int:
     """Return the most ring slots, each for `pairs` pairs of arrays, that fit into shared memory with other buffers."""
     c = config
-    wide, itemsize = c.block_keys, jnp.dtype(c.dtype).itemsize
+    wide = c.block_keys
     rows = 2 + c.pre.channels("q") + c.post.channels("q")
     cols = 2 + c.pre.channels("k") + c.post.channels("k")
-    slot = pairs * c.parts * (QUERIES + wide) * c.head_dim * 2 + 4 * (rows * QUERIES + cols * wide)
-    staging = wide * QUERIES * itemsize + c.warpgroups * rows * QUERIES * 4
+    slot = pairs * (QUERIES + wide) * c.head_dim * 2 + 4 * (rows * QUERIES + cols * wide)
+    staging = wide * QUERIES * 2 + c.warpgroups * rows * QUERIES * 4
     if pairs > 1:
         channels = max(c.pre.channels("k"), c.post.channels("k"))
-        staging += c.warpgroups * QUERIES * c.parts * channels * c.tile_keys * 2
-    kept = 4 * c.group_heads * QUERIES * wide if c.kept and max(c.pre.planes, c.post.planes) else 0
-    return (SHARED_MEMORY_BYTES - staging - kept) // slot
+        staging += c.warpgroups * QUERIES * channels * c.tile_keys * 2
+    return (SHARED_MEMORY_BYTES - staging) // slot
 
 
-def head_axes(x: Inputs) -> Inputs:
-    """Return a tree like `x` with the index of the head axis of each array."""
-    weights = (jax.tree.map(lambda a: a.ndim - 1, w) for w in (x.pre, x.post))
-    others = (jax.tree.map(lambda _: NO_HEADS, a) for a in (x.mask, x.segments))
-    return Inputs(2, 2, 2, *weights, *others)  # type: ignore[arg-type]  # numbers instead of arrays
-
-
-def in_parts(
-    compute: Callable[..., Result], size: Partition, args: tuple[Inputs, *tuple[Array, ...]], axes: Axes
-) -> Result:
-    """Return compute(*args), computed part by part: one part of the examples and heads at a time.
+def in_parts(compute: Callable[..., Result], size: Partition, args: tuple[Inputs, *tuple[Array, ...]]) -> Result:
+    """Return compute(*args), computed part by part: one part of the examples at a time.
 
     Args:
       compute: function of inputs and more arrays, whose results also have the examples as their first axis.
       size: the sizes of the parts.
       args: inputs, or inputs, gradients of the output (B T H D), and log-sum-exp (B H T).
-      axes: the index of the head axis of each result.
     """
     inputs, *more = args
     batch, mask = inputs.q.shape[0], inputs.mask
-    if size.examples == batch and size.heads == 1:
+    if size.examples == batch:
         return compute(*args)
     common = mask if mask is not None and mask.shape[0] == 1 else None  # for all examples
     if common is not None:
         inputs = inputs._replace(mask=None)
 
-    def split(x: Array, axis: int) -> Array:
-        if axis == NO_HEADS:
-            x = jnp.repeat(x, size.heads, axis=0)
-        else:
-            x = jnp.moveaxis(x.reshape(*x.shape[:axis], size.heads, -1, *x.shape[axis + 1 :]), axis, 1)
-            x = x.reshape(-1, *x.shape[2:])
-        return x.reshape(-1, size.examples, *x.shape[1:])
-
-    def join(x: Array, axis: int) -> Array:
-        x = jnp.moveaxis(x.reshape(batch, size.heads, *x.shape[2:]), 1, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
     def part(args: tuple[Inputs, *tuple[Array, ...]]) -> Result:
         return compute(args[0] if common is None else args[0]._replace(mask=common), *args[1:])
 
-    parts = jax.tree.map(split, (inputs, *more), (head_axes(inputs), *(2, 1)[: len(more)]))
-    out: Result = jax.tree.map(join, lax.map(part, parts), axes)
+    parts = jax.tree.map(lambda x: x.reshape(-1, size.examples, *x.shape[1:]), (inputs, *more))
+    out: Result = jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), lax.map(part, parts))
     return out

@@ -32,8 +32,6 @@ products have bfloat16 operands, and key-wise weights, or the matrices made of t
 values are float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's
 precision of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all
 products.
-
-docs/performance_notes.md explains the numbers of bundles (about cycles) that scripts/tpu/bundles.py counts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
 ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
 # Kernels of one of three families compute attention. In all of them, the VPU adds the query-wise branch. No family can
-# replace another one within a few percent; by the bundles (about cycles) of docs/performance_notes.md:
+# replace another one within a few percent; by bundles (about cycles), see scripts/tpu/bundles.py:
 #
 #   family         blocks, and what mixes heads         needed for                           its bundles : without it
 #   "interleaved"  eight interleaved examples, each     ViT-S/16 on v5e: forward, gradient   1 : 1.58, 1 : 1.50
