@@ -142,10 +142,9 @@ def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_pr
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["v5e", "v6e"])
-def test_every_listed_slice_can_be_compiled_for(family):
+def test_every_listed_slice_can_be_compiled_for():
     sides = [tuple(map(int, name.split("x"))) for name in topologies.FLAT]
-    chips = [len(compilation.topology_devices(f"{family}:{rows}x{columns}")[1]) for rows, columns in sides]
+    chips = [len(compilation.topology_devices(f"v5e:{rows}x{columns}")[1]) for rows, columns in sides]
     assert chips == [rows * columns for rows, columns in sides]
 
 
@@ -163,30 +162,15 @@ def test_a_small_step_fits_a_small_slice(library_promotion, tmp_path, capsys):
     assert "per chip" in capsys.readouterr().out
 
 
-BAD = {
-    "topology": (["--topology", "v5e:3x5"], "is not a TPU slice"),
-    "heads": (
-        ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"],
-        "tensor 16 does not divide num_heads 8",
-    ),
-    "groups": (
-        ["--config.mesh=[('fsdp',-1),('tensor',4)]", "--config.model.groups=2"],
-        "config.model.groups=2 is not a multiple of tensor 4",
-    ),
-    "no topology": (["--topology="], "give --config CONFIG and --topology TOPOLOGY, or --all"),
-}  # fmt: skip
-
-
 @needs_libtpu
-@pytest.mark.parametrize("name", BAD)
-def test_an_invalid_config_is_a_one_line_error_before_compilation(name, capsys, monkeypatch):
-    words, message = BAD[name]
+def test_an_invalid_config_is_a_one_line_error_before_compilation(capsys, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
-    argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", *words]
+    argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4"]
+    argv += ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"]
     assert cli.run(aot.main, argv) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith("error: ")
-    assert message in err
+    assert "tensor 16 does not divide num_heads 8" in err
 
 
 def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):

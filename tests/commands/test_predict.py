@@ -117,12 +117,6 @@ def test_unusable_class_names_and_preprocessing_are_refused(images, tmp_path):
         next(inference.read_images([Path(next(iter(images)))], "decode(1)|resize_pillow(8)", pytest.fail))
 
 
-def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_classes():
-    prediction = inference.Prediction("a\n\x1b[31m\u202e\udcff.png", 1, "c\rt", 0.5)
-    (line,) = inference.PredictionLines(None).format([[prediction]])
-    assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
-
-
 def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, monkeypatch):
     """Any number of files needs the memory of one batch."""
     data, read = encoded(Image.new("L", (8, 8), 255), "PNG"), []
