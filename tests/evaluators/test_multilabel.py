@@ -65,8 +65,7 @@ def expected(labels, thresholds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels", [LABELS, MASKED], ids=["known", "masked"])
-@pytest.mark.parametrize(("batch", "devices"), [(7, 1), (64, 1), (24, 8)])
+@pytest.mark.parametrize(("labels", "batch", "devices"), [(LABELS, 7, 1), (MASKED, 64, 1), (MASKED, 24, 8)])
 def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, devices):
     built = evaluator(monkeypatch, labels, devices, batch_size=batch, thresholds=THRESHOLDS)
     got = built.run(PARAMS)
@@ -90,9 +89,8 @@ def test_macro_f1_and_mean_precision_of_complete_labels_are_those_of_one_call():
     assert f1 == pytest.approx(metrics.f1_score(whole[0], whole[1] >= 0, average="macro"))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_average_precision_with_equal_scores(seed):
-    rng = np.random.default_rng(seed)
+def test_average_precision_with_equal_scores():
+    rng = np.random.default_rng(0)
     scores, positive = rng.integers(0, 4, 40).astype(np.float32), rng.random(40) < 0.3
     found, hit = ranked(scores[:, None], positive[:, None])
     assert average_precision(found[:, 0], hit[:, 0]) == pytest.approx(metrics.average_precision_score(positive, scores))
@@ -147,7 +145,6 @@ def test_five_bytes_for_each_label_are_sorted_once(monkeypatch):
 @pytest.mark.parametrize(("options", "message"), [
     ({"loss": "softmax_xent"}, "type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"),
     ({"thresholds": 1.5}, "thresholds=1.5 should be a probability from 0 to 1, or one for each class"),
-    ({"thresholds": ()}, "should be a probability"),
 ])  # fmt: skip
 def test_invalid_options_are_refused(monkeypatch, options, message):
     with pytest.raises(ConfigError, match=message):
