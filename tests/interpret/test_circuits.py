@@ -1,5 +1,7 @@
 """Circuits are the bilinear forms by which a model computes scores and outputs, also under composition."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -56,8 +58,7 @@ def test_the_output_is_the_sum_of_weights_times_effective_ov_circuits(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("branches", [b for b in oracle.BRANCHES if b != "qkpgs"])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("branches", "groups"), zip(oracle.BRANCHES, itertools.cycle([1, 2]), strict=False))
 def test_a_map_is_the_composition_of_unit_vectors(branches, groups):
     """Row h' of the map of a pair is the composition of head h' alone, for every branch."""
     weights = oracle.random_weights(
