@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import distributed
-from jax._src.clusters import ClusterEnv, K8sCluster
+from jax._src.clusters import K8sCluster
 from trained_workdirs import TINY, load_params
 
 from dcvit import cli, train
@@ -239,8 +239,7 @@ def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("lost", "sent"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_process_ends_after_another_one_was_lost_and_the_run_resumes_to_the_same_result(tmp_path, two, lost, sent):
     """JAX aborts the process, or its communication fails before."""
     workdir = tmp_path / "run"
@@ -259,10 +258,7 @@ def test_process_ends_after_another_one_was_lost_and_the_run_resumes_to_the_same
 
 OPTIONS = {
     "some": (["--coordinator", "localhost:1234"], "must be given together; missing --num_processes, --process_id"),
-    "id": (["--coordinator", "localhost:1234", "--num_processes", "2", "--process_id", "2"], "--process_id from 0"),
     "no port": (["--coordinator", "localhost", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
-    "no such port": (["--coordinator", "localhost:65536", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
-    "no number": (["--num_processes", "two"], "invalid int value"),
 }
 
 
@@ -284,12 +280,10 @@ ENVIRONMENTS = {
     "no launcher": ({}, False),
     "batch script": ({**SLURM, "SLURM_NTASKS": "8"}, False),
     "shell of salloc in a step": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1"}, False),
-    "srun of one task": ({**SALLOC, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, False),
     "srun of eight tasks": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "8"}, True),
     "mpirun in a shell of salloc": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
     "mpirun of Open MPI 4": ({**ORTE, "OMPI_COMM_WORLD_SIZE": "4"}, True),
     "mpirun of Open MPI 5": ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
-    "mpirun of one process": ({**ORTE, "OMPI_COMM_WORLD_SIZE": "1"}, False),
     "pod": (POD, False),
 }
 
@@ -370,13 +364,6 @@ def test_pod_without_the_client_of_kubernetes_runs_alone_and_says_so(environment
     assert [record.message[:6] for record in caplog.records] == ["pod 1 "] * index
 
 
-def test_launcher_that_a_later_jax_detects_is_detected(environment, monkeypatch):
-    launcher = types.SimpleNamespace(opt_in_only_method=False, is_env_present=lambda: True, get_process_count=lambda: 2)
-    monkeypatch.setattr(ClusterEnv, "_cluster_types", [*ClusterEnv._cluster_types, launcher])
-    environment({})
-    assert multihost.in_cluster()
-
-
 def test_launcher_that_jax_does_not_detect_is_one_line(environment, tmp_path, capsys, monkeypatch):
     start = distributed.State().initialize  # without the check that this process has not used a device yet
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: start(*args, **options))
@@ -395,23 +382,16 @@ multihost.initialize(argparse.Namespace(coordinator=None, num_processes=None, pr
 print(multihost.gather("indices", multihost.index()))
 multihost.exit_process(0)
 """
-TASKS = {
-    "srun": {**SALLOC, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "I", "SLURM_LOCALID": "I"},
-    "mpirun": {
-        **ORTE, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "I", "OMPI_COMM_WORLD_LOCAL_RANK": "I",
-    },
-}  # fmt: skip
+TASK = {**SALLOC, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", TASKS)
-def test_tasks_of_a_launcher_connect_without_options(environment, launcher):
+def test_tasks_of_a_launcher_connect_without_options(environment):
     environment({})
     port = str(free_port())
 
     def start(index):
-        task = {name: index if value == "I" else value for name, value in TASKS[launcher].items()}
-        env = {**os.environ, **task, "JAX_COORDINATOR_PORT": port}
+        env = {**os.environ, **TASK, "SLURM_PROCID": index, "SLURM_LOCALID": index, "JAX_COORDINATOR_PORT": port}
         return subprocess.Popen([sys.executable, "-c", CONNECT], env=env, stdout=subprocess.PIPE, text=True)
 
     processes = [start("0"), start("1")]
