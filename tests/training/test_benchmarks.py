@@ -120,9 +120,9 @@ class FakeProgram(benchmark.Program):
         return lambda: None
 
 
-@pytest.mark.parametrize("estimated", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "timed", "alone"), [((3, 4), (0, 1), False), ((6, 7), (0, 1), True), ((11, 7, 2), (1, 2), True)]
+    ("sizes", "timed", "alone", "estimated"),
+    [((3, 4), (0, 1), False, True), ((6, 7), (0, 1), True, False), ((11, 7, 2), (1, 2), True, True)],
 )
 def test_programs_that_do_not_fit_together_are_timed_alone(sizes, timed, alone, estimated, monkeypatch, caplog):
     def check(mesh, programs):

@@ -35,9 +35,7 @@ SMALLEST = {name.rpartition("-")[0]: name for name in reversed(PRESETS)}.values(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.exhaustive) for name in PRESETS]
-)
+@pytest.mark.parametrize("preset", SMALLEST)
 def test_table_of_presets_states_counted_parameters_and_steps(preset):
     """Parameters, steps, batch and tokens as the docstring of configs/lm_pile.py lists them."""
     config = configs.load(f"{PILE}:preset={preset}")
