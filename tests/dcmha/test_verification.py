@@ -7,9 +7,6 @@ import contextlib
 import contextvars
 import dataclasses
 import json
-import logging
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -172,10 +169,8 @@ def without_selection(function):
     ("policy", "names", "verdict"),
     [
         ("verify", "plain", True),
-        ("known", "plain", False),
         ("trust", "wrong plain", False),
         ("off", "plain", False),
-        ("", "plain", False),
     ],
 )
 def test_the_environment_sets_the_policy_outside_of_selecting(policy, names, verdict, monkeypatch, cache):
@@ -231,18 +226,6 @@ def test_processes_agree_by_the_function_that_shares_choices():
     with selecting(Selection("verify", share=share)):
         assert order(case(right)) == ("plain",)
     assert asked == ["matmul"]
-
-
-def test_one_line_says_that_process_0_selected_what_was_wrong_here(caplog):
-    one = case(lambda x: right(x) * 2)
-    verified(one)
-    verification.warn_once.cache_clear()
-    caplog.clear()
-    for _ in range(2):
-        with selecting(Selection("verify", share=lambda key, choose: "<lambda>")):
-            assert order(one) == ("<lambda>", "plain")
-    (message,) = caplog.messages
-    assert "as process 0 selected it, although an earlier verdict on a device of process 0 is: wrong" in message
 
 
 def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
@@ -357,40 +340,14 @@ def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far
     assert verified(second, budget=1e6)[0] == ("quick", "plain")
 
 
-def test_the_default_is_measured_before_kernels_so_that_the_best_so_far_is_known():
-    order, budget = [], 1e6
-
-    def traced(name):
-        def function(x):
-            order.append(name)
-            return right(x)
-
-        function.__name__ = name
-        return function
-
-    verified(case(traced("kernel"), plain=traced("plain")), budget=budget)
-    assert order.index("plain") < order.index("kernel")
-
-
-@pytest.mark.parametrize("status", ["timed out", "failed"])
-def test_a_failure_is_tried_again_after_a_day_or_with_a_longer_limit(status):
+def test_a_failure_is_tried_again_after_a_day_or_with_a_longer_limit():
     for hours, limit, is_tried in ((1, 60, False), (1, 61, True), (25, 60, True), (25, 10, True), (1, 10, False)):
-        before = Verdict(status, reason="before", seconds=60, when=time.time() - hours * 3600)
+        before = Verdict("timed out", reason="before", seconds=60, when=time.time() - hours * 3600)
         assert before.is_final(limit) != is_tried, (hours, limit)
     one = case(right, plain=slow)
     store().write("matmul", "right", dataclasses.replace(before, when=time.time() - 25 * 3600))
     assert verified(one)[0] == ("right", "plain")
     assert verdict(one, "right").passed
-
-
-def test_a_failure_that_fails_again_is_kept_for_another_day():
-    old = Verdict("failed", reason="before", seconds=60, when=time.time() - 1e6)
-    store().write("matmul", "does_not_compile", old)
-    verified(case(does_not_compile))
-    found = verdict(case(does_not_compile), "does_not_compile")
-    assert found.when > old.when + 1e5
-    assert verified(case(does_not_compile))[0] == ("plain",)
-    assert verdict(case(does_not_compile), "does_not_compile") == found
 
 
 def test_what_is_wrong_stays_wrong():
@@ -500,33 +457,6 @@ def test_an_interrupted_verification_is_no_verdict(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_processes_that_start_together_verify_one_after_the_other(cache, caplog):
-    code = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests/dcmha")
-from test_verification import *
-def waits(x):
-    Path(sys.argv[1]).touch()
-    time.sleep(1)  # while it is compiled
-    return right(x)
-print(verified(case(waits, plain=slow))[0])
-"""
-    cache.mkdir()
-    command = [sys.executable, "-c", code, str(cache / "begun")]
-
-    def waits(x):
-        raise AssertionError("the other process verifies it")
-
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other, caplog.at_level(logging.INFO):
-        while not (cache / "begun").exists():
-            assert other.poll() is None
-            time.sleep(0.01)
-        assert verified(case(waits, plain=slow))[0] == ("waits", "plain")
-        assert other.communicate()[0] == "('waits', 'plain')\n"
-    assert "attention: verifying" not in caplog.text
-
-
 def test_a_plain_implementation_that_is_slow_is_no_hung_device():
     def sluggish(x):
         return callback(lambda: (time.sleep(0.15), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
@@ -547,7 +477,7 @@ def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached
     assert without_selection(both) == (("plain",), ("right", "plain"), ("plain",))
 
 
-@pytest.mark.parametrize("change", ["jax", "backend", "driver", "device", "code"])
+@pytest.mark.parametrize("change", ["jax", "code"])
 def test_verdicts_of_another_environment_do_not_count(change):
     here = verdicts.environment(jax.local_devices()[0])
     Verdicts({**here, change: "other"}).write("matmul", "right", passed(1e-9))
@@ -559,19 +489,10 @@ def test_verdicts_of_another_environment_do_not_count(change):
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: "[" * 10_000,
         lambda text: text.replace('"passed"', '"perfect"'),
-        lambda text: text.replace('"milliseconds"', '"seconds"'),
         lambda text: json.dumps({**json.loads(text), "format": 0}),
-        lambda text: json.dumps({**json.loads(text), "cases": []}),
-        lambda text: re.sub('"milliseconds": [^,]*', '"milliseconds": 1' + "0" * 400, text),
-        lambda text: re.sub('"milliseconds": [^,]*', '"milliseconds": -1.0', text),
-        lambda text: re.sub('"error": [^,]*', '"error": 0.5', text),
-        lambda text: text.replace('"reason": ""', '"reason": "it is wrong"'),
-        lambda text: text.replace('"right": {', '"right": {}, "right": {'),
-        lambda text: text + " " * verdicts.MAX_BYTES,
     ],
-    ids=["cut", "nested", "status", "field", "format", "cases", "huge", "negative", "wrong", "reason", "twice", "long"],
+    ids=["cut", "status", "format"],
 )
 def test_a_damaged_file_is_ignored_with_one_line_and_replaced(damage, cache, caplog):
     verdicts_of_right = [(name, passed(1.0 + (name == "plain"))) for name in ("right", "plain")]
@@ -586,20 +507,6 @@ def test_a_damaged_file_is_ignored_with_one_line_and_replaced(damage, cache, cap
         store().write("matmul", name, found)
     with selecting(Selection("known")):
         assert order(case(right)) == ("right", "plain")
-
-
-@pytest.mark.parametrize("suffix", [".json", ".tmp", ".lock"])
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
-def test_pipes_are_not_opened_and_links_not_followed(make, suffix, cache, caplog):
-    cache.mkdir()
-    (cache / "victim").write_text("untouched")
-    store = Verdicts({"device": "chip"})
-    make(store.path.with_suffix(suffix))
-    for name in ("one", "two"):
-        store.write(name, "kernel", passed(1.0))
-    assert [bool(store.read(name)) for name in ("one", "two")] == [suffix != ".lock"] * 2
-    assert (cache / "victim").read_text() == "untouched"
-    assert bool(caplog.messages) == (suffix != ".tmp")
 
 
 def test_writers_at_the_same_time_lose_no_verdict(cache):
