@@ -11,7 +11,6 @@ from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
-from dcvit.parallel.trees import flattened
 
 FILE = """
 from ml_collections import ConfigDict
@@ -51,13 +50,6 @@ def test_overrides_reach_every_key_and_replace_durations(file):
         config.new = 1
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_order_of_a_duration_and_of_none_in_another_unit_does_not_matter(order):
-    config = configs.load("vit_digits", ["total_steps=4", "total_epochs=None"][::order])
-    assert config.total_steps == 4
-    assert "total_epochs" not in config
-
-
 def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configs.load("vit_digits:attention=mha").model.compose is None
@@ -83,26 +75,6 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "changed"),
-    [
-        ("vit_i1k", "variant=ViT-S/16", {"model.variant": "ViT-S/16"}),
-        ("vit_i1k", "as_released=true", {"model.qk_norm": "layernorm", "model.static": True}),
-        ("vit_i1k", "as_written=true", {"optax.b2": 0.9, "schedule.end": 0.1}),
-    ],
-)
-def test_argument_of_a_config_changes_its_keys_and_nothing_else(name, arguments, changed):
-    usual, other = (flattened(configs.load(spec).to_dict()) for spec in (name, f"{name}:{arguments}"))
-    assert other == usual | changed
-
-
-def test_configs_of_cifar_differ_in_data_and_classes_only():
-    ten, hundred = (configs.load(f"vit_cifar:dataset={name}").to_json() for name in ("cifar10", "cifar100"))
-    for old, new in (("cifar10", "cifar100"), ("onehot(10,", "onehot(100,"), ('classes": 10,', 'classes": 100,')):
-        ten = ten.replace(old, new)
-    assert ten == hundred
-
-
-@pytest.mark.parametrize(
     ("spec", "overrides", "message"),
     [
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
@@ -121,16 +93,6 @@ def test_a_bad_config_is_one_line(spec, overrides, message):
     with pytest.raises(ConfigError, match=message) as e:
         configs.load(spec, overrides)
     assert "\n" not in str(e.value)
-
-
-def test_value_from_the_command_line_replaces_a_required_placeholder(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from ml_collections import ConfigDict\nfrom ml_collections.config_dict import required_placeholder\n"
-        "def get_config():\n"
-        "  return ConfigDict({'lr': required_placeholder(float), 'model': {'width': required_placeholder(int)}})\n"
-    )
-    config = configs.load(str(tmp_path / "mine.py"), ["lr=0.5", "model.width=8"])
-    assert (config.lr, config.model.width) == (0.5, 8)
 
 
 def test_durations_in_every_unit():
