@@ -16,13 +16,6 @@ LM = [
     "--config", "lm_text:data_dir=/nowhere,context=2048", "--mode", "forward", "--rounds", "2",
     "--config.model.depth=1", "--config.model.width=16", "--config.model.num_heads=2", "--config.model.mlp_dim=24",
 ]  # fmt: skip
-ROW = {
-    "config": "vit_i1k", "mode": "train", "batch": 1024, "device": "8 × TPU v5 lite", "dtype": "bfloat16",
-    "attention": "pallas_tpu", "parameters": 22_000_000, "gflops": 27.6, "ms": 1234.5, "ms_q1": 1200.04,
-    "ms_q3": 1301.0, "rate": 829.5, "unit": "img/s", "tflops": 22.9, "mfu": 1.4531, "ratio": 1.0, "memory_mb": 9876.5,
-    "peak_mb": None, "compile_s": 61.0, "error": None,
-}  # fmt: skip
-LACK = {**dict.fromkeys(ROW), "config": "vit_i1k", "mode": "train", "batch": 8192, "error": "out of memory: too much"}
 
 
 @pytest.mark.slow
@@ -74,11 +67,3 @@ def test_invalid_arguments_are_one_line_before_anything_compiles(words, message,
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert message in line
-
-
-def test_markdown_shows_three_digits_and_the_reason_of_a_row_without_figures():
-    _, _, measured, lacking = cli.markdown(benchmark.summary([ROW, LACK]))
-    assert measured == (
-        "| vit_i1k | train | 1,024 | pallas_tpu | 1,234 (1,200–1,301) | 830 img/s | 22.9 | 1.45 | 9,876 | 1.00 |"
-    )
-    assert lacking == "| vit_i1k | train | 8,192 | – | out of memory: too much | – | – | – | – | – |"

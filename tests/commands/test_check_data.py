@@ -74,16 +74,6 @@ def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
     assert check(capsys, "--config", TEXT.format(tmp_path / "texts" / "a.txt"))[0] == 0
 
 
-def test_damaged_lines_of_marked_answers_are_listed(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"task_id": "a", "texts": "b [ c ]"}) + '\n{"task_id": "a"}\n')
-    data = {"kind": "answers", "path": str(tmp_path / "a.jsonl"), "context": 16}
-    (tmp_path / "text.txt").write_text("some words " * 90)
-    config = TEXT.format(tmp_path / "text.txt")
-    status, lines, _ = check(capsys, "--config", config, f"--config.evals.validation.data={data}")
-    assert status == 1
-    assert [line.split(": ")[0].rpartition("/")[2] for line in lines if "no key 'texts'" in line] == ["a.jsonl:2"]
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_labels_at_which_training_stops_are_listed(tmp_path, capsys, named):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -113,17 +103,6 @@ def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, 
     assert (status, lines[-3].split()) == (1, ["channel", "mean", "std", "min", "max"])
     np.testing.assert_allclose([float(word) for word in lines[-2].split()], [0, *expected], rtol=1e-6)
     assert lines[-1] == f"vgg_value_range(({pixels.mean():.7g},), ({pixels.std():.7g},))"
-
-
-def test_statistics_without_an_op_that_decodes_are_refused(pets, capsys):
-    words = ["--config", f"vit_folder:data_dir={pets},res=32", "--statistics", "--config.input.pp=flip_lr"]
-    status, lines, err = check(capsys, *words)
-    assert (status, lines, "need an op that decodes them" in err) == (2, [], True)
-
-
-def test_data_without_files_is_read(capsys):
-    status, lines, _ = check(capsys, "--config", "vit_digits")
-    assert (status, lines[0]) == (0, "config.input.data: 1,437 read, 0 damaged")
 
 
 @pytest.mark.parametrize(

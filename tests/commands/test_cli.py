@@ -89,14 +89,6 @@ def test_an_expected_error_is_one_line_and_a_status(error, status, line, capsys)
     assert capsys.readouterr() == ("", f"{line}\n")
 
 
-def test_an_unexpected_error_propagates():
-    def fail(argv):
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        cli.run(fail, [])
-
-
 def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
     def log(argv):
         logging.getLogger("dcvit.anything").info("a line of %s", "dcvit")

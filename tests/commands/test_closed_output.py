@@ -47,14 +47,6 @@ def test_other_commands_end_silently_without_reader():
         assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.EXIT_SIGPIPE)
 
 
-def test_output_that_is_only_flushed_at_exit_ends_silently():
-    code = "import sys, time; from dcvit import cli\ndef main(argv):\n  print('a'); sys.stdin.read(); return 0\n"
-    with python(code + "sys.exit(cli.run(main, []))") as process:
-        process.stdout.close()
-        process.stdin.close()
-        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.EXIT_SIGPIPE)
-
-
 def test_closed_streams_are_those_of_the_null_device(monkeypatch):
     """A shell closes them by `>&- 2>&-`; Python then has None instead of a stream."""
     monkeypatch.setattr(sys, "stdout", None)
