@@ -69,12 +69,6 @@ def test_pages_have_no_error_no_picture_without_text_and_fit(browser, site):
         assert browser.value("document.querySelectorAll('.sidebar-tree a').length") > 20
 
 
-def test_search_finds_implementation(browser, site):
-    show(browser, f"{site}/search.html?q=implementation", 1280)
-    wait(browser, "[...document.querySelectorAll('#search-results li a')].some(a => a.textContent == 'Performance')")
-    assert errors(browser) == []
-
-
 def test_explorer_pages_of_the_models_open_from_the_site(browser, site):
     show(browser, f"{site}/pretrained.html", 1280)
     pages = browser.value("[...document.querySelectorAll('a[href^=\"explorer/\"]')].map(a => a.href)")
