@@ -121,12 +121,6 @@ def test_error_names_an_unknown_representation(sources):
         evaluate(representation="encoder/preln")
 
 
-@pytest.mark.parametrize("options", [{"shots": (0, 1)}, {"l2_reg": 0.0}])
-def test_numbers_that_are_too_small_raise(sources, options):
-    with pytest.raises(ConfigError, match="above 0"):
-        evaluate(**options)
-
-
 def test_features_that_are_not_finite_have_no_accuracy(sources):
     table = TABLE.copy()
     table[TEST[3], 2] = np.inf
