@@ -91,14 +91,6 @@ def test_an_example_ends_before_a_stop_token_and_the_others_continue():
     assert 3 not in found
 
 
-def test_a_generation_can_be_abandoned_and_repeated():
-    model, params = chain_model([1, 2, 3, 4], size=10)
-    for _ in range(2):
-        steps = generate(model, params, [[1]], Options(6, GREEDY))
-        assert next(steps) == [2]
-        steps.close()
-
-
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [

@@ -122,13 +122,6 @@ def test_bad_sizes_are_one_line(digits_workdir, size, message, capsys):
         assert message in line
 
 
-def test_sizes_that_are_none_are_refused_in_one_line():
-    for size in ((8, 8, 3), 0):
-        with pytest.raises(ConfigError, match=r"^image_size=.*: expected the number of pixels, or height and width$"):
-            dcvit.load("digits", image_size=size)
-    assert dcvit.load("digits", image_size=[8, 12]).features(np.zeros((1, 8, 12, 3), np.uint8)).shape[0] == 1
-
-
 def test_language_models_have_no_images(lm_workdir, capsys):
     with pytest.raises(ConfigError, match="image_size=16x16 is for models of images"):
         dcvit.load(lm_workdir, image_size=16)
