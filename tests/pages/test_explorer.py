@@ -101,14 +101,3 @@ def test_activations_that_are_not_finite_are_refused_with_their_name():
     block["post"]["w_q1"] = block["post"]["w_q1"].at[0].set(np.inf)
     with pytest.raises(FloatingPointError, match=r"block01/\w+ is NaN or infinite"):
         pages.sample_of(0, 0, "text", net, params, tokens)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "make", [lambda: pages.image_model(size=(64, 64)), lambda: pages.text_model(compose=None, static=False)]
-)
-def test_the_size_of_a_page_is_estimated(make):
-    net, *_ = model = make()
-    found = pages.sample_of(0, 0, "sample", *model, ablate=False)
-    expected = samples.packed_size(net, found.facts["tokens"], net.depth)
-    assert 0.5 * expected < sum(map(len, found.blocks.values())) < 1.05 * expected
