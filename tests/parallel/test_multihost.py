@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from jax._src import distributed
 from jax._src.clusters import K8sCluster
 from trained_workdirs import TINY, load_params
 
@@ -283,7 +282,6 @@ ENVIRONMENTS = {
     "srun of eight tasks": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "8"}, True),
     "mpirun in a shell of salloc": ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
     "mpirun of Open MPI 4": ({**ORTE, "OMPI_COMM_WORLD_SIZE": "4"}, True),
-    "mpirun of Open MPI 5": ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
     "pod": (POD, False),
 }
 
@@ -303,17 +301,12 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def kubernetes(monkeypatch):
-    """A function that installs a client library which knows a Job of some pods, or refuses to answer."""
+    """A function that installs a client library which knows a Job of some pods."""
 
     def install(pods):
         def read_job(name, namespace):
             assert (name, namespace) == ("train", "default")
-            if not pods:
-                raise Refused
             return types.SimpleNamespace(spec=types.SimpleNamespace(parallelism=pods))
-
-        class Refused(Exception):  # noqa: N818 - like that of Kubernetes
-            status, reason = 403, "Forbidden"
 
         pod = types.SimpleNamespace(metadata=types.SimpleNamespace(labels={"job-name": "train"}))
         core = types.SimpleNamespace(list_namespaced_pod=lambda **_: types.SimpleNamespace(items=[pod]))
@@ -321,7 +314,7 @@ def kubernetes(monkeypatch):
         module = types.ModuleType("kubernetes")
         module.__spec__ = importlib.machinery.ModuleSpec("kubernetes", None)
         module.config = types.SimpleNamespace(load_incluster_config=lambda: None)
-        exceptions = types.SimpleNamespace(ApiException=Refused)
+        exceptions = types.SimpleNamespace(ApiException=OSError)
         module.client = types.SimpleNamespace(CoreV1Api=lambda: core, BatchV1Api=lambda: batch, exceptions=exceptions)
         monkeypatch.setitem(sys.modules, "kubernetes", module)
 
@@ -347,32 +340,12 @@ def test_pods_of_an_indexed_job_are_counted_by_the_client_of_kubernetes(environm
     assert multihost.in_cluster() is several
 
 
-def test_kubernetes_without_permission_is_one_line(environment, kubernetes, tmp_path, capsys):
-    kubernetes(None)
-    environment({**POD, "JOB_COMPLETION_INDEX": "1"})
-    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert "Kubernetes API Error: 403 - Forbidden; give --coordinator, --num_processes and --process_id" in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_pod_without_the_client_of_kubernetes_runs_alone_and_says_so(environment, monkeypatch, caplog, index):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     environment({**POD, "JOB_COMPLETION_INDEX": str(index)})
     assert not multihost.in_cluster()
     assert [record.message[:6] for record in caplog.records] == ["pod 1 "] * index
-
-
-def test_launcher_that_jax_does_not_detect_is_one_line(environment, tmp_path, capsys, monkeypatch):
-    start = distributed.State().initialize  # without the check that this process has not used a device yet
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: start(*args, **options))
-    environment(ENVIRONMENTS["mpirun of Open MPI 5"][0])
-    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert "cannot connect to the other processes: " in err
-    assert err.endswith("give --coordinator, --num_processes and --process_id\n")
-    assert err.count("\n") == 1
 
 
 CONNECT = """
@@ -450,11 +423,6 @@ def test_process_that_waits_for_one_that_failed_prints_the_message_of_that_one(s
     with pytest.raises(SystemExit, match="1"):
         cli.run(lambda argv: multihost.gather("ready", True))
     assert capsys.readouterr().err == "error: stopped because process 1 failed: broken\n"
-
-
-def test_gather_ends_after_its_timeout(store):
-    with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):
-        multihost.gather("ready", True, seconds=0)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import lm, vit
-from dcvit.parallel import sharding, topologies
+from dcvit.parallel import sharding
 from dcvit.parallel.trees import by_name
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.training import hooks, setup, step
+from dcvit.training import setup, step
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -321,10 +321,3 @@ def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     mesh, strategy = hub_evaluate.evaluation_mesh(config, kinds.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
     assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text
-
-
-def test_peak_speed_is_that_of_known_devices(monkeypatch):
-    assert hooks.peak_examples_per_second(10**9, jax.devices()) is None  # CPUs
-    monkeypatch.setattr(topologies, "chip", lambda _: topologies.CHIPS[1])
-    assert hooks.peak_examples_per_second(None, jax.devices()) is None
-    assert hooks.peak_examples_per_second(10**9, jax.devices()[:4]) == pytest.approx(4 * 197e12 / 10**9)
