@@ -285,38 +285,6 @@ def test_a_kernel_whose_compilation_blocks_is_left_behind():
     assert abs(time.time() - found.when) < 60
 
 
-def test_nothing_is_timed_beside_a_thread_that_was_left_behind(caplog):
-    running, compiled_beside = threading.Event(), []
-    done = threading.Event()
-
-    def blocks(x):
-        if running.is_set():
-            return right(x)
-        running.set()
-        done.wait(30)
-        running.clear()
-        return right(x)
-
-    def other(x):
-        compiled_beside.append(running.is_set())
-        return right(x)
-
-    one, two = case(blocks, other, key="one"), case(other, key="two", plain=slow)
-    try:
-        assert verified(one, seconds=1)[0] == ("plain",)
-        assert verified(two)[0] == ("plain",)
-        assert compiled_beside == []
-        assert len([m for m in caplog.messages if "still compiles" in m]) == 1
-        with pytest.raises(DeviceHungError, match="still compiles"):
-            verification.check_idle()
-    finally:
-        done.set()
-    while verification.is_busy():
-        time.sleep(0.01)
-    assert verified(two)[0] == ("other", "plain")
-    assert not any(compiled_beside)
-
-
 def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far(caplog, monkeypatch):
     real, passed_hours = time.monotonic, []
     monkeypatch.setattr(time, "monotonic", lambda: real() + 3600 * len(passed_hours))
