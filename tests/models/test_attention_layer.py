@@ -107,20 +107,6 @@ def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
     )
 
 
-@pytest.mark.slow
-def test_leading_axes_are_examples():
-    layer, x = DCMHA(2), random_input(2, 3, 5, 16)
-
-    @jax.jit
-    def outputs(params):
-        return with_weights(layer, params, x), *(layer.apply(params, y) for y in (x.reshape(6, 5, 16), x[0, 0]))
-
-    (out, weights), flat, one = outputs(initialized(layer, x))
-    assert weights.shape == (2, 3, 2, 5, 5)
-    np.testing.assert_allclose(out, flat.reshape(x.shape), atol=1e-6)
-    np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
-
-
 def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
     layer, x = Attention(2, rotary=4, compose="both"), random_input(3, 5, 16)
     params = initialized(layer, x)

@@ -201,10 +201,3 @@ def test_heads_with_masks_of_their_own_are_split_over_the_tensor_axis(caplog):
         found = jax.jit(lambda params, x: layer.apply(params, x, mask=mask))(params, x)
     assert caplog.messages[-1].startswith("attention: reference on cpu for float32[1, 5, 1, 6]")  # one head of eight
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_a_dropout_rate_of_one_removes_all_weights():
-    """The output is the bias. flax's layer divides zero by zero, `nn.Dropout` does the same as here."""
-    layer = dcmha_nnx.DCMHA(4, 24, dropout_rate=1.0, deterministic=False, rngs=nnx.Rngs(0), bias_init=constant(0.5))
-    np.testing.assert_array_equal(layer(inputs()), jnp.full((2, 3, 5, 24), 0.5))

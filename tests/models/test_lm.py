@@ -143,12 +143,6 @@ class TestReach:
         local = [layer for layer, window in enumerate(windows(pattern, depth)) if window]
         np.testing.assert_array_equal(alone(local), visible(1 + len(local) * (WINDOW - 1)))
 
-    def test_layer_0_is_local_and_layer_1_global(self):
-        assert {name: lm.layer_windows(lm.Model(VOCAB, window_pattern=name)) for name in PATTERNS} == {
-            "none": (None,), "1:0": (256,), "1:1": (256, None), "3:1": (256, None, 256, 256),
-            "7:1": (256, None, *[256] * 6),
-        }  # fmt: skip
-
 
 def silenced(params, kept):
     """Return unrolled parameters with which only the attention of the layers `kept` writes to the residual stream."""

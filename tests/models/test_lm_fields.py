@@ -19,7 +19,6 @@ from small_models import (
     make_lm,
     make_tokens,
     name_of,
-    param_shapes,
     random_params,
     save_npz,
     stack_blocks,
@@ -217,14 +216,6 @@ def test_errors_name_the_invalid_field(fields, message):
     net = lm.LM(**{"vocab_size": VOCAB, "context": LENGTH, "width": 32, "depth": 1, "num_heads": 4, **fields})
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(net.init, jax.random.key(0), make_tokens())
-
-
-@pytest.mark.slow
-def test_rotary_models_accept_rows_longer_than_their_context():
-    net = lm.Model(VOCAB, preset="DCFormer++-405M", context=4, width=32, depth=1, num_heads=4)
-    shapes = {"params": param_shapes(net, make_tokens())}
-    logits, _ = jax.eval_shape(net.apply, shapes, make_tokens())
-    assert logits.shape == (2, LENGTH, VOCAB)
 
 
 @pytest.mark.exhaustive

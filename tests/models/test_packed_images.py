@@ -195,13 +195,6 @@ def test_models_that_do_not_take_packed_images_are_refused(fields, match, sequen
         jax.eval_shape(net.init, jax.random.key(0), one_per_row(*sequences))
 
 
-def test_embeddings_of_an_oblong_grid_are_refused(sequences):
-    net = vit.Model(CLASSES, width=16, depth=0, num_heads=4, patch_size=(PATCH, PATCH))
-    params = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2 * PATCH, 3 * PATCH, 3)))["params"]
-    with pytest.raises(ConfigError, match="6 position embeddings are no square grid"):
-        jax.eval_shape(net.apply, {"params": params}, one_per_row(*sequences))
-
-
 def test_position_embeddings_of_an_image_with_the_grid_of_the_table_are_exact(sequences):
     packed, width = one_per_row(*sequences).in_rows(), 16
     table = jax.random.normal(jax.random.key(0), (1, SIDE**2, width))

@@ -163,18 +163,6 @@ def test_initial_values_have_the_standard_deviation_of_the_recipe(preset, scan, 
         assert abs(values.mean()) < 4 * spread / math.sqrt(values.size)
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("DCFormer++-405", "'DCFormer\\+\\+-405'; nearest: DCFormer\\+\\+-405M"),
-        ("DCPythia-12B", "nearest: .*Pythia-12B"),
-    ],
-)
-def test_error_for_an_unknown_preset_lists_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=nearest):
-        lm.Model(VOCAB, preset=name)
-
-
 @pytest.mark.slow
 def test_fields_override_the_preset_without_changing_it():
     assert lm.Model(VOCAB, preset="DCFormer-405M", rank=4, depth=3).depth == 3

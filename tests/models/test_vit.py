@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import exhaustive
-from small_models import assert_trees_close, jit, param_shapes, random_params, save_npz, stack_blocks
+from small_models import assert_trees_close, jit, param_shapes, random_params, stack_blocks
 
-from dcvit.errors import CheckpointError
 from dcvit.models import encoder, layers, vit
 from dcvit.models.attention import Attention
 from dcvit.models.trees import unstack_blocks
@@ -178,18 +177,6 @@ def test_training_without_dropout_draws_no_random_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", vit.POOLS)
-def test_shapes_of_pooled_and_named_outputs(pool):
-    net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False, registers=1)
-    (logits, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
-    assert logits.shape == ((2, 4, 7) if pool == "none" else (2, 7))
-    assert out["pre_logits"].shape[-1] == 5
-    assert out["logits_2d"].shape == (2, 2, 2, 7)
-    assert {"block00", "block01", "pre_ln"} <= out["encoder"].keys()
-    assert out["encoder"]["block01"].keys() == {"sa", "+sa", "mlp", "+mlp"}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["gap", "tok", "0", "none"])
 def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
     """Without layers, the encoded tokens are the normalized embeddings."""
@@ -304,24 +291,6 @@ def test_variants_by_name():
 def test_errors_name_the_invalid_field(fields, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(vit.Model(7, **{**SMALL, **fields}).init, jax.random.key(0), IMAGES)
-
-
-class TestLoad:
-    def test_plain_checkpoint_in_a_composed_model_lists_the_missing_parameters(self, tmp_path, params):
-        plain = random_params(param_shapes(vit.Model(7, **SMALL), IMAGES))
-        file = save_npz(tmp_path / "plain.npz", plain)
-        with pytest.raises(CheckpointError, match=r"24 only in the model: .*w_q1.* and 18 more") as e:
-            vit.load(jax.tree.map(np.zeros_like, {**params}), file, {})
-        assert "\n" not in str(e.value)
-        vit.load(params, file, {}, dont_load=[".*/(pre|post)/.*"])
-
-    def test_position_embeddings_are_resampled(self, tmp_path, params):
-        larger = {**params, "pos_embedding": jnp.zeros((1, 9, 16))}
-        save_npz(tmp_path / "model.npz", params)
-        loaded = vit.load(larger, str(tmp_path / "model.npz"), {})
-        old, new = params["pos_embedding"].reshape(2, 2, 16), loaded["pos_embedding"].reshape(3, 3, 16)
-        np.testing.assert_allclose(new[::2, ::2], old, atol=1e-6)
-        np.testing.assert_allclose(new[1, 1], old.mean(axis=(0, 1)), atol=1e-6)
 
 
 class TestTraining:
