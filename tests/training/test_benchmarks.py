@@ -138,31 +138,6 @@ def test_programs_that_do_not_fit_together_are_timed_alone(sizes, timed, alone, 
     assert ("timed alone" in caplog.text) == alone
 
 
-def test_another_error_than_too_little_memory_is_not_a_row(monkeypatch):
-    with pytest.raises(ZeroDivisionError):
-        benchmark._lack_of_memory(ZeroDivisionError())
-    monkeypatch.setattr(benchmark.multihost, "is_single_process", lambda: False)
-    with pytest.raises(jax.errors.JaxRuntimeError):  # the other processes would wait
-        benchmark._lack_of_memory(LACK)
-
-
-@pytest.mark.parametrize(("grows", "expected"), [(True, 900), (False, None)])
-def test_the_peak_is_that_of_the_program_without_the_arrays_of_others(grows, expected, monkeypatch):
-    """Of 700 bytes before the step, 300 are its arguments; others had used up to 1,000 or 2,000 bytes before."""
-    stats = iter([
-        {"bytes_in_use": 700, "peak_bytes_in_use": 1000 if grows else 2000},
-        {"bytes_in_use": 700, "peak_bytes_in_use": 1300 if grows else 2000},
-    ])  # fmt: skip
-    device = SimpleNamespace(memory_stats=lambda: next(stats))
-    monkeypatch.setattr(memory, "program_bytes", lambda compiled: (300, 50))
-    monkeypatch.setattr(benchmark.Program, "_arguments", lambda self: [0, 0])
-    program = object.__new__(benchmark.Program)
-    program.setup = SimpleNamespace(model=SimpleNamespace(mesh=SimpleNamespace(local_devices=[device])))
-    program.mode, program.peak, program.compiled = "forward", None, lambda *arguments: 0
-    program.start()
-    assert program.peak == expected
-
-
 @pytest.mark.parametrize(("peak", "expected"), [(None, 25.0), (4e12, 50.0)])
 def test_utilization_is_that_of_the_chips_or_of_the_given_peak(peak, expected, monkeypatch):
     chip = topologies.Chip("chip", 0, 8e12, ("cpu",))

@@ -13,10 +13,7 @@ from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, convert, evaluate, explore, predict, train
-from dcvit.config import load as configs
-from dcvit.errors import ConfigError
 from dcvit.runs import metrics
-from dcvit.training.tasks import ImageTask
 from input_pipeline.preprocess.builder import decoded_as
 
 tifffile = pytest.importorskip("tifffile")
@@ -110,14 +107,6 @@ def test_explorer_shows_the_first_channel_and_says_so(trained, land, tmp_path, c
     assert "the pictures show the first of 13 channels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("pp", [DECODE, "decode(1, precise=True)"])
-def test_images_in_place_of_absent_data_are_those_that_decode_reads(pp):
-    config = configs.load("vit_digits", [f"input.pp={pp}|resize((8, 6))|pad(1)"])
-    image = ImageTask.stand_in(config)[0][0]["image"]
-    channels, dtype = decoded_as(pp)
-    assert (image.shape, image.dtype) == ((10, 8, channels), dtype)
-
-
 @pytest.mark.parametrize("ops", [DECODE, 'decode(1, dtype="float32", exif=True)', "decode"])
 def test_another_resolution_keeps_how_images_are_decoded(ops):
     preprocessing = runpy.run_path(str(ROOT / "configs/transfer.py"))["preprocessing"]
@@ -153,8 +142,3 @@ def test_weights_of_rgb_start_a_run_of_13_channels_on_request(of_photos, land, t
     assert cli.run(train.main, [*start, "--config.model_load.channels=repeat"]) == 0
     old, new = (load_params(run)["embedding"]["kernel"] for run in (of_photos, tmp_path / "run"))
     np.testing.assert_allclose(new, np.asarray(old)[:, :, np.arange(13) % 3] * 3 / 13, rtol=1e-6)
-
-
-def test_a_language_model_has_no_channels(tmp_path):
-    with pytest.raises(ConfigError, match="no option 'channels'"):
-        dcvit.train("lm_stdlib", tmp_path, model_init="text", model_load={"channels": "repeat"})

@@ -12,7 +12,6 @@ from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, evaluate, predict, train
-from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics, thresholds
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -65,10 +64,6 @@ def test_a_stopped_run_resumes_bit_for_bit(data, trained, tmp_path, monkeypatch)
         assert command(data, tmp_path / "run") != 0
     assert command(data, tmp_path / "run") == 0
     assert same_runs(tmp_path / "run", trained)
-
-
-def test_a_conversion_knows_that_labels_are_several(copied):
-    assert open_saved(copied).description.multilabel
 
 
 def test_a_changed_label_is_other_data(data, copied, tmp_path, capsys):
@@ -143,15 +138,6 @@ def test_damaged_thresholds_are_one_line(copied, data, capsys, content, message)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert re.search(message, last)
-
-
-def test_thresholds_need_a_multilabel_evaluator(copied, digits_workdir, capsys):
-    for workdir, name, message in (
-        (copied, "vla", "no evaluator of type 'multilabel'; did you mean 'val'?"),
-        (digits_workdir, "test", "no evaluator of type 'multilabel' in config.evals"),
-    ):
-        assert cli.run(evaluate.main, ["--workdir", str(workdir), "--thresholds", name]) == 2
-        assert f"--thresholds {name}: {message}" in capsys.readouterr().err
 
 
 def test_one_label_with_unknown_ones_trains_with_a_softmax(data, tmp_path, capsys):

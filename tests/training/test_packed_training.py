@@ -141,11 +141,3 @@ def test_metrics_count_the_tokens_that_are_kept_and_dropped(setup):
 )
 def test_configs_that_do_not_fit_packed_images_are_refused(overrides, message, library_promotion):
     assert message in refusal(setup_of, **overrides)
-
-
-def test_rows_of_text_are_not_packed_by_the_key_of_images(library_promotion):
-    from training_runs import small_lm_setup
-
-    assert "config.input.pack is for images" in refusal(
-        small_lm_setup, **{"input.pack": {"images": 2, "rows": 1, "tokens": 9}}
-    )

@@ -175,12 +175,6 @@ def test_profile_is_recorded_up_to_the_last_step_and_if_it_started_before_an_int
     assert list((workdir / "profile").rglob("*.xplane.pb"))
 
 
-def test_last_step_evaluates_with_every_interval(special):
-    rows = metrics.read(special / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 6]
-    assert rows[-1]["test/n"] == 360
-
-
 def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
     pytest.importorskip("tensorboard", reason="TensorBoard is written only if it is installed")
     events = b"".join(p.read_bytes() for p in special.glob("events.out.tfevents*"))

@@ -81,20 +81,6 @@ def test_tokenizer_that_the_run_trained_is_used_again(runs, argument, tokenizer)
             assert data.tokenizer == (tokenizer and tokenizer.format(workdir))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "give the run to start from: upcycle.py:init=WORKDIR"),
-        ("init=vit.npz", "--config.model_init=vit.npz --config.model_load.upcycle=True"),
-    ],
-)
-def test_missing_run_is_one_line(arguments, message):
-    with pytest.raises(ConfigError) as error:
-        configs.load(f"upcycle:{arguments}")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 PILE = "lm_pile:preset={}-405M,runlocal=true"
 
 
