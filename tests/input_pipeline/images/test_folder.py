@@ -146,10 +146,3 @@ def test_invalid_folders_and_options_are_named(root, damage, options, error, mes
         damage(root)
     with pytest.raises(error, match=message):
         open_folder(**{"data_dir": root, **options})
-
-
-def test_class_with_too_few_images_to_split_is_named(root):
-    for file in sorted((root / "train" / "dog").iterdir())[1:]:
-        file.unlink()
-    with pytest.raises(ip.InputError, match=r"dog has 1 image\(s\), too few"):
-        open_folder(root / "train", val_fraction=0.5)

@@ -81,7 +81,3 @@ def test_a_range_of_8_bits_for_other_images_is_refused(dtype, op):
     with pytest.raises(ip.InputError, match="whose default is that of 8 bits"):
         ip.Preprocess(f"decode(3, dtype={dtype!r})|resize(8)|{op}")
     ip.Preprocess(f"decode(4)|resize(8)|{op}")
-
-
-def test_a_given_range_is_accepted():
-    ip.Preprocess("decode(3, dtype='uint16')|value_range(0, 1, 0, 10000)")

@@ -127,18 +127,3 @@ def test_batches_of_prefixes_are_bounded(tmp_path, monkeypatch):
     path = write(tmp_path, {"task_id": "a", "texts": "a [ b ]" * 2000})
     assert len(marked(ip.open_source("answers", path=path, context=6000)[0])) == 2000
     assert max(tokenizer.batches) <= answers.PREFIXES * 6000
-
-
-def test_rows_that_do_not_fit_in_memory_are_refused_whatever_holds_the_memory(tmp_path, monkeypatch):
-    """The memory of rows is that of tokens, answers, names of tasks and locations."""
-    monkeypatch.setattr(files.memory, "available", lambda: 100_000)
-    lines = [{"task_id": "a", "texts": "a [ b ]"}] * 20
-    assert len(ip.open_source("answers", path=write(tmp_path, *lines), context=8)) == 20
-    names = [{"task_id": f"{i}" * 5000, "texts": "a [ b ]"} for i in range(20)]
-    with pytest.raises(ip.InputError, match="do not fit in the"):
-        ip.open_source("answers", path=write(tmp_path, *names), context=8)
-
-
-def test_file_without_lines_is_an_error(tmp_path):
-    with pytest.raises(ip.InputError, match="holds no lines"):
-        ip.open_source("answers", path=write(tmp_path), context=8)

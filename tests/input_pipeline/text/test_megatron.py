@@ -41,12 +41,6 @@ def test_folder_with_one_pair_is_that_pair(tmp_path):
         open_pair(tmp_path)
 
 
-def test_vocabulary_smaller_than_that_of_the_files_is_refused(tmp_path):
-    corpora.written_megatron(tmp_path / "pile", [[1, 2, 3]] * 20, vocab_size=500)
-    with pytest.raises(ip.InputError, match=r"pile\.json gives a vocab_size of 500, more than vocab_size=499"):
-        open_pair(tmp_path / "pile", vocab_size=499)
-
-
 def test_rows_are_selected_as_by_a_slice(tmp_path):
     prefix = corpora.write_megatron(tmp_path / "pile", RNG.integers(0, 9, (50, CONTEXT + 1)).tolist())
     complete = corpora.rows(open_pair(prefix))
