@@ -71,14 +71,6 @@ def test_errors_are_one_line(digits_workdir, tmp_path, capsys):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_an_unreadable_image_leaves_the_others_and_gives_status_1(digits_workdir, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    assert run("--workdir", digits_workdir, tmp_path / "broken.png", IMAGES[0], "--out", out) == 1
-    assert "broken.png" in capsys.readouterr().err
-    assert [sample["name"] for sample in facts_of(out.read_text())["samples"]] == ["seven.png"]
-
-
 def test_a_page_that_is_too_large_is_refused_before_work(digits_workdir, lm_workdir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(exploration, "make_sample", None)
     out = ["--out", tmp_path / "page.html"]

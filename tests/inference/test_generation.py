@@ -97,8 +97,6 @@ def test_an_example_ends_before_a_stop_token_and_the_others_continue():
         ([[]], {}, "the prompt is empty and there is no end-of-text token"),
         ([[1, 7]], {}, "the prompt's token 7 should be in 0 … 6"),
         ([[1], [1] * 14], {}, "a prompt of 14 tokens and 5 new ones exceed"),
-        ([[1]], {"sampling": Sampling(temperature=-1)}, "temperature=-1 "),
-        ([[1]], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 "),
         ([[1]], {"vocab_size": VOCAB + 1}, "vocab_size=8 should be in 1 … 7"),
         ([[1]], {"examples": [1, 2]}, "2 example numbers for 1 prompts"),
     ],

@@ -125,14 +125,6 @@ class TestGeneration:
         assert len(rest) > 1
         assert "".join([first, *rest]) == whole
 
-    @pytest.mark.exhaustive
-    def test_a_single_stop_string_is_no_list_of_letters(self, words):
-        whole = words.generate("a", 12, temperature=2.0, top_p=1.0)
-        absent = whole[0] + "absent"
-        for stop in (absent, [absent]):
-            assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=stop) == whole
-        assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=whole[0]) == ""
-
 
 @pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3])])
 def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):

@@ -185,7 +185,6 @@ def test_shapes_stay_shapes_where_nothing_is_loaded(tmp_path):
         ("DCFormer++-405M", {}, {"qk_norm": (None, "rmsnorm"), "window_pattern": ("none", "1:1")}),
         ("DCFormer++-405M", {"qk_norm": None, "window_pattern": "none", "window": 5, "rank": 4, "scan": True}, {}),
         ("Transformer++-405M", {"mlp": "gelu", "context": 7}, {"mlp": ("swiglu", "gelu")}),
-        ("Transformer++-405M", {"end_of_text": 4, "prefill_window": 9}, {"end_of_text": (None, 4)}),
     ],
 )
 def test_fields_that_change_the_function_are_found(preset, fields, expected):

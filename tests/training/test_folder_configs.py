@@ -132,16 +132,6 @@ def test_fine_tuning_has_the_model_and_the_preprocessing_of_the_run(tmp_path):
     assert (file.model.variant, file.pp_predict.partition("|")[0]) == ("DCViT-S/16", "decode")
 
 
-def test_head_of_other_classes_is_refused_with_the_option_that_resets_it(trained, two_classes, tmp_path, capsys):
-    spec = f"configs/transfer.py:init={trained},data_dir={two_classes}"
-    words = ["total_steps=1", "input.batch_size=8", "model_load.dont_load=[]"]
-    assert command(spec, tmp_path / "tuned", *words) == 2
-    err = capsys.readouterr().err
-    assert "head/kernel (checkpoint (32, 3), model (32, 2))" in err
-    assert """--config.model_load.dont_load="['head/.*']\"""" in err
-    assert err.splitlines()[-1].startswith("error: ")
-
-
 def test_damaged_image_stops_the_run_at_its_step_and_not_before(damaged, tmp_path, capsys):
     """Batches are prepared ahead, but a damaged example of the third step does not stop a run of two steps.
 
