@@ -35,10 +35,6 @@ def wrong_gradient(call):
     return correct(with_arrays(call, v=1.2 * v - jax.lax.stop_gradient(0.2 * v)))
 
 
-def ignores_post(call):
-    return correct(with_arrays(call, post=None))
-
-
 def ignores_causality(call):
     return correct(dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False, window=None)))
 
@@ -154,17 +150,6 @@ def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip):
                 lowered[chosen] = program.lower(lowering_platforms=("tpu",)).as_text()
         assert "tpu_custom_call" in lowered["trust"]
         assert "tpu_custom_call" not in lowered[policy]
-
-
-def test_verify_produces_the_verdicts_of_a_function(chip):
-    chip(ignores_post)
-    args, options = random_case(40, 40)
-    chosen = dcmha.verify(lambda *x: dcmha.attention(*x, **options), *args)
-    assert [name for name in chosen.values() if name != "pallas_tpu"]
-    with selecting(Selection("known")):
-        np.testing.assert_allclose(
-            dcmha.attention(*args, **options), dcmha.attention(*args, **options, implementation="reference"), atol=1e-4
-        )
 
 
 @pytest.mark.parametrize("fast", ["sum", "einsum"])

@@ -7,12 +7,9 @@ import contextlib
 import contextvars
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -150,14 +147,6 @@ def test_without_a_verdict_no_kernel_is_selected_and_one_line_says_what_to_run(c
     (message,) = caplog.messages
     assert "right" in message
     assert "dcvit check-kernels" in message
-
-
-def test_policies_without_verdicts():
-    with selecting(Selection("trust")):
-        assert order(case(right)) == ("right", "plain")
-    verified(case(right))
-    with selecting(Selection("off")):
-        assert order(case(right)) == ("plain",)
 
 
 def without_selection(function):
@@ -355,14 +344,6 @@ def test_programs_without_gradients_use_what_is_fastest_without():
     assert verified(decoding)[0] == ("fast_forward", "plain")
 
 
-def test_the_verdicts_on_one_kernel_are_forgotten_alone():
-    verified(case(right, does_not_compile))
-    store().forget("right")
-    assert {*store().read("matmul")} == {"does_not_compile", "plain"}
-    store().forget()
-    assert store().read("matmul") == {}
-
-
 def test_a_kernel_that_blocks_the_device_ends_the_program_once():
     waits = iter([4.0])
 
@@ -396,33 +377,6 @@ for _ in range(2):
 
     assert verified(case(ends))[0] == ("plain",)
     assert "it ended its process twice" in caplog.text
-
-
-def test_an_interrupted_verification_is_no_verdict(monkeypatch):
-    """Ctrl-C, however often, says nothing about the kernel."""
-    to_come = []
-
-    def interrupt():
-        if to_come:
-            to_come.pop()
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)
-        return np.float32(0)
-
-    def waits(x):
-        return 0 * callback(interrupt, jax.lax.stop_gradient(x)) + right(x)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
-    try:
-        for _ in range(3):
-            to_come.append("Ctrl-C")
-            with pytest.raises(KeyboardInterrupt):
-                verified(case(waits))
-            assert "waits" not in store().read("matmul")
-            while verification.is_busy():  # with what was interrupted
-                time.sleep(0.01)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_plain_implementation_that_is_slow_is_no_hung_device():
@@ -475,30 +429,6 @@ def test_a_damaged_file_is_ignored_with_one_line_and_replaced(damage, cache, cap
         store().write("matmul", name, found)
     with selecting(Selection("known")):
         assert order(case(right)) == ("right", "plain")
-
-
-def test_writers_at_the_same_time_lose_no_verdict(cache):
-    """Threads, which open and lock the file as processes do."""
-    names = ("one", "two")
-    together = threading.Barrier(len(names))
-
-    def write(name):
-        store = Verdicts({"device": "chip"})
-        together.wait()
-        for i in range(50):
-            store.write(f"{name} {i}", "kernel", passed(1.0))
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(write, names))
-    assert all(Verdicts({"device": "chip"}).read(f"{name} {i}") for name in names for i in range(50))
-    assert not [*cache.glob("*.tmp")]
-
-
-def test_a_folder_that_cannot_be_written_costs_one_verification_each_time(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "file" / "folder"))
-    assert verified(case(lambda x: right(x) * 2))[0] == ("plain",)
-    assert any("verdicts are not kept" in message for message in caplog.messages)
 
 
 def test_arrays_have_padded_keys_and_a_row_without_keys():

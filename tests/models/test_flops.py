@@ -2,7 +2,6 @@
 
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jax.interpreters import partial_eval
 from marks import exhaustive
 
 from dcvit.models import flops, lm, vit
-from dcvit.models.flops import forward_flops, lm_flops, training_flops, visible_pairs, vit_flops
+from dcvit.models.flops import lm_flops, training_flops, visible_pairs, vit_flops
 
 IMAGE = (12, 20, 3)  # 15 patches of 4×4
 ROW = 14  # tokens
@@ -164,16 +163,6 @@ def kernels_of(net, example):
     return {top: sum(x.size for p, x in leaves if p[0].key == top and p[-1].key == "kernel") for top in params}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compose", [None, "both"])
-def test_compiler_counts_at_most_5_percent_more(compose):
-    """XLA also counts element-wise operations and products with zeros, which are few in wide blocks."""
-    net = small(width=384, num_heads=6, mlp_dim=None, compose=compose)
-    params = jax.eval_shape(net.init, jax.random.key(0), an_image())
-    count = jax.jit(lambda p, x: net.apply(p, x)[0]).lower(params, an_image()).compile().cost_analysis()["flops"]
-    assert 1 <= count / vit_flops(net, IMAGE) < 1.05
-
-
 PLAIN_LMS = [
     {},
     {"mlp": "gelu", "mlp_dim": None, "use_bias": True},
@@ -251,12 +240,3 @@ def test_training_equals_the_formula_of_palm():
     each = training_flops(net, a_row(length)) / length
     assert each == 6 * multiplied + 12 * 24 * 1024 * (length + 1) / 2
     assert each == pytest.approx(6 * (multiplied + 49 * 1024) + 12 * 24 * 1024 * length / 2, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_operations_are_counted_for_the_shape_of_the_example():
-    image_net, row_net = small(compose="both"), small_lm(compose="both")
-    assert forward_flops(image_net, an_image()) == vit_flops(image_net, IMAGE)
-    assert forward_flops(row_net, a_row()) == lm_flops(row_net, ROW)
-    assert training_flops(image_net, an_image()) == 3 * vit_flops(image_net, IMAGE)
-    assert forward_flops(nn.Dense(1), an_image()) is training_flops(nn.Dense(1), a_row()) is None

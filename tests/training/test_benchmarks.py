@@ -15,7 +15,6 @@ from dcvit.training import benchmark, memory, timing
 from dcvit.training.aot import lower
 from dcvit.training.benchmark import Options, Row
 from dcvit.training.setup import load_setup
-from input_pipeline.errors import MissingDataError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 VIT = ("vit_folder:data_dir=/nowhere,variant=ViT-mu/16,res=32", ["num_classes=7", "model.depth=1"])
@@ -71,23 +70,6 @@ def test_parameters_and_memory_are_those_of_the_training_step():
     total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     assert row.memory_mb == (total + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes) / 1e6
     assert measured("vit")["forward"].memory_mb < row.memory_mb
-
-
-@pytest.mark.slow
-def test_batches_are_random_and_no_example_but_the_first_is_read():
-    with pytest.raises(MissingDataError):
-        load_setup(*VIT)
-    setup = load_setup(LM[0], [*LM[1], "input.batch_size=8"], stand_in=True)
-    program = benchmark.Program(setup, "train")
-    state, batch = program._arguments()
-    assert {"tokens", "is_target"} <= batch.keys()
-    assert len({*batch["tokens"].ravel().tolist()}) > 50  # of 8 × 17; the stand-in has zeros
-    assert batch["is_target"].all()
-    assert int(state.step) == 0
-    del state, batch
-    step = program.start()
-    step()
-    step()  # the state, which the program consumes, is that of the step before
 
 
 def test_steps_are_timed_in_random_order_and_the_first_of_each_turn_is_not_timed(monkeypatch):
