@@ -58,7 +58,7 @@ def test_the_output_is_the_sum_of_weights_times_effective_ov_circuits(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("branches", "groups"), zip(oracle.BRANCHES, itertools.cycle([1, 2]), strict=False))
+@pytest.mark.parametrize(("branches", "groups"), [*zip(oracle.BRANCHES, itertools.cycle([1, 2]), strict=False)])
 def test_a_map_is_the_composition_of_unit_vectors(branches, groups):
     """Row h' of the map of a pair is the composition of head h' alone, for every branch."""
     weights = oracle.random_weights(

@@ -69,7 +69,7 @@ def arrays_without(name, ablated, zeros):
     return run_with_cache(*make(name), hooks).arrays
 
 
-@pytest.mark.parametrize(("name", "switch"), zip(itertools.cycle(["image", "text"]), SWITCHES, strict=False))
+@pytest.mark.parametrize(("name", "switch"), [*zip(itertools.cycle(["image", "text"]), SWITCHES, strict=False)])
 def test_switches_recompute_the_layer_as_hooks_do(browser, file, name, switch):
     off, ablated, zeros = SWITCHES[switch]
     opened(browser, file)

@@ -28,7 +28,7 @@ def _tensorflow():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "spec"), zip(sorted(READ), itertools.cycle(DECODERS), strict=False))
+@pytest.mark.parametrize(("name", "spec"), [*zip(sorted(READ), itertools.cycle(DECODERS), strict=False)])
 def test_every_supported_file_decodes_to_three_channels_of_uint8(name, spec):
     image = decode(ODD[name], spec)
     assert image.dtype == np.uint8

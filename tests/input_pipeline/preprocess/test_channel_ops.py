@@ -21,7 +21,7 @@ def apply(spec, image, seed=0):
 
 @pytest.mark.parametrize(
     ("dtype", "spec"),
-    zip(itertools.cycle(IMAGES), ["central_crop(16)", "random_crop((9, 8))", "flip_lr", "pad(2, 7)"], strict=False),
+    [*zip(itertools.cycle(IMAGES), ["central_crop(16)", "random_crop((9, 8))", "flip_lr", "pad(2, 7)"], strict=False)],
 )
 def test_ops_that_move_pixels_treat_each_channel_alike_and_keep_the_dtype(dtype, spec):
     image = IMAGES[dtype]
@@ -35,7 +35,7 @@ def test_ops_that_move_pixels_treat_each_channel_alike_and_keep_the_dtype(dtype,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "method"),
-    zip(itertools.cycle(IMAGES), ["bilinear", "nearest", "bicubic", "area", "lanczos3", "bilinear"], strict=False),
+    [*zip(itertools.cycle(IMAGES), ["bilinear", "nearest", "bicubic", "area", "lanczos3", "bilinear"], strict=False)],
 )
 def test_resize_is_tensorflows_in_float32_clipped_and_truncated(dtype, method):
     tf, image = pytest.importorskip("tensorflow"), IMAGES[dtype]
