@@ -4,16 +4,15 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_pages
-from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
 from ml_collections import ConfigDict
 
+import dcvit
 from dcvit import dcmha
 from dcvit.config import load as configs
 from dcvit.config import values
@@ -136,13 +135,22 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     names: dict = {}
     for page in ("explore.md", "library.md", "pretrained.md"):
         for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
-            exec(compile(block, page, "exec"), names)
+            if "dcvit.train(" not in block:
+                exec(compile(block, page, "exec"), names)
     assert names["logits"].shape[:2] == (1, 9)
 
 
-@pytest.mark.slow
-def test_the_site_has_an_explorer_page_of_every_model_of_the_package(tmp_path, library_promotion, monkeypatch):
-    """One is written here; test_site.py opens all of them in the built site."""
+@pytest.mark.exhaustive
+def test_the_block_that_trains_runs(tmp_path, monkeypatch, library_promotion):
+    """tests/training/test_run.py trains a smaller model with the same call."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = (b for b in blocks(ROOT / "docs" / "library.md", "python", LIBRARY) if "dcvit.train(" in b)
+    exec(compile(block, "library.md", "exec"), {"dcvit": dcvit})
+    assert (tmp_path / "runs" / "short" / "metrics.jsonl").exists()
+
+
+def test_the_site_links_an_explorer_page_of_every_model_of_the_package():
+    """test_site.py opens them in the built site."""
     import conf
 
     assert {*conf.EXPLORERS} == {*pretrained.names()}
@@ -150,9 +158,6 @@ def test_the_site_has_an_explorer_page_of_every_model_of_the_package(tmp_path, l
     source = [(ROOT / "docs" / "pretrained.md").read_text()]
     conf.link_site(None, "pretrained", source)
     assert all(f'<a href="explorer/{name}.html">' in source[0] for name in conf.EXPLORERS)
-    monkeypatch.setattr(conf, "EXPLORERS", {"digits": conf.EXPLORERS["digits"]})
-    conf.write_explorers(SimpleNamespace(outdir=str(tmp_path), builder=SimpleNamespace(format="html")), None)
-    assert len(facts_of((tmp_path / "explorer" / "digits.html").read_text())["samples"]) == 2
 
 
 @pytest.mark.weekly

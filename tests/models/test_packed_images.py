@@ -39,7 +39,7 @@ def packed_rows(sequences, packing=PACKING, seed=0) -> PackedImages:
 
 
 def model_and_params(**fields):
-    sizes = {"width": 16, "depth": 2, "num_heads": 4, "mlp_dim": 16, "patch_size": (PATCH, PATCH), "posemb": "rotary2d"}
+    sizes = {"width": 16, "depth": 1, "num_heads": 4, "mlp_dim": 16, "patch_size": (PATCH, PATCH), "posemb": "rotary2d"}
     net = vit.Model(CLASSES, **{**sizes, "head_zeroinit": False, **fields})
     side = SIDE * PATCH
     params = jax.jit(net.init)(jax.random.key(1), jnp.zeros((1, side, side, 3)))["params"]
@@ -69,7 +69,7 @@ def alone(net, params, images) -> jax.Array:
         {"posemb": "sincos2d"},
         {"pool_type": "map", "heads": "folded"},
         {"pool_type": "tok+gap", "registers": 2, "heads": "lightweight"},
-        {"pool_type": "tok+reg", "registers": 1, "compose": "both", "scan": True, "remat": "full"},
+        {"pool_type": "tok+reg", "registers": 1, "compose": "both", "depth": 2, "scan": True, "remat": "full"},
         pytest.param({"pool_type": "tok", "posemb": "learn", "heads": "dcmha"}, marks=pytest.mark.slow),
         *(
             pytest.param({"heads": heads}, marks=pytest.mark.slow)

@@ -12,7 +12,7 @@ from trained_workdirs import load_params
 from training_runs import interrupted_before, same_runs
 
 import dcvit
-from dcvit import cli, convert, evaluate, explore, predict, train
+from dcvit import cli, convert, evaluate, predict, train
 from dcvit.runs import metrics
 from input_pipeline.preprocess.builder import decoded_as
 
@@ -54,11 +54,11 @@ def photos(tmp_path_factory):
 
 
 def words(folder, workdir, *overrides, ops=(DECODE, VALUES), config="vit_folder:variant=ViT-mu/8,res=16,epochs=2"):
-    """The command line of a run of one layer and four steps."""
+    """The command line of a run of four steps, without layers, which compiles fastest."""
     decode, values = ops
     resized = f"{decode}|resize_pillow(16)|{values}"
     common = {
-        "model.num_heads": 4, "model.depth": 1, "tensorboard": False, "log_steps": 1, "ckpt_steps": 2,
+        "model.num_heads": 4, "model.depth": 0, "tensorboard": False, "log_steps": 1, "ckpt_steps": 2,
         "input.pp": f"{decode}|random_crop(16)|flip_lr|{values}|{LABELS}", "pp_predict": resized,
         "evals.val.pp": f"{resized}|{LABELS}", "evals.val.batch_size": 8, "input.batch_size": 8,
     }  # fmt: skip
@@ -99,12 +99,6 @@ def test_evaluation_and_prediction_of_files_and_arrays_agree(trained, land, tmp_
         model.predict(arrays[0][..., :12])
     with pytest.raises(dcvit.errors.InputError, match="expected uint8, uint16 or int16 of"):
         model.predict(arrays[0].astype(np.float64))
-
-
-def test_explorer_shows_the_first_channel_and_says_so(trained, land, tmp_path, capsys):
-    command = ["--workdir", str(trained), str(land / "val/water/0.tif"), "--out", str(tmp_path / "page.html")]
-    assert cli.run(explore.main, command) == 0
-    assert "the pictures show the first of 13 channels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ops", [DECODE, 'decode(1, dtype="float32", exif=True)', "decode"])
