@@ -17,7 +17,7 @@ from dcvit import aot, cli
 from dcvit.config import load as configs
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.models.attention import Attention
-from dcvit.parallel import hlo, sharding, topologies
+from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes
 from dcvit.training import aot as compilation
 
@@ -130,26 +130,6 @@ def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, n
 
 
 @needs_libtpu
-@pytest.mark.weekly
-def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_promotion, tmp_path, capsys):
-    argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", "--out", str(tmp_path / "rows.json")]
-    argv += ["--config.model.implementation=reference", "--config.model.scan=true"]
-    assert cli.run(aot.main, argv) == 1
-    assert re.search(r"does not fit, over by \d+\.\d\d GiB", capsys.readouterr().out)
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert row["total"] > row["memory"] == 16
-
-
-@needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["v5e", "v6e"])
-def test_every_listed_slice_can_be_compiled_for(family):
-    sides = [tuple(map(int, name.split("x"))) for name in topologies.FLAT]
-    chips = [len(compilation.topology_devices(f"{family}:{rows}x{columns}")[1]) for rows, columns in sides]
-    assert chips == [rows * columns for rows, columns in sides]
-
-
-@needs_libtpu
 @pytest.mark.slow
 def test_a_small_step_fits_a_small_slice(library_promotion, tmp_path, capsys):
     argv = ["--config", "vit_digits:attention=mha", "--topology", "v5e:2x2", "--out", str(tmp_path / "rows.json")]
@@ -163,30 +143,15 @@ def test_a_small_step_fits_a_small_slice(library_promotion, tmp_path, capsys):
     assert "per chip" in capsys.readouterr().out
 
 
-BAD = {
-    "topology": (["--topology", "v5e:3x5"], "is not a TPU slice"),
-    "heads": (
-        ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"],
-        "tensor 16 does not divide num_heads 8",
-    ),
-    "groups": (
-        ["--config.mesh=[('fsdp',-1),('tensor',4)]", "--config.model.groups=2"],
-        "config.model.groups=2 is not a multiple of tensor 4",
-    ),
-    "no topology": (["--topology="], "give --config CONFIG and --topology TOPOLOGY, or --all"),
-}  # fmt: skip
-
-
 @needs_libtpu
-@pytest.mark.parametrize("name", BAD)
-def test_an_invalid_config_is_a_one_line_error_before_compilation(name, capsys, monkeypatch):
-    words, message = BAD[name]
+def test_an_invalid_config_is_a_one_line_error_before_compilation(capsys, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
-    argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", *words]
+    argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4"]
+    argv += ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"]
     assert cli.run(aot.main, argv) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith("error: ")
-    assert message in err
+    assert "tensor 16 does not divide num_heads 8" in err
 
 
 def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):
@@ -198,10 +163,3 @@ def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name != "libtpu" else None)
     assert cli.run(aot.main, ["--config", "vit_i1k", "--topology", "v5e:4x4"]) == 2
     assert "pip install 'dcvit[tpu]'" in capsys.readouterr().err
-
-
-def test_memory_that_the_compiler_reports_is_in_gib_whatever_its_unit():
-    chip = topologies.chip("TPU v5e")
-    found = compilation._overflow("Ran out of memory in memory space hbm. Used 1.50T of 512.00M hbm.", chip)
-    assert found["total"] == 1536
-    assert found["verdict"] == "does not fit, over by 1535.50 GiB"

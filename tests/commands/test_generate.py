@@ -69,12 +69,6 @@ def test_several_prompts_form_a_batch(say, tmp_path):
 
 
 @pytest.mark.slow
-def test_sampled_text_depends_on_the_seed(say):
-    words = ["--prompt", "x", "--prompt", "xx", "--temperature", "30", "--tokens", "8", "--format", "json"]
-    assert say(*words)[1] == say(*words, "--seed", "0")[1] != say(*words, "--seed", "1")[1]
-
-
-@pytest.mark.slow
 def test_ctrl_c_completes_the_line_and_ends_the_command(say, monkeypatch):
     push = TextStream.push
 

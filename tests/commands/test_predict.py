@@ -20,11 +20,10 @@ import input_pipeline
 from dcvit import predict
 from dcvit.cli import run
 from dcvit.config import values
-from dcvit.errors import ConfigError, escaped
+from dcvit.errors import escaped
 from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.inference import images as inference
-from dcvit.runs.workdir import read_class_names
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -109,20 +108,6 @@ def test_unreadable_files_are_errors_and_the_others_are_classified(digits_workdi
     assert all(f"error: {path}: " in err for path in bad)
 
 
-def test_unusable_class_names_and_preprocessing_are_refused(images, tmp_path):
-    (tmp_path / "data.json").write_text('{"class_names": 3}')
-    with pytest.raises(ConfigError, match="should be a list of class names"):
-        read_class_names(tmp_path, 10)
-    with pytest.raises(ConfigError, match="pp_predict yields uint8"):
-        next(inference.read_images([Path(next(iter(images)))], "decode(1)|resize_pillow(8)", pytest.fail))
-
-
-def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_classes():
-    prediction = inference.Prediction("a\n\x1b[31m\u202e\udcff.png", 1, "c\rt", 0.5)
-    (line,) = inference.PredictionLines(None).format([[prediction]])
-    assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
-
-
 def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, monkeypatch):
     """Any number of files needs the memory of one batch."""
     data, read = encoded(Image.new("L", (8, 8), 255), "PNG"), []
@@ -134,13 +119,6 @@ def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, 
         batch = next(batches)
         assert (len(batch), len(read)) == (inference.BATCH, number * inference.BATCH)
     assert [len(batch) for batch in batches] == [1]
-
-
-def test_folder_without_images_is_an_error_and_other_files_are_classified(digits_workdir, images, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    status, out, err = call(capsys, "--workdir", digits_workdir, tmp_path / "empty", next(iter(images)))
-    assert (status, out.count("\n"), err.count("\n")) == (1, 1, 1)
-    assert err.startswith("error: no image files (")
 
 
 def test_hostile_file_names_are_one_row_in_every_format(digits_workdir, images, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Loading, overriding and checking configs, and durations."""
 
-import itertools
 import json
 
 import pytest
@@ -12,7 +11,6 @@ from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
-from dcvit.parallel.trees import flattened
 
 FILE = """
 from ml_collections import ConfigDict
@@ -52,20 +50,13 @@ def test_overrides_reach_every_key_and_replace_durations(file):
         config.new = 1
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_order_of_a_duration_and_of_none_in_another_unit_does_not_matter(order):
-    config = configs.load("vit_digits", ["total_steps=4", "total_epochs=None"][::order])
-    assert config.total_steps == 4
-    assert "total_epochs" not in config
-
-
 def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configs.load("vit_digits:attention=mha").model.compose is None
     assert configs.load("vit_digits").model.compose == "both"
 
 
-@pytest.mark.parametrize("name", ["lightweight", "folded", "folded_post", "dcmha", "dcmha_post", "mha"])
+@pytest.mark.parametrize("name", ["lightweight", "folded_post", "dcmha", "mha"])
 def test_attention_names_settings_whose_fields_can_be_overridden(name):
     model = make_model(configs.load(f"lm_synthetic:attention={name}"))
     composition = model.composition()
@@ -84,65 +75,24 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "changed"),
-    [
-        ("vit_i1k", "variant=ViT-S/16", {"model.variant": "ViT-S/16"}),
-        ("vit_i1k", "epochs=300", {"total_epochs": 300}),
-        ("vit_i1k", "as_released=true", {"model.qk_norm": "layernorm", "model.static": True}),
-        ("vit_i1k", "as_written=true", {"optax.b2": 0.9, "schedule.end": 0.1}),
-        ("vit_cifar", "attention=mha", {"model.compose": None}),
-        ("vit_cifar", "epochs=100", {"total_epochs": 100}),
-    ],
-)
-def test_argument_of_a_config_changes_its_keys_and_nothing_else(name, arguments, changed):
-    usual, other = (flattened(configs.load(spec).to_dict()) for spec in (name, f"{name}:{arguments}"))
-    assert other == usual | changed
-
-
-def test_configs_of_cifar_differ_in_data_and_classes_only():
-    ten, hundred = (configs.load(f"vit_cifar:dataset={name}").to_json() for name in ("cifar10", "cifar100"))
-    for old, new in (("cifar10", "cifar100"), ("onehot(10,", "onehot(100,"), ('classes": 10,', 'classes": 100,')):
-        ten = ten.replace(old, new)
-    assert ten == hundred
-
-
-@pytest.mark.parametrize(
     ("spec", "overrides", "message"),
     [
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
         ("vit_folder:data_dir=/a,b", [], "'b' is not of the form key=value; quote a value with commas: key='a,b'"),
-        ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),
-        ("vit_digits", ["batch_size=1"], "unknown key 'config.batch_size'; did you mean 'input.batch_size'"),
         ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
         ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
-        ("vit_digits", ["lr={[]:1}"], "should be of type float, not str"),
-        ("vit_digits", ["lr=none"], "config.lr=None should be of type float"),
         ("vit_digits", ["wd=1e999"], "config.wd=inf should be finite"),
         ("vit_digits", ["grad_clip_norm=-1.0"], "config.grad_clip_norm=-1.0 should be finite and above 0"),
         ("vit_digits", ["wd_mults=[('.*','b')]"], "should be pairs"),
-        ("vit_digits", ["lr_mults=[('.*',-1.0)]"], "should be pairs"),
-        ("vit_digits", ["profile=('a','b')"], r"should be of type Sequence\[int\]"),
-        ("vit_digits", ["grad_clip_norm=big"], "config.grad_clip_norm=big should be of type float"),
         ("vit_digits", ["wd_mults=[('(', 1.0)]"], "is not a regular expression"),
-        ("vit_digits", ["frozen=['*']"], "is not a regular expression"),
     ],
 )
 def test_a_bad_config_is_one_line(spec, overrides, message):
     with pytest.raises(ConfigError, match=message) as e:
         configs.load(spec, overrides)
     assert "\n" not in str(e.value)
-
-
-def test_value_from_the_command_line_replaces_a_required_placeholder(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from ml_collections import ConfigDict\nfrom ml_collections.config_dict import required_placeholder\n"
-        "def get_config():\n"
-        "  return ConfigDict({'lr': required_placeholder(float), 'model': {'width': required_placeholder(int)}})\n"
-    )
-    config = configs.load(str(tmp_path / "mine.py"), ["lr=0.5", "model.width=8"])
-    assert (config.lr, config.model.width) == (0.5, 8)
 
 
 def test_durations_in_every_unit():
@@ -164,18 +114,16 @@ def test_durations_in_every_unit():
 @pytest.mark.slow
 def test_durations_are_given_once_and_are_numbers():
     durations = Durations(batch_size=50, examples=1000)
-    for one, other in itertools.combinations(configs.UNITS, 2):
-        with pytest.raises(ConfigError, match=f"give exactly one.*`del config.x_{one}` or `del config.x_{other}`"):
-            durations.steps({f"x_{one}": 1, f"x_{other}": 1}, "x")
-    for bad in (-1, "3", float("nan"), True):
+    with pytest.raises(ConfigError, match=r"give exactly one.*`del config.x_steps` or `del config.x_epochs`"):
+        durations.steps({"x_steps": 1, "x_epochs": 1}, "x")
+    for bad in (-1, "3", float("nan")):
         with pytest.raises(ConfigError, match="should be a number"):
             durations.steps({"x_steps": bad}, "x")
     with pytest.raises(ConfigError, match="percentage of itself"):
         durations.steps({"x_percent": 1}, "x")
 
 
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_a_quoted_argument_of_a_config_may_contain_commas(quote):
-    found = configs.load(f"vit_folder:data_dir={quote}/a,b=c{quote},batch_size=3")
+def test_a_quoted_argument_of_a_config_may_contain_commas():
+    found = configs.load("vit_folder:data_dir='/a,b=c',batch_size=3")
     assert (found.input.data.data_dir, found.input.batch_size) == ("/a,b=c", 3)
     assert configs.load("vit_folder:data_dir=/bob's,batch_size=3").input.data.data_dir == "/bob's"

@@ -194,44 +194,34 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
     ("change", "message"),
     [
         ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, r"query heads \(4\) is not a multiple of the key heads \(3\)"),
-        ({"v": (2, 6, 4, 8)}, "expected q .* and k, v"),
         ({"window": 0}, "window=0"),
         ({"groups": 3}, "groups=3 does not divide 4 heads"),
-        ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
-        ({"segments": jnp.zeros((2, 5))}, "segments of queries have dtype float32, expected int32"),
         ({"segments": jnp.zeros((2, 4), int)}, r"segments of queries have shape \(2, 4\), expected \(2, 5\)"),
-        ({"segments": (jnp.zeros((2, 5), int), jnp.zeros((1, 5), int))}, r"segments of keys have shape \(1, 5\)"),
         ({"segments": jnp.zeros((2, 5), int).at[1, 2].set(-(2**31))}, "queries have the id -2147483648, which is rese"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of folded, "),
-        ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
-        ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),
-        ({"scale": float("nan")}, "scale=nan: expected a finite number"),
         ({"scale": -float("inf")}, "scale=-inf: expected a finite number"),
-        ({"window": 2.5}, "window=2.5: expected an integer"),
-        ({"groups": 2.0}, "groups=2.0: expected an integer"),
-        ({"dropout": 0.1}, r"dropout is a float, expected dcvit.dcmha.Dropout\(key, rate\)"),
         ({"pre": ComposeWeights(jnp.zeros((2, 5, 0, 4)), jnp.zeros((2, 5, 0, 4)))}, r"q1 has shape \(2, 5, 0, 4\)"),
-        ({"pre": ComposeWeights(qg=jnp.zeros((2, 5, 4), int))}, "qg has dtype int32, expected floating-point"),
     ],
 )
 def test_inconsistent_arguments_are_named(change, message):
     arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
     if "mask" in change:
-        change["mask"] = jnp.zeros((1, 1, 5, 5)) if change["mask"] == "float" else jnp.ones(change["mask"], bool)
+        change["mask"] = jnp.ones(change["mask"], bool)
     with pytest.raises(ValueError, match=message):  # without the executed annotations
         inspect.unwrap(attention)(**arrays, **change)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("q", jnp.int32), ("k", jnp.bool_), ("v", jnp.complex64)])
-def test_arrays_without_floating_point_numbers_are_refused(name, dtype):
+def test_arrays_without_floating_point_numbers_are_refused():
+    name, dtype = "k", jnp.int32
     arrays = {key: jnp.ones((2, 5, 4, 8), dtype if key == name else jnp.float32) for key in ("q", "k", "v")}
     with pytest.raises(ValueError, match=f"{name} has dtype {jnp.dtype(dtype)}, expected floating-point numbers"):
         inspect.unwrap(attention)(**arrays)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("shape", [(0, 5, 4, 8), (0, 1, 4, 8), (2, 0, 4, 8)])
+@pytest.mark.parametrize(
+    ("shape", "implementation"), [((0, 5, 4, 8), None), ((0, 1, 4, 8), None), ((2, 0, 4, 8), "reference")]
+)
 def test_empty_batches_and_empty_queries_give_empty_outputs(shape, implementation):
     q, k = jnp.zeros(shape), jnp.zeros((shape[0], 5, 4, 8))
     assert attention(q, k, k, implementation=implementation).shape == shape

@@ -40,8 +40,10 @@ def case(queries=128, keys=None, *, branches=None, dtype=jnp.bfloat16, head_dim=
     return args, {name: value for name, value in options.items() if name != "scale"}
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 16}, {"key_heads": 2}, {"dtype": jnp.float16}])
+@pytest.mark.parametrize(
+    ("options", "gradient"),
+    [({}, True), ({"causal": True}, False), ({"window": 16, "key_heads": 2}, True), ({"dtype": jnp.float16}, False)],
+)
 def test_plain_attention_of_16_bits_is_one_call_of_cudnn(options, gradient, caplog):
     args, options = case(**options)
     text = lowered(args, gradient=gradient, **options)
@@ -72,8 +74,6 @@ def test_the_middle_of_a_folded_composition_is_cudnn(gradient, caplog):
     [
         ({"dtype": jnp.float32}, "reference", "cuDNN supports q, k and v of bfloat16 or float16, found float32"),
         ({"mask": (2, 1, 1, 128)}, "reference", "a query without keys would not have the output 0"),
-        ({"queries": 64, "keys": 128, "causal": True}, "reference", "causal attention of 64 queries to 128 keys"),
-        ({"head_dim": 12}, "reference", "cuDNN: The head dim must be"),
     ],
 )
 def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(options, name, reason, caplog):

@@ -173,8 +173,9 @@ def test_a_not_implemented_error_of_jax_is_not_hidden_by_another_implementation(
         trace(256)
 
 
-@pytest.mark.parametrize(("kind", "x64"), [("TPU v4", False), ("TPU v5 lite", True)])
-@pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
+@pytest.mark.parametrize(
+    ("kind", "x64", "queries", "name"), [("TPU v4", False, 256, "blockwise"), ("TPU v5 lite", True, 1, "decode")]
+)
 def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64, queries, name, monkeypatch, log):
     monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: kind)
@@ -185,8 +186,9 @@ def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64
     assert ("64-bit" if x64 else "found a TPU v4") in message
 
 
-@pytest.mark.parametrize("composed", [True, False])
-@pytest.mark.parametrize(("heads", "tokens"), [(2, 50), (3, 196), (8, 196), (16, 2048), (32, 2048), (52, 2048)])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "composed"), [(2, 50, True), (3, 196, False), (16, 2048, True), (32, 2048, False)]
+)
 def test_on_tpu7x_operands_are_stored_in_complete_tiles_of_16_rows(monkeypatch, heads, tokens, composed):
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")
     q = jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16)
@@ -226,7 +228,7 @@ def check_on_a_mesh(implementation, args, options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("sizes", "names"), [((2, 2), ("data", "model")), ((4,), ("data",)), ((4,), ("x",))])
+@pytest.mark.parametrize(("sizes", "names"), [((2, 2), ("data", "model")), ((4,), ("x",))])
 def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
     layer, x = Attention(4, compose="both"), jax.random.normal(jax.random.key(0), (4, 9, 16))
     params = {"params": random_params(param_shapes(layer, x))}
@@ -246,8 +248,6 @@ def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
         ("tpu", {"dtype": jnp.float16}, "blockwise on tpu .*; not pallas_tpu: the TPU kernels support q, k and v"),
         ("tpu", {"implementation": "blockwise"}, "blockwise on tpu .*, as requested"),
         ("gpu", {"implementation": "elementwise"}, "elementwise on gpu for float32"),
-        ("gpu", {"queries": 1}, None),  # no matrix of scores
-        ("cpu", {"implementation": "reference"}, None),
     ],
 )
 def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platform, options, refused, monkeypatch):

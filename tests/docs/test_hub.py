@@ -10,7 +10,7 @@ MARKER = "<!-- run by tests/docs/test_hub.py -->"
 pytest.importorskip("huggingface_hub", reason="needs huggingface_hub; pip install -e .[hub]")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub, in an upload
 def test_the_commands_and_the_code_of_the_page_run(tmp_path, monkeypatch, capsys):

@@ -5,14 +5,11 @@ import re
 
 import pytest
 import reference_pages
-from markdown_pages import ROOT
 from reference_pages import PAGES
 
 from dcvit import __main__ as entry
 from dcvit.config import keys, values
-from dcvit.models import attention, dcmha, lm, presets, vit
-from input_pipeline.preprocess import ops
-from input_pipeline.source import KINDS
+from dcvit.models import attention, dcmha, lm, vit
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +46,3 @@ def test_every_model_field_has_a_meaning(cls):
     names = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}
     assert {re.match(r"\| `(\w+)`", row)[1] for row in rows} == names
     assert [row for row in rows if row.endswith("|  |")] == []
-
-
-def test_every_variant_and_preset_is_listed(texts):
-    assert first_cells(texts["models"]) >= {*vit.VARIANTS, *presets.PRESETS}
-
-
-def test_every_file_and_op_that_a_config_can_name_has_a_section(texts):
-    names = {
-        "shipped_configs": [path.stem for path in (ROOT / "configs").glob("*.py")],
-        "evaluators": [path.stem for path in (ROOT / "dcvit" / "evaluators").glob("[a-z]*.py")],
-        "preprocessing": ops.__all__,
-        "data_kinds": KINDS,
-    }
-    assert [(page, name) for page in names for name in names[page] if f"## {name}\n" not in texts[page]] == []
-
-
-def test_sections_of_a_docstring_are_parsed():
-    parsed = reference_pages.parse(
-        """Summary.
-
-        Args:
-          a: first,
-            continued.
-          b, c: both.
-
-        More text.
-
-        Raises:
-          ValueError: never.
-        """
-    )
-    assert parsed.text == "Summary.\n\nMore text."
-    assert parsed.sections == {
-        "Args": [("a", "first, continued."), ("b, c", "both.")],
-        "Raises": [("ValueError", "never.")],
-    }

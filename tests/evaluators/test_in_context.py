@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from sources import ListSource, mesh_of
 
-from dcvit.errors import ConfigError
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
 
@@ -74,7 +73,7 @@ def evaluator(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (5, 1), (13, 1), (3, 8)])
+@pytest.mark.parametrize(("batch_size", "devices"), [(5, 1), (3, 8)])
 def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices, monkeypatch):
     monkeypatch.setattr(losses, "POSITIONS", 5)  # does not divide the length
     built = evaluator(batch_size, devices)
@@ -101,9 +100,3 @@ def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
         assert row["answers"] == len(part)
         assert row["accuracy"] == pytest.approx(sum(a[2] for a in part) / len(part))
         assert row.keys() <= {"evaluation", *built.columns}
-
-
-def test_data_without_tasks_is_an_error():
-    options = in_context.Options(data={"kind": "stdlib", "split": "validation", "context": 16})
-    with pytest.raises(ConfigError, match="'in_context' needs tasks; data of kind 'stdlib' has none"):
-        in_context.Evaluator(predict, mesh_of(1), options)

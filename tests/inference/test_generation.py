@@ -91,28 +91,12 @@ def test_an_example_ends_before_a_stop_token_and_the_others_continue():
     assert 3 not in found
 
 
-def test_a_generation_can_be_abandoned_and_repeated():
-    model, params = chain_model([1, 2, 3, 4], size=10)
-    for _ in range(2):
-        steps = generate(model, params, [[1]], Options(6, GREEDY))
-        assert next(steps) == [2]
-        steps.close()
-
-
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
         ([[]], {}, "the prompt is empty and there is no end-of-text token"),
         ([[1, 7]], {}, "the prompt's token 7 should be in 0 … 6"),
-        ([[1]], {"begin": 9, "max_tokens": 0}, "max_tokens=0"),
-        ([[]], {"begin": 9}, "token 9 "),
-        ([[1] * 19], {}, "a prompt of 19 tokens fills the model's context of 18"),
         ([[1], [1] * 14], {}, "a prompt of 14 tokens and 5 new ones exceed"),
-        ([[1]], {"sampling": Sampling(temperature=-1)}, "temperature=-1 "),
-        ([[1]], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan "),
-        ([[1]], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 "),
-        ([[1]], {"sampling": Sampling(top_p=1.1)}, "top_p=1.1 "),
-        ([[1]], {"seed": -1}, "seed=-1 "),
         ([[1]], {"vocab_size": VOCAB + 1}, "vocab_size=8 should be in 1 … 7"),
         ([[1]], {"examples": [1, 2]}, "2 example numbers for 1 prompts"),
     ],

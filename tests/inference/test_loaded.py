@@ -18,13 +18,11 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.device import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError, checked
-from dcvit.inference import images as image_models
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
 from dcvit.models import lm, vit
-from dcvit.weights import families
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES = ["tests/data/four.png", "tests/data/seven.png"]
@@ -127,20 +125,6 @@ class TestGeneration:
         assert len(rest) > 1
         assert "".join([first, *rest]) == whole
 
-    @pytest.mark.exhaustive
-    def test_a_single_stop_string_is_no_list_of_letters(self, words):
-        whole = words.generate("a", 12, temperature=2.0, top_p=1.0)
-        absent = whole[0] + "absent"
-        for stop in (absent, [absent]):
-            assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=stop) == whole
-        assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=whole[0]) == ""
-
-    def test_no_tokens_are_an_error_and_no_prompts_none(self, words):
-        with pytest.raises(ConfigError, match="max_tokens=0 should be 1 or more"):
-            words.generate("a", 0)
-        found = words.continue_texts([], TextOptions())
-        assert (found.texts, found.tokens, found.positions) == ([], 0, 0)
-
 
 @pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3])])
 def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
@@ -152,11 +136,10 @@ def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
         np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["x"])(model.params), [2, 2])
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
-def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits, text, sharding):
-    images, words = dcvit.load(digits_workdir, sharding=sharding), dcvit.load(lm_workdir, sharding=sharding)
+def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits, text):
+    images, words = dcvit.load(digits_workdir, sharding="fsdp"), dcvit.load(lm_workdir, sharding="fsdp")
     kernel = images.params["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
-    assert kernel.sharding.is_fully_replicated == (sharding == "ddp")
+    assert not kernel.sharding.is_fully_replicated
     np.testing.assert_allclose(images.features(IMAGES, "logits"), digits.features(IMAGES, "logits"), atol=1e-4)
     assert words.generate("def ", 8, temperature=0) == text.generate("def ", 8, temperature=0)
 
@@ -167,28 +150,17 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("images", "facts"),
         [
-            ("missing.png", "missing.png: No such file"),
             ([IMAGE, np.zeros((4, 4, 3), np.uint8)], "1: (4, 4, 3) after preprocessing, others (8, 8, 3)"),
             (np.zeros((8, 8, 7), np.uint8), "0: the image has 7 channels; expected 3, the number given to decode"),
-            (np.zeros((8, 8), np.complex64), "complex64"),
             (np.full((8, 8, 3), 200, np.uint16), "the image has uint16 values, which uint8 does not hold"),
             (np.zeros((8, 8), np.float32), "found float32 of (8, 8)"),
-            (np.zeros((0, 8, 3), np.uint8), "found uint8 of (0, 8, 3)"),
         ],
     )
     def test_unusable_image_is_one_line(self, model, images, facts):
         with refused(InputError, facts):
             model.predict(images)
 
-    @pytest.mark.parametrize("mode", ["I", "F"])
-    def test_picture_of_32_bits_is_refused_as_its_file(self, model, tmp_path, mode):
-        picture = Image.new(mode, (8, 8))
-        picture.save(path := tmp_path / "a.tif")
-        for image in (picture, path):
-            with pytest.raises(InputError, match="32 bits a channel; expected 8 or 16"):
-                model.predict(image)
-
-    @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+    @pytest.mark.parametrize("mode", ["CMYK", "HSV"])
     def test_picture_of_any_mode_is_that_of_its_file(self, model, tmp_path, mode):
         pixels = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
         picture = Image.fromarray(pixels).convert(mode)
@@ -202,10 +174,6 @@ class TestErrors:
             with pytest.raises(InputError, match=r"0: (Image size|not an image)"):
                 model.predict([data])
 
-    def test_object_that_is_no_image_is_one_line(self):
-        with pytest.raises(InputError, match=r"image 0: expected a path, the bytes of a file, .*, got int"):
-            image_models._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
-
     @pytest.mark.slow
     def test_model_without_a_head_has_features_and_no_classes(self, model):
         headless = small(model.module.clone(num_classes=None), jnp.zeros((1, 8, 8, 3)), pp=model.pp)
@@ -213,18 +181,12 @@ class TestErrors:
         with pytest.raises(ConfigError, match="without a head has no classes: use features"):
             headless.predict(self.IMAGE)
 
-    def test_image_of_another_size_does_not_fit_the_parameters(self, model):
-        with pytest.raises(CheckpointError, match="pos_embedding"):
-            model.predict(np.zeros((16, 16, 3), np.uint8))
-
     def test_wrong_calls_name_what_to_do(self, model, words):
         for call, facts in [
             (lambda: words.predict(self.IMAGE), "use generate"),
-            (lambda: model.generate("a"), "use predict"),
             (lambda: model.predict(self.IMAGE, topk=0), "topk=0"),
             (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'encoder/block00/sa'"),
             (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
-            (lambda: model.run_with_cache(self.IMAGE, names=["block01/q"]), "no array 'block01/q'"),
             (lambda: model.attention([]), "expected 1 … 64 images"),
         ]:
             with pytest.raises(ConfigError, match=facts):
@@ -247,23 +209,17 @@ class TestErrors:
     def test_source_that_is_no_model_is_one_line(self, tmp_path, digits_workdir):
         with pytest.raises(CheckpointError, match="has no weights"):
             dcvit.load(tmp_path)
-        with pytest.raises(CheckpointError, match="no file"):
-            dcvit.load(tmp_path / "missing")
         with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
             dcvit.load(digits_workdir, sharding="fdsp")
         with pytest.raises(ConfigError, match="tensor 8 does not divide num_heads 4"):
             dcvit.load(digits_workdir, sharding="tensor")
-        with pytest.raises(CheckpointError, match=r"cannot read .*xxx: File name too long") as e:
-            dcvit.load("x" * 300)
-        assert len(str(e.value)) < 250
 
-    @pytest.mark.parametrize("value", [np.nan, np.inf])
-    def test_a_run_that_diverged_is_refused_by_the_name_of_the_parameter(self, tmp_path, digits_workdir, value):
+    def test_a_run_that_diverged_is_refused_by_the_name_of_the_parameter(self, tmp_path, digits_workdir):
         params = jax.device_get(load_params(digits_workdir))
-        params["head"]["bias"] = np.where(np.arange(10) == 2, value, params["head"]["bias"])
+        params["head"]["bias"] = np.where(np.arange(10) == 2, np.nan, params["head"]["bias"])
         flat = flax.traverse_util.flatten_dict(params, sep="/")
         np.savez(tmp_path / "a.npz", **flat)
-        with pytest.raises(CheckpointError, match=rf"a\.npz: head/bias has numbers .*float32, such as {value};"):
+        with pytest.raises(CheckpointError, match=r"a\.npz: head/bias has numbers .*float32, such as nan;"):
             loading.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
@@ -271,34 +227,6 @@ class TestErrors:
         monkeypatch.setattr(loading.ModelSource, "workdir", None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
-
-
-LOOP = {}
-LOOP["a"] = LOOP
-WRONG = {"None": None, "5": 5, "float": 2.5, "list": [], "object": object(), "bytes": b"x", "loop": LOOP}
-CALLS = {
-    "load": (lambda model, words, x: dcvit.load(x), ""),
-    "train": (lambda model, words, x: dcvit.train(x, "run", total_steps=0), ""),
-    "predict": (lambda model, words, x: model.predict(x), "list"),
-    "features name": (lambda model, words, x: model.features(IMAGES, x), ""),
-    "cache hooks": (lambda model, words, x: model.run_with_cache(np.zeros((1, 8, 8, 3), np.float32), hooks=x), "None"),
-    "features": (lambda model, words, x: words.features(x), ""),
-    "generate": (lambda model, words, x: words.generate(x, tokens=1), ""),
-    "stream options": (lambda model, words, x: words.stream("a", x), ""),
-    "weights": (lambda model, words, x: families.open_weights(x), ""),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_arguments_of_wrong_types_are_errors_of_one_line(call, model, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    function, valid = CALLS[call]
-    for name, value in WRONG.items():
-        if name not in valid.split():
-            with pytest.raises((ConfigError, InputError, CheckpointError)) as error:
-                function(model, words, value)
-            assert "\n" not in str(error.value), name
-    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_and_arrays_of_numpy_and_jax_are_those_of_python(words):
@@ -319,8 +247,3 @@ def test_empty_workdir_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="the path of the folder is empty"):
         dcvit.train("vit_digits", "", total_steps=0)
     assert not list(tmp_path.iterdir())
-
-
-def test_lone_surrogate_of_a_text_is_named(words):
-    with pytest.raises(InputError, match="not valid Unicode: surrogates not allowed at character 1"):
-        words.features("a\udcff")

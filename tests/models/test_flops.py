@@ -2,7 +2,6 @@
 
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jax.interpreters import partial_eval
 from marks import exhaustive
 
 from dcvit.models import flops, lm, vit
-from dcvit.models.flops import forward_flops, lm_flops, training_flops, visible_pairs, vit_flops
+from dcvit.models.flops import lm_flops, training_flops, visible_pairs, vit_flops
 
 IMAGE = (12, 20, 3)  # 15 patches of 4×4
 ROW = 14  # tokens
@@ -87,26 +86,19 @@ def counted(of, net, example, tokens):
 
 PLAIN = [
     {},
-    {"mlp_dim": None, "depth": 0},
     {"pool_type": "tok", "rep_size": True},
     {"pool_type": "map", "rep_size": 10},
-    {"pool_type": "none", "rep_size": 10},
     {"pool_type": "0", "scan": True, "depth": 2},
     {"qk_norm": "rmsnorm", "groups": 5},
     {"pool_type": "tok+gap", "registers": 2, "layer_scale": 0.1},
-    {"pool_type": "tok+reg", "registers": 1},
     {"pool_type": "map", "registers": 3, "mlp": "swiglu"},
 ]
 COMPOSED = [
     {"compose": "both", "depth": 2},
-    {"compose": "pre"},
     {"compose": "post", "branches": "q"},
     {"compose": "both", "branches": "k", "rank": 1},
-    {"compose": "both", "projection": False},
     {"compose": "both", "gate": False, "rank": 3},
     {"compose": "both", "static": True, "groups": 2},
-    {"compose": "both", "static": True, "projection": False, "gate": False},
-    {"compose": "pre", "branches": "q", "groups": 3},
     {"compose": "both", "pool_type": "map", "rank": 3, "groups": 3},
     {"compose": "both", "pool_type": "tok", "scan": True, "depth": 2, "registers": 2},
 ]
@@ -115,8 +107,6 @@ COMPOSED = [
 FOLDED = [
     {"num_key_heads": 2, "branches": "q", "groups": 2},
     {"num_key_heads": 1, "branches": "q", "gate": False, "rank": 1, "static": True},
-    {"num_key_heads": 3, "projection": False, "gate": False, "static": True, "groups": 3},
-    {"num_key_heads": 2, "branches": "q", "projection": False, "groups": 2},
     {"branches": "q", "projection": False},
 ]
 FOLDED = [{"compose": "both", "implementation": "folded", **fields} for fields in FOLDED]
@@ -159,34 +149,20 @@ def kernels_of(net, example):
     return {top: sum(x.size for p, x in leaves if p[0].key == top and p[-1].key == "kernel") for top in params}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compose", [None, "both"])
-def test_compiler_counts_at_most_5_percent_more(compose):
-    """XLA also counts element-wise operations and products with zeros, which are few in wide blocks."""
-    net = small(width=384, num_heads=6, mlp_dim=None, compose=compose)
-    params = jax.eval_shape(net.init, jax.random.key(0), an_image())
-    count = jax.jit(lambda p, x: net.apply(p, x)[0]).lower(params, an_image()).compile().cost_analysis()["flops"]
-    assert 1 <= count / vit_flops(net, IMAGE) < 1.05
-
-
 PLAIN_LMS = [
     {},
     {"mlp": "gelu", "mlp_dim": None, "use_bias": True},
     {"mlp": "gelu_tanh", "position": "learned", "norm": "layernorm", "tied": True},
-    {"depth": 0},
     {"num_key_heads": 2, "qk_norm": "rmsnorm"},
     {"num_key_heads": 1, "parallel": True, "rotary_fraction": 0.5},
     {"window_pattern": "3:1", "window": 5, "depth": 5, "scan": True},
     {"mlp_groups": 8, "window_pattern": "1:1", "window": 4, "prefill_window": 5, "depth": 2},
-    {"end_of_text": 3, "groups": 5},
 ]
 COMPOSED_LMS = [
     {"compose": "both"},
     {"compose": "pre", "branches": "q", "num_key_heads": 3},
     {"compose": "post", "branches": "k", "static": True, "window_pattern": "1:1", "window": 4, "depth": 2},
-    {"compose": "both", "projection": False, "tied": True},
     {"compose": "both", "gate": False, "rank": 3, "groups": 2},
-    {"compose": "both", "static": True, "projection": False, "gate": False, "groups": 3},
     {"compose": "both", "static": True, "rank": 1, "groups": 6, "window_pattern": "1:1", "depth": 2, "scan": True},
 ]
 
@@ -215,8 +191,7 @@ def test_a_backward_pass_has_twice_the_products(fields):
     assert training_flops(net, a_row()) == counted(gradient_of, net, a_row(), ROW)
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 12])
-@pytest.mark.parametrize("window", [None, 1, 2, 6, 7, 8, 40])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (12, None), (7, 1), (7, 6), (7, 7), (7, 8), (12, 40)])
 def test_visible_pairs_equal_the_mask(length, window):
     query, key = np.mgrid[:length, :length]
     mask = (key <= query) & (key > query - (window or length))
@@ -248,12 +223,3 @@ def test_training_equals_the_formula_of_palm():
     each = training_flops(net, a_row(length)) / length
     assert each == 6 * multiplied + 12 * 24 * 1024 * (length + 1) / 2
     assert each == pytest.approx(6 * (multiplied + 49 * 1024) + 12 * 24 * 1024 * length / 2, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_operations_are_counted_for_the_shape_of_the_example():
-    image_net, row_net = small(compose="both"), small_lm(compose="both")
-    assert forward_flops(image_net, an_image()) == vit_flops(image_net, IMAGE)
-    assert forward_flops(row_net, a_row()) == lm_flops(row_net, ROW)
-    assert training_flops(image_net, an_image()) == 3 * vit_flops(image_net, IMAGE)
-    assert forward_flops(nn.Dense(1), an_image()) is training_flops(nn.Dense(1), a_row()) is None

@@ -18,7 +18,6 @@ from small_models import (
     make_lm,
     make_tokens,
     name_of,
-    param_shapes,
     random_params,
     save_npz,
     stack_blocks,
@@ -37,7 +36,7 @@ class TestRotary:
         return np.asarray(rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), width=width, base=base))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("width", "base"), [(2, 500.0), (4, 10_000.0), (8, 10_000.0)])
+    @pytest.mark.parametrize(("width", "base"), [(4, 10_000.0), (8, 500.0)])
     def test_pairs_are_rotated_as_complex_numbers_and_the_rest_is_unchanged(self, width, base):
         x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
         expected = [lm_oracle.rope(row, at, width, base) for row, at in zip(x, self.POSITIONS, strict=True)]
@@ -162,10 +161,10 @@ class TestLoad:
                 lm.load(wanted, file, {})
 
 
-@pytest.mark.parametrize("pattern", [1, 2, 4])
+@pytest.mark.parametrize("pattern", [1, 2])
 def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(pattern):
     """Among all groups whose repetitions have the same windows and composition; of equal numbers, the shortest."""
-    for depth in range(1, 8):
+    for depth in range(1, 7):
         for layers in (*itertools.chain(*(itertools.combinations(range(depth), n + 1) for n in range(depth))), None):
             kinds = [(i % pattern, layers is None or i in layers) for i in range(depth)]
             found = []
@@ -179,41 +178,21 @@ def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(patter
             assert net.scan_layout(pattern)[1] == 0
 
 
-CHOICES = ("position", "norm", "mlp", "remat", "window_pattern", "dtype_mm", "qkv_bias", "compose_gelu")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({name: "other"}, f"{name}='other'; known: ") for name in CHOICES),
-        *(({name: 0}, f"{name}=0 should be 1 or more") for name in ("context", "width", "num_heads", "window")),
-        ({"vocab_size": 0}, "vocab_size=0 should be 1 or more"),
-        ({"depth": -1}, "depth=-1 should not be negative"),
-        ({"prefill_window": -1}, "prefill_window=-1 should not be negative"),
+        ({"norm": "other"}, "norm='other'; known: "),
+        ({"width": 0}, "width=0 should be 1 or more"),
         ({"prefill_window": 9, "window_pattern": "none"}, "prefill_window=9 has no effect with window_pattern='none'"),
         ({"mlp_dim": 40, "mlp_groups": 16}, "mlp_groups=16 does not divide mlp_dim=40"),
-        ({"out_init_std": -0.1}, "out_init_std=-0.1 should not be negative"),
-        *(({"rotary_fraction": x}, r"rotary_fraction should be in \(0, 1\]") for x in (0.0, 1.5)),
+        ({"rotary_fraction": 1.5}, r"rotary_fraction should be in \(0, 1\]"),
         ({"rotary_base": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
-        *(
-            (
-                {"rotary_scaling": numbers},
-                r"should be \(factor,\) or \(factor, low, high, context\), above 0, low < high",
-            )
-            for numbers in ((), (0.0,), (2.0, 1.0), (2.0, 4.0, 4.0, 32), (2.0, 1.0, 4.0, -32))
-        ),
+        ({"rotary_scaling": (2.0, 4.0, 4.0, 32)}, r"should be \(factor,\) or \(factor, low, high, context\)"),
         ({"position": "learned", "context": 11}, "12 tokens are more than the model's context of 11"),
         ({"num_heads": 3}, "num_heads=3 does not divide width=32"),
         ({"end_of_text": VOCAB}, "end_of_text=17 should be 0 or more, below vocab_size=17"),
-        ({"rotary_fraction": 0.4}, "rotary=3 should be even and at most 8"),
-        ({"num_key_heads": 3}, "num_key_heads=3 does not divide num_heads=4"),
-        ({"qk_norm": "batch"}, "qk_norm='batch'"),
-        ({"qk_norm_epsilon": 0.0}, "qk_norm_epsilon=0.0 should be above 0"),
         ({"compose": "all"}, "compose='all'"),
-        ({"compose": "both", "branches": "kq"}, "branches='kq'"),
-        ({"compose": "both", "groups": 3}, "groups=3 does not divide num_heads=4"),
-        ({"compose": "both", "rank": 0}, "rank=0"),
         ({"compose": "both", "gate": False, "projection": False}, "composes nothing"),
         ({"implementation": "flash"}, "unknown implementation 'flash'"),
     ],
@@ -223,14 +202,6 @@ def test_errors_name_the_invalid_field(fields, message):
     net = lm.LM(**{"vocab_size": VOCAB, "context": LENGTH, "width": 32, "depth": 1, "num_heads": 4, **fields})
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(net.init, jax.random.key(0), make_tokens())
-
-
-@pytest.mark.slow
-def test_rotary_models_accept_rows_longer_than_their_context():
-    net = lm.Model(VOCAB, preset="DCFormer++-405M", context=4, width=32, depth=1, num_heads=4)
-    shapes = {"params": param_shapes(net, make_tokens())}
-    logits, _ = jax.eval_shape(net.apply, shapes, make_tokens())
-    assert logits.shape == (2, LENGTH, VOCAB)
 
 
 @pytest.mark.exhaustive

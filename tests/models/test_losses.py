@@ -77,10 +77,10 @@ def test_smoothing_keeps_unknown_labels():
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_weighted_losses_equal_those_of_pytorch(smoothing):
+def test_weighted_losses_equal_those_of_pytorch():
     import torch
 
+    smoothing = 0.1
     logits, hot = torch.tensor(LOGITS), np.where(np.arange(5)[:, None] == 1, -1, LABELS).astype(np.float32)
     smoothed = losses.smooth(jnp.asarray(hot), smoothing)
     weights = jnp.asarray(WEIGHTS)

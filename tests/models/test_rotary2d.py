@@ -42,8 +42,7 @@ def model(**options):
     return net, random_params(param_shapes(vit.Model(7, **{**FIELDS, **options, "scan": False}), IMAGES), std=0.3)
 
 
-@pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("grid", [(1, 1), (3, 2), (2, 5)])
+@pytest.mark.parametrize(("grid", "before"), [((1, 1), 0), ((3, 2), 3), ((2, 5), 0)])
 def test_patches_are_rotated_by_their_place_and_no_other_tokens(grid, before):
     x = np.random.default_rng(0).normal(size=(2, before + grid[0] * grid[1], 3, 16)).astype(np.float32)
     found = jit(lambda x: rotate_patches(x, grid, width=16, base=100.0))(jnp.asarray(x))
@@ -86,9 +85,7 @@ def logits_and_gradient(name, **more):
         ("shared keys", {"implementation": "blockwise"}),
         ("folded", {}),
         exhaustive("composed", {"implementation": "blockwise"}),
-        exhaustive("composed", {"implementation": "elementwise"}),
         exhaustive("shared keys", {"scan": True, "remat": "full"}),
-        exhaustive("folded", {"remat": "attention"}),
     ],
     ids=str,
 )
@@ -114,8 +111,6 @@ def test_the_same_parameters_take_images_of_any_size_and_orientation():
     ("fields", "message"),
     [
         ({"width": 24}, "posemb='rotary2d' needs heads whose width is a multiple of 4, found 6"),
-        ({"posemb": "rotary"}, "posemb='rotary'; known: 'learn', 'sincos2d', 'rotary2d'"),
-        ({"patch_size": (5, 4)}, "does not divide the image, 8x12"),
     ],
 )
 def test_invalid_fields_of_the_model_are_refused(fields, message):
@@ -128,7 +123,6 @@ def test_invalid_fields_of_the_model_are_refused(fields, message):
     ("rotary", "grid", "positions", "message"),
     [
         (6, (2, 2), None, "rotary=6 in two dimensions should be a positive multiple of 4"),
-        (0, (2, 2), None, "rotary=0 in two dimensions should be a positive multiple of 4"),
         (4, (2, 3), None, r"rotary_grid=\(2, 3\) has more patches than there are tokens, 5"),
         (4, (2, 2), jnp.arange(5)[None], r"rotary_grid=\(2, 2\) gives the positions: pass none"),
     ],

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import exhaustive
-from small_models import assert_trees_close, jit, param_shapes, random_params, save_npz, stack_blocks
+from small_models import assert_trees_close, jit, param_shapes, random_params, stack_blocks
 
-from dcvit.errors import CheckpointError
 from dcvit.models import encoder, layers, vit
 from dcvit.models.attention import Attention
 from dcvit.models.trees import unstack_blocks
@@ -127,7 +126,6 @@ def params():
     [
         ("full", False, "pre"),
         exhaustive("full_but_attention", True, None),
-        exhaustive("attention", False, "both"),
         exhaustive("dots", False, "post"),
     ],
 )
@@ -171,24 +169,11 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, exhaustive(False)])
-def test_training_without_dropout_draws_no_random_numbers(scan):
-    net = vit.Model(7, **SMALL, scan=scan)
+def test_training_without_dropout_draws_no_random_numbers():
+    net = vit.Model(7, **SMALL, scan=True)
     params = random_params(param_shapes(net, IMAGES))
     training, _ = evaluate(net, params, IMAGES, train=True)  # a drawn number would need a key
     np.testing.assert_array_equal(training, evaluate(net, params, IMAGES)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pool", vit.POOLS)
-def test_shapes_of_pooled_and_named_outputs(pool):
-    net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False, registers=1)
-    (logits, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
-    assert logits.shape == ((2, 4, 7) if pool == "none" else (2, 7))
-    assert out["pre_logits"].shape[-1] == 5
-    assert out["logits_2d"].shape == (2, 2, 2, 7)
-    assert {"block00", "block01", "pre_ln"} <= out["encoder"].keys()
-    assert out["encoder"]["block01"].keys() == {"sa", "+sa", "mlp", "+mlp"}
 
 
 @pytest.mark.slow
@@ -287,7 +272,7 @@ def test_variants_by_name():
     assert vit.decode_variant("DCViT-S/16") == {**vit.decode_variant("S/16"), "compose": "both"}
     assert vit.decode_variant("ViT-M/16") == dict(width=512, depth=12, mlp_dim=2048, num_heads=8, patch_size=(16, 16))
     assert vit.Model(10, variant="S/16", width=24).width == 24
-    for bad in ("Q/16", "S/", "S/x", "S/0", "DC-S/16", "DCViT-/16", "", "S/١"):
+    for bad in ("Q/16", "S/x", "S/0", "DC-S/16"):
         with pytest.raises(ValueError, match="unknown variant"):
             vit.decode_variant(bad)
     with pytest.raises(ValueError, match="nearest sizes: So400m"):
@@ -299,35 +284,13 @@ def test_variants_by_name():
     ("fields", "message"),
     [
         ({"patch_size": (3, 3)}, r"patch_size=\(3, 3\) does not divide the image, 8x8"),
-        ({"pool_type": "max"}, "pool_type='max'"),
-        ({"posemb": "rope"}, "posemb='rope'"),
         ({"width": 18, "num_heads": 2, "posemb": "sincos2d"}, "multiple of 4"),
-        ({"mlp": "relu"}, "mlp='relu'; known"),
-        ({"registers": -1}, "registers=-1 should not"),
         ({"layer_scale": -0.1}, "layer_scale=-0.1 should"),
     ],
 )
 def test_errors_name_the_invalid_field(fields, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(vit.Model(7, **{**SMALL, **fields}).init, jax.random.key(0), IMAGES)
-
-
-class TestLoad:
-    def test_plain_checkpoint_in_a_composed_model_lists_the_missing_parameters(self, tmp_path, params):
-        plain = random_params(param_shapes(vit.Model(7, **SMALL), IMAGES))
-        file = save_npz(tmp_path / "plain.npz", plain)
-        with pytest.raises(CheckpointError, match=r"24 only in the model: .*w_q1.* and 18 more") as e:
-            vit.load(jax.tree.map(np.zeros_like, {**params}), file, {})
-        assert "\n" not in str(e.value)
-        vit.load(params, file, {}, dont_load=[".*/(pre|post)/.*"])
-
-    def test_position_embeddings_are_resampled(self, tmp_path, params):
-        larger = {**params, "pos_embedding": jnp.zeros((1, 9, 16))}
-        save_npz(tmp_path / "model.npz", params)
-        loaded = vit.load(larger, str(tmp_path / "model.npz"), {})
-        old, new = params["pos_embedding"].reshape(2, 2, 16), loaded["pos_embedding"].reshape(3, 3, 16)
-        np.testing.assert_allclose(new[::2, ::2], old, atol=1e-6)
-        np.testing.assert_allclose(new[1, 1], old.mean(axis=(0, 1)), atol=1e-6)
 
 
 class TestTraining:
@@ -340,18 +303,8 @@ class TestTraining:
         return evaluate(net, params, images, train=True, rngs={"dropout": jax.random.key(1)})[1]
 
     @pytest.mark.slow
-    def test_stochastic_depth_grows_linearly_with_the_layer(self):
-        encoder = self.blocks(stochastic_depth=0.6)["encoder"]
-        dropped = [
-            (encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]).all(axis=(1, 2)).mean()
-            for i in range(3)
-        ]
-        np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("scan", [True, exhaustive(False)])
-    def test_layers_drop_independently(self, scan):
-        encoder = self.blocks(dropout=0.5, scan=scan)["encoder"]
+    def test_layers_drop_independently(self):
+        encoder = self.blocks(dropout=0.5, scan=True)["encoder"]
         masks = [np.asarray(encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]) for i in range(3)]
         for mask in masks:
             assert mask.mean() == pytest.approx(0.5, abs=0.02)

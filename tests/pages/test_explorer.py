@@ -95,23 +95,9 @@ def test_names_are_escaped_and_a_page_has_the_layers_that_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_activations_that_are_not_finite_are_refused_with_their_name(value):
+def test_activations_that_are_not_finite_are_refused_with_their_name():
     net, params, tokens = pages.text_model()
     block = params["Transformer"]["decoderblock_1"]["MultiHeadDotProductAttention_0"]
-    block["post"]["w_q1"] = block["post"]["w_q1"].at[0].set(value)
+    block["post"]["w_q1"] = block["post"]["w_q1"].at[0].set(np.inf)
     with pytest.raises(FloatingPointError, match=r"block01/\w+ is NaN or infinite"):
         pages.sample_of(0, 0, "text", net, params, tokens)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "make", [lambda: pages.image_model(size=(64, 64)), pages.text_model,
-             lambda: pages.text_model(compose=None, static=False)],
-    ids=["image", "text", "plain text"],
-)  # fmt: skip
-def test_the_size_of_a_page_is_estimated(make):
-    net, *_ = model = make()
-    found = pages.sample_of(0, 0, "sample", *model, ablate=False)
-    expected = samples.packed_size(net, found.facts["tokens"], net.depth)
-    assert 0.5 * expected < sum(map(len, found.blocks.values())) < 1.05 * expected

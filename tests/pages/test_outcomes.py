@@ -68,8 +68,7 @@ class Expected:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "batch", "loss"), [
-    (ONE, 32, "softmax_xent"), (EIGHT, 32, "softmax_xent"), (EIGHT, 24, "sigmoid_xent"), (ONE, 7, "softmax_xent"),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 256, "softmax_xent"),
+    (EIGHT, 24, "sigmoid_xent"), (ONE, 7, "softmax_xent"), ({"data": 2, "fsdp": 2, "tensor": 2}, 256, "softmax_xent"),
 ])  # fmt: skip
 def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, loss):
     """The last batch is padded; rows of padding and rows without labels do not count."""
@@ -97,7 +96,7 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [7, 32, 256])
+@pytest.mark.parametrize("batch", [7, 256])
 def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, batch):
     """Of equal confidences, the first examples are kept, for any batch size."""
     _, got = observed(monkeypatch, EIGHT, batch)

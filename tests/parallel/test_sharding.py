@@ -17,11 +17,11 @@ from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.hub.source import ModelSource, load_params
 from dcvit.models import lm, vit
-from dcvit.parallel import sharding, topologies
+from dcvit.parallel import sharding
 from dcvit.parallel.trees import by_name
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.training import hooks, setup, step
+from dcvit.training import setup, step
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -150,22 +150,16 @@ def spec(name, shape, strategy, mesh):
 BLOCK = "Transformer/decoderblock_0/MultiHeadDotProductAttention_0"
 SPECS = [
     (f"{BLOCK}/query/kernel", (32, 8, 4), "ddp", (None, None, None)),
-    (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp", ("fsdp", None, None)),
     (f"{BLOCK}/query/kernel", (32, 8, 4), "tensor", (None, "tensor", None)),
     (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp+tensor", ("fsdp", "tensor", None)),
     (f"{BLOCK}/query/bias", (8, 4), "tensor", ("tensor", None)),
     (f"{BLOCK}/out/kernel", (8, 4, 32), "fsdp+tensor", ("tensor", None, "fsdp")),
     (f"{BLOCK}/pre/w_q1", (32, 1, 64), "tensor", (None, None, None)),  # every device composes with all heads
     (f"{BLOCK}/pre/w_q1", (32, 4, 16), "fsdp+tensor", ("fsdp", "tensor", None)),
-    (f"{BLOCK}/pre/w_k2", (4, 16, 16), "tensor", ("tensor", None, None)),
     (f"{BLOCK}/post/w_kg", (32, 8), "tensor", (None, "tensor")),
     (f"{BLOCK}/post/w_b", (4, 2, 2), "tensor", ("tensor", None, None)),
     ("Transformer/decoderblock_0/MlpBlock_0/gate/kernel", (32, 64), "fsdp+tensor", ("fsdp", "tensor")),
-    ("Transformer/encoderblock_0/MlpBlock_0/Dense_1/kernel", (64, 32), "fsdp+tensor", ("tensor", "fsdp")),
     ("Transformer/encoderblock_0/LayerNorm_0/scale", (32,), "fsdp+tensor", (None,)),
-    ("Transformer/encoderblock_0/layer_scale_0", (32,), "fsdp+tensor", (None,)),
-    ("Transformer/encoderblock/layer_scale_1", (16, 32), "fsdp+tensor", (None, None)),
-    ("Transformer/encoderblock_0/MlpBlock_0/gate/bias", (64,), "tensor", ("tensor",)),
     ("registers", (1, 4, 32), "fsdp+tensor", (None, None, "fsdp")),
     ("embedding/embedding", (257, 32), "fsdp+tensor", (None, ("tensor", "fsdp"))),  # a prime number of tokens
     ("head/kernel", (32, 257), "fsdp+tensor", (("tensor", "fsdp"), None)),
@@ -198,10 +192,8 @@ def test_custom_rules_give_strategies_or_mesh_axes():
 @pytest.mark.parametrize(
     "model",
     [
-        vit.Model(10, variant="mu/4", scan=True),
         lm.Model(32, width=32, depth=2, num_heads=4),
         vit.Model(10, variant="mu/4", scan=True, depth=5, compose_layers=(1, 3)),
-        lm.Model(32, width=32, scan=True, depth=4, window_pattern="1:1", compose_layers=(-1,)),
     ],
 )
 def test_every_matrix_of_both_models_is_split(model):
@@ -221,23 +213,14 @@ def test_every_matrix_of_both_models_is_split(model):
 
 
 BAD = {
-    "not pairs": ({"mesh": ["data", 8]}, "expected pairs (axis, size)"),
     "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, context, tensor"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
-    "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 needs 4 devices, found 8"),
-    "empty": ({"mesh": []}, "no axis needs 1 devices, found 8"),
     "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; expected ddp, fsdp"),
-    "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh has no axis 'fsdp'"),
     "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "has tensor 2: set config.sharding_strategy to"),
     "images": ({"mesh": [("data", 2), ("context", 4)]}, "context 4, which splits the tokens of language models only"),
-    "context": ({"mesh": [("data", 2), ("context", 8)]}, "data 2 × context 8 needs 16 devices, found 8"),
     "heads": (
         {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
         "tensor 8 does not divide num_heads 4",
-    ),
-    "mlp": (
-        {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 8, "model.mlp_dim": 12},
-        "tensor 8 does not divide mlp_dim 12",
     ),
     "groups": (
         {
@@ -261,7 +244,6 @@ def test_mesh_that_does_not_fit_is_refused_in_one_line_with_the_arithmetic(name)
     ("options", "mesh", "message"),
     [
         ({"tokens": 36}, {"context": 4}, "rows of 36 tokens are not a multiple of 2 · context 4 = 8"),
-        ({"tokens": 24}, {"context": 4, "tensor": 2}, "a multiple of 2 · context 4 · tensor 2 = 16: set the context"),
         ({"tokens": 24, "groups": 2}, {"context": 4, "tensor": 2}, None),
         ({"tokens": 24, "num_key_heads": 1, "branches": "q"}, {"context": 4, "tensor": 2}, None),  # folded
         ({"tokens": 32, "implementation": "decode"}, {"context": 4}, "decode does not support this case"),
@@ -280,9 +262,6 @@ def test_rows_and_implementations_that_cannot_be_split_are_refused(options, mesh
 RULES = {
     "no pair": (["fsdp"], "is not a pair of a regex"),
     "regex": ([("(", "fsdp")], "is not a regular expression"),
-    "name": ([(".*", "fspd")], "expected ddp, fsdp, tensor, fsdp+tensor, or rules in a config file"),
-    "axis": ([(".*", ("model",))], "expected axes of data, fsdp, context, tensor, each at most once, or None"),
-    "no axis": ([(".*", (0,))], "each at most once, or None"),
     "nested": ([(".*", ([["fsdp"]],))], "each at most once, or None"),
 }
 
@@ -334,10 +313,3 @@ def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     mesh, strategy = hub_evaluate.evaluation_mesh(config, kinds.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
     assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text
-
-
-def test_peak_speed_is_that_of_known_devices(monkeypatch):
-    assert hooks.peak_examples_per_second(10**9, jax.devices()) is None  # CPUs
-    monkeypatch.setattr(topologies, "chip", lambda _: topologies.CHIPS[1])
-    assert hooks.peak_examples_per_second(None, jax.devices()) is None
-    assert hooks.peak_examples_per_second(10**9, jax.devices()[:4]) == pytest.approx(4 * 197e12 / 10**9)

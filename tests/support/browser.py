@@ -66,11 +66,10 @@ class Browser:
         assert "result" in found, found
         return found["result"]
 
-    def open(self, path, width=1200, height=900, scheme="light"):
+    def open(self, path, width=1200):
         """Load a file in a window of a given size; forget earlier events."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=path.as_uri())
         while "Page.loadEventFired" not in dict(self.events):
             self.receive()

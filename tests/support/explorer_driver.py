@@ -32,11 +32,3 @@ def change(browser, **state):
         for key, value in state.items()
     )
     browser.value(f"explorer.set({{{words}}}).then(() => 1)")
-
-
-def press(browser, key):
-    for kind in ("keyDown", "keyUp"):
-        text = key if len(key) == 1 and kind == "keyDown" else ""
-        code = {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
-        browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=text, **code)
-    browser.value("explorer.set({}).then(() => 1)")

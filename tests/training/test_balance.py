@@ -43,10 +43,8 @@ def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_la
 
 @pytest.mark.parametrize(("key", "value", "labels", "message"), [
     ("class_weights", "balanced", None, "has to read its images to know their labels; give 4 numbers"),
-    ("class_weights", [1.0, 2.0], SINGLE, "class_weights has 2 number.s., but there are 4 classes"),
     ("class_weights", "balanced", SINGLE[:6], "such as 'd', have no positive label"),
     ("pos_weight", "balanced", ONLY, "such as 'a', have no negative label"),
-    ("class_weights", "balanced", np.array([7], np.int32), "labels of 8 classes, config.num_classes=4"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message):
     source = labeled(labels, class_names=tuple("abcd"))
@@ -91,5 +89,5 @@ def test_keys_without_an_effect_are_refused():
         "config.pos_weight is for loss='sigmoid_xent', not 'softmax_xent'"
     )
     assert refusal(small_lm_setup, class_weights="balanced") == "config.class_weights='balanced' is for images"
-    for value in ("blanced", [1, -1], [0.0] * 10):
+    for value in ("blanced", [1, -1]):
         assert "should be 'balanced', or finite numbers, 0 or more" in refusal(small_setup, class_weights=value)

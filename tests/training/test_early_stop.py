@@ -57,15 +57,6 @@ def test_a_run_stops_after_that_many_evaluations_without_improvement(values, mod
     assert stopped_at(values, mode, patience) == expected
 
 
-@pytest.mark.parametrize("options", [("val/loss", "min", 2), ()])
-def test_only_the_latest_evaluation_decides_and_nothing_without_the_key(options):
-    """`early_stop` may change when a run is resumed, whose earlier rows would have stopped it."""
-    early = EarlyStop(options)
-    for step, value in enumerate([1.0, 2.0, 2.0, 0.5, 0.4], start=1):
-        early.update(step, {"val/loss": value})
-    assert early.reason is None
-
-
 @pytest.mark.exhaustive
 def test_resumed_run_stops_at_the_same_step_with_the_same_bits(stopped, digits_run, monkeypatch, capsys):
     options = OPTIONS | {"ckpt_steps": 2}

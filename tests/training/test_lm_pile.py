@@ -1,8 +1,5 @@
 """configs/lm_pile.py: its table of presets, its recipe, and whole runs on a tiny text."""
 
-import importlib.util
-import math
-import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dcvit import cli, errors, generate, tokenize, train
+from dcvit import cli, generate, tokenize, train
 from dcvit.config import load as configs
 from dcvit.hub import kinds
 from dcvit.models.presets import PRESETS
@@ -21,32 +18,6 @@ from dcvit.training import optim, setup
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 PILE = Path(__file__).resolve().parents[2] / "configs" / "lm_pile.py"
-
-
-def lm_pile():
-    """Return the config file as a module."""
-    spec = importlib.util.spec_from_file_location("lm_pile", PILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SMALLEST = {name.rpartition("-")[0]: name for name in reversed(PRESETS)}.values()  # of each family
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.exhaustive) for name in PRESETS]
-)
-def test_table_of_presets_states_counted_parameters_and_steps(preset):
-    """Parameters, steps, batch and tokens as the docstring of configs/lm_pile.py lists them."""
-    config = configs.load(f"{PILE}:preset={preset}")
-    shapes = setup.param_shapes(kinds.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    steps, batch = config.total_steps, config.input.batch_size
-    (line,) = re.findall(rf"^    {re.escape(preset)} .*", lm_pile().__doc__, re.MULTILINE)
-    tokens = f"{steps * batch * config.model.context / 1e9:.0f}B"
-    assert line.split()[:5] == [preset, f"{count:,}", f"{steps:,}", f"{batch:,}", tokens]
 
 
 @pytest.mark.slow
@@ -96,9 +67,3 @@ def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys):
     shutil.rmtree(tokens)
     assert cli.run(generate.main, ["--workdir", str(tmp_path / "w"), "--prompt", "the "]) == 2
     assert "give --tokenizer" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_raw_text_needs_a_tokenizer():
-    with pytest.raises(errors.ConfigError, match="kind=text needs tokenizer"):
-        configs.load(f"{PILE}:kind=text,data=x")

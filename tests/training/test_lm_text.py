@@ -8,7 +8,6 @@ from dcvit import cli, evaluate, generate, train
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, InputError
 from dcvit.training.setup import make_setup
-from input_pipeline.text.packing import row_count
 from input_pipeline.text.train_tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -50,12 +49,6 @@ def test_the_end_of_the_text_is_held_out(books, form):
     stream = bytes(int(t) % 256 for row in rows for t in row)
     assert stream.rstrip(b"\0") == text.rstrip(b"\0")
     assert len(held_out) == round(len(rows) * 0.2)
-
-
-def test_no_validation_split_without_a_fraction(books):
-    run = setup(f"data_dir={books},context=32,val_fraction=0")
-    assert not run.evaluators
-    assert len(run.data.source) == row_count(sum(f.stat().st_size + 1 for f in books.iterdir()), 32)
 
 
 def test_trained_tokenizer_is_a_function_of_the_text_and_the_size(books):
@@ -106,15 +99,12 @@ def test_resumed_run_uses_the_tokenizer_of_its_workdir(books, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "give the folder or file of the text: lm_text.py:data_dir=FOLDER"),
         ("data_dir=/nowhere", "no files at /nowhere: expected a file, a glob, or a folder of files ending in .txt"),
         ("data_dir={short}", "2 examples of 256 tokens do not fill one batch of 16: set --config.input.batch_size"),
         (
             "data_dir={short},context=32,val_fraction=0.001 input.batch_size=8",
             "part=.* of 15 example.* is empty; give another fraction, or, for text, a shorter context",
         ),
-        ("data_dir={short},vocab_size=99", "a tokenizer of 99 tokens: expected 257"),
-        ("data_dir={short},val_fraction=1.5", "val_fraction=1.5; expected a number from 0 to below 1"),
     ],
 )
 def test_unusable_text_is_an_error_that_says_what_to_set(tmp_path, arguments, message):

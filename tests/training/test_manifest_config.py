@@ -12,7 +12,6 @@ from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, evaluate, predict, train
-from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics, thresholds
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -65,10 +64,6 @@ def test_a_stopped_run_resumes_bit_for_bit(data, trained, tmp_path, monkeypatch)
         assert command(data, tmp_path / "run") != 0
     assert command(data, tmp_path / "run") == 0
     assert same_runs(tmp_path / "run", trained)
-
-
-def test_a_conversion_knows_that_labels_are_several(copied):
-    assert open_saved(copied).description.multilabel
 
 
 def test_a_changed_label_is_other_data(data, copied, tmp_path, capsys):
@@ -134,10 +129,8 @@ def test_predict_prints_the_classes_that_reach_their_thresholds(copied, data, ca
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("{", "cannot read .*thresholds.json: Expecting property name"),
     ('{"evaluation": "val", "step": 20, "thresholds": {"blue": 0.5}}', "no entry 'green'; remove the file"),
     ('{"evaluation": "val", "step": 20, "thresholds": {"blue": 2, "green": 0, "red": 0}}', "expected a number from 0"),
-    ('{"evaluation": "val", "step": 20, "thresholds": [1, 2, 3]}', "cannot read .*thresholds.json"),
 ])  # fmt: skip
 def test_damaged_thresholds_are_one_line(copied, data, capsys, content, message):
     (copied / thresholds.NAME).write_text(content)
@@ -145,15 +138,6 @@ def test_damaged_thresholds_are_one_line(copied, data, capsys, content, message)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert re.search(message, last)
-
-
-def test_thresholds_need_a_multilabel_evaluator(copied, digits_workdir, capsys):
-    for workdir, name, message in (
-        (copied, "vla", "no evaluator of type 'multilabel'; did you mean 'val'?"),
-        (digits_workdir, "test", "no evaluator of type 'multilabel' in config.evals"),
-    ):
-        assert cli.run(evaluate.main, ["--workdir", str(workdir), "--thresholds", name]) == 2
-        assert f"--thresholds {name}: {message}" in capsys.readouterr().err
 
 
 def test_one_label_with_unknown_ones_trains_with_a_softmax(data, tmp_path, capsys):
@@ -172,11 +156,7 @@ def test_one_label_with_unknown_ones_trains_with_a_softmax(data, tmp_path, capsy
 INVALID = [
     ("sep=|,val=vla", {}, "no row has 'vla' in the column 'split'; did you mean 'val'?"),
     ("sep=|", {"loss": "softmax_xent", "pos_weight": None}, "type='multilabel' is for loss='sigmoid_xent'"),
-    ("sep=|", {"evals.val.thresholds": "(0.5, 2)"}, "should be a probability from 0 to 1"),
-    ("sep=|", {"evals.val.data.split_column": "fold"}, "no column 'fold'"),
     ("sep=|,labels=colour", {}, "has no column 'colour'"),
-    ("labels='red,blue'", {}, "has no column 'red'"),
-    ("sep=|", {"input.data.part": "fold 9 of 5"}, "should be like \"fold 2 of 5\""),
     ("sep=|", {"input.data.data_dir": "/nowhere"}, "48 of 48 image files are missing"),
 ]  # fmt: skip
 

@@ -21,31 +21,22 @@ def check(setup, monkeypatch, available):
     memory.check_state(setup.model.mesh, shapes, shapes.params)
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_state_and_gradients_are_compared_with_the_memory_of_all_devices(axis, monkeypatch):
-    setup = small_setup(mesh=[(axis, -1)], sharding_strategy="ddp" if axis == "data" else "fsdp")
+def test_state_and_gradients_are_compared_with_the_memory_of_all_devices(monkeypatch):
+    setup = small_setup(mesh=[("data", -1)], sharding_strategy="ddp")
     devices, size = jax.device_count(), sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
-    copies = devices if axis == "data" else 1
-    needed = ARRAYS * 4 * size * copies
+    needed = ARRAYS * 4 * size * devices
     with pytest.raises(ConfigError, match=f"^{size:,} trained parameters .* need .*; --config.check_memory=False"):
         check(setup, monkeypatch, needed - devices)
-    check(setup, monkeypatch, 2 * needed)  # small arrays are replicated
+    check(setup, monkeypatch, needed)
 
 
-SOME = {"model.compose": "both", "model.compose_layers": (1, 3)}  # compose, estimated as plain ones
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, *(pytest.param(SOME | {"model.scan": scan}, marks=pytest.mark.slow) for scan in (False, True))],
-)
-def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_disabled(fields, monkeypatch):
+def test_many_layers_are_refused_before_they_are_traced_and_the_check_can_be_disabled(monkeypatch):
     monkeypatch.setattr(memory, "MANY_LAYERS", 2)
     monkeypatch.setattr(memory.memory, "available", lambda: 1000)
     shapes = small_setup(**{"model.depth": 4, "check_memory": False}).model.shapes
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     with pytest.raises(ConfigError, match=f"^about {size:,} parameters with gradients need"):
-        small_setup(**{"model.depth": 4}, **fields)
+        small_setup(**{"model.depth": 4})
 
 
 def test_temporary_arrays_of_the_compiled_step_are_compared_too(monkeypatch):

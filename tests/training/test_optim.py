@@ -117,8 +117,6 @@ def test_schedules_have_their_defined_values_at_the_corners():
     ("options", "message"),
     [
         ({"wd": 0.1, "wd_mults": [(".*/kernal", 1.0)]}, "wd_mults: '.*/kernal' matches no parameter"),
-        ({"lr_mults": [("body/.*", 1.0)]}, "lr_mults: 'body/.*' matches no parameter"),
-        ({"frozen": ["head"]}, "frozen: 'head' matches no parameter"),
         ({"schedule": {"decay_type": "cosin"}}, "decay_type='cosin'"),
         ({"schedule": {"warmup_steps": 3, "cooldown_steps": 2}}, "do not fit into 4 steps"),
     ],

@@ -130,25 +130,13 @@ def test_metrics_count_the_tokens_that_are_kept_and_dropped(setup):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"input.pack": {"images": 4, "rows": 2}}, "missing"),
         ({"input.pack": {"images": 4, "row": 2, "tokens": 13}}, "row"),
-        ({"input.pack": {"images": 4, "rows": 0, "tokens": 13}}, "1 or more of each"),
         ({"input.pack": {"images": 4, "rows": 2, "tokens": 11}}, "less than max_tokens=12 of the op patches"),
-        ({"input.pack": {"images": 32, "rows": 2, "tokens": 12}}, "a token for each image"),
         ({"input.pack": {"images": 5, "rows": 3, "tokens": 13}}, "not a multiple of pack.images 5"),
         ({"input.pp": "value_range(-1, 1)|onehot(10)"}, "add the op patches to config.input.pp"),
         ({"mixup": 0.2, "reprob": 0.5}, "config.mixup=0.2, config.reprob=0.5 is for images of one size"),
-        ({"model.pool_type": "'none'"}, "pool_type='none' is for images of one size"),
         ({"model.patch_size": (4, 4)}, "patch_size=(4, 4), but the op patches yields patches of 4 pixels"),
     ],
 )
 def test_configs_that_do_not_fit_packed_images_are_refused(overrides, message, library_promotion):
     assert message in refusal(setup_of, **overrides)
-
-
-def test_rows_of_text_are_not_packed_by_the_key_of_images(library_promotion):
-    from training_runs import small_lm_setup
-
-    assert "config.input.pack is for images" in refusal(
-        small_lm_setup, **{"input.pack": {"images": 2, "rows": 1, "tokens": 9}}
-    )

@@ -1,6 +1,5 @@
-"""The recipe of configs/vit_i1k.py against simulations in numpy: order of the records, optimizer, labels."""
+"""The recipe of configs/vit_i1k.py against simulations in numpy: order of the records, optimizer."""
 
-import hashlib
 import math
 
 import image_datasets
@@ -21,9 +20,6 @@ SPEC = "vit_i1k:variant=DCViT-S/16"
 AVERAGE = 0.9999  # the decay of averaged weights in the test; the recipe has none
 PARAMS = {"head": {"bias": np.ones(4, np.float32), "kernel": np.ones(4, np.float32)}}  # kernels decay
 LIMIT = 5e-4  # relative difference of float32 from the simulation in float64, after all steps
-
-ALL_CLASSES = "385e0240499426c0"  # the first digits of the SHA-256 of the WordNet ids, one per line
-EVALUATIONS = ("imagenet2012", "imagenet2012_real", "imagenet_v2", "imagenet_sketch", "imagenet_a", "imagenet_r")
 
 
 def order(size, seed, epoch):
@@ -126,12 +122,3 @@ def test_schedule_and_optimizer_are_those_of_the_simulation_over_all_steps():
 def relative(found, expected):
     """Return the largest difference, relative to the largest magnitude."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_label_names_of_every_evaluation_set_are_imagenets_in_their_order(name):
-    tfds = pytest.importorskip("tensorflow_datasets")
-    features = tfds.builder(name, data_dir="/nonexistent").info.features
-    label = features["original_label" if "original_label" in features else "label"]
-    assert hashlib.sha256("\n".join(label.names).encode()).hexdigest()[:16] == ALL_CLASSES

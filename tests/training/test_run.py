@@ -7,7 +7,6 @@ from trained_workdirs import TINY
 
 import dcvit
 from dcvit import cli
-from dcvit.errors import ConfigError
 from dcvit.train import main
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -28,19 +27,6 @@ def test_a_call_has_the_result_of_the_command_and_resumes(tmp_path):
     model, other = run.load(), dcvit.load(tmp_path / "command")
     assert all(map(np.array_equal, *map(jax.tree.leaves, (model.params, other.params))))
     assert dcvit.train("vit_digits", tmp_path / "call", **nested).metrics == run.metrics
-
-
-@pytest.mark.parametrize(
-    ("config", "overrides", "message"),
-    [
-        ("vit_digts", {}, "did you mean 'vit_digits'"),
-        ("vit_digits", {"model": {"widht": 8}}, "did you mean 'width'"),
-    ],
-)
-def test_invalid_input_is_a_config_error_and_makes_no_workdir(config, overrides, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        dcvit.train(config, tmp_path / "run", **overrides)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

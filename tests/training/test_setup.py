@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from sources import ListSource
 from trained_workdirs import TINY
 from training_runs import LM_TINY, small_setup
 
@@ -14,8 +13,7 @@ from dcvit.config import load as configs
 from dcvit.dcmha import device
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import kinds
-from dcvit.training import inputs, plan, setup
-from input_pipeline import CorruptPolicy
+from dcvit.training import plan, setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -25,32 +23,15 @@ FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind":
 BAD = {
     "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
     "complete optimizer": ({"optax_name": "adamw"}, "use the transformation 'scale_by_adam', with the learning rate"),
-    "stochastic gradient descent": ({"optax_name": "sgd"}, "use the transformation 'trace' with --config.optax.decay"),
     "negative optimizer argument": ({"optax.eps": -1}, "config.optax.eps=-1 should be finite and not negative"),
     "batch": ({"input.batch_size": 60}, "is not a multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
-    "fewer classes": (
-        {"num_classes": 9, "input.pp": "value_range|onehot(9)"},
-        "the data has 10 classes, config.num_cl",
-    ),
-    "no labels": ({"input.pp": "value_range"}, "expected image (height, width, channels) and labels"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
-    "data limit of truth": ({"evals.test.data.limit": True}, "config.evals.test.data: limit=True should be of type"),
     "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
-    "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
-    "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
-    "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
     "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
-    "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
-    "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
-    "optimizer that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "config: scale_by_polyak"),
-    "dictionary": ({"model": "{'a.b':2}"}, "does not accept dots in field names"),
-    "nested regex": ({"frozen": ["(" * 3000 + ")" * 3000]}, "is not a regular expression: maximum recursion depth"),
-    "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
-    "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
     "text": ({"input.data": {"kind": "stdlib"}}, "preprocessing needs 'image', the example has tokens"),
     "no total": ({"total_steps": 0}, "set one of total_steps"),
 }
@@ -70,17 +51,11 @@ BAD_TEXT = {
     "context above the model's": ({"model.context": 8}, "config.model.context=8 is less than the data's 24"),
     "images for a language model": ({"input.data": {"kind": "digits"}}, "holds no text"),
     "an image evaluator": ({"evals.validation.type": "classification"}, "known: perplexity"),
-    "cutmix": ({"cutmix": 1.0}, "config.cutmix=1.0 is for images"),
     "erasing": ({"reprob": 0.1}, "config.reprob=0.1 is for images"),
-    "another loss": ({"loss": "sigmoid_xent"}, "softmax_xent"),
-    "a split that is not there": ({"input.data.split": "test"}, "no split 'test'"),
-    "chunk of nothing": ({"loss_chunk": 0}, "config.loss_chunk=0 should be 1 or more"),
-    "chunk of nothing in an evaluation": ({"evals.validation.loss_chunk": 0}, "validation.loss_chunk=0 should be 1"),
     "rows to evaluate above the learned positions": (
         {"model.position": "learned", "evals.validation.data.context": 30},
         "30 tokens are more than the model's",
     ),
-    "vocabulary as a field": ({"model.vocab_size": 3}, "config.vocab_size"),
 }
 
 
@@ -135,24 +110,17 @@ def test_every_optimizer_key_reaches_the_optimizer(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels", ["onehot(3)", "onehot(3, key='labels')"])  # tfds' ImageNet-21k has several
-def test_missing_training_data_has_a_stand_in_for_compilation(labels):
+def test_missing_training_data_has_a_stand_in_for_compilation():
     words = ["input.data={'kind': 'folder', 'data_dir': '/nowhere'}", "num_classes=3", "input.pp="
-             f"decode|resize(8)|value_range(-1, 1)|{labels}", "pp_predict="]  # fmt: skip
+             "decode|resize(8)|value_range(-1, 1)|onehot(3)", "pp_predict="]  # fmt: skip
     made = setup.load_setup("vit_digits", words, stand_in=True, devices=jax.devices()[:4])
     assert (made.model.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
     with pytest.raises(InputError):
         setup.load_setup("vit_digits", words)
 
 
-@pytest.mark.slow
-def test_images_of_cifar_fit_its_config():
-    made = setup.load_setup("vit_cifar:dataset=cifar100,runlocal=true", stand_in=True)
-    assert (made.plan.total_steps, made.task.example.shape, made.model.module.num_classes) == (12, (1, 32, 32, 3), 100)
-
-
-@pytest.mark.parametrize("spec", ["vit_i1k", "vit_cifar", "vit_folder:data_dir=data"])
-def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_open(spec):
+def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_open():
+    spec = "vit_i1k"
     config = configs.load(spec, ["num_classes=10"])
     assert config.model.dtype_mm == "auto"
     assert kinds.make_model(config).dtype_mm == "float32"  # the tests run on CPUs
@@ -164,7 +132,3 @@ def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_ope
     assert found == {"tpu": "bfloat16", "gpu": "bfloat16", "gpu, AMD": "bfloat16", "gpu, old": "float32"}
     chosen = configs.load(spec, ["num_classes=10", "model.dtype_mm=float32"])
     assert kinds.make_model(chosen, SimpleNamespace(platform="tpu")).dtype_mm == "float32"
-
-
-def test_images_of_another_name_are_not_a_traceback_with_pp_predict():
-    inputs.check_predict("decode", ListSource([{"picture": b"encoded"}]), (8, 8, 3), CorruptPolicy())

@@ -15,7 +15,7 @@ import pytest
 import input_pipeline as ip
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import evaluations, part, translation
+from dcvit.config.big_vision import evaluations, part
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
 from input_pipeline.preprocess.builder import calls
@@ -89,66 +89,40 @@ DIGITS = {
 TRANSLATED = [
     ({"log_training_steps": 50}, {"log_steps": 50, "log_training_steps": None},
      "log_training_steps=50 -> log_steps=50"),
-    ({"log_training_percent": 0.07}, {"log_percent": 7.0}, "log_training_percent=0.07 -> log_percent=7.0"),
     ({"ckpt_percent": 1, "keep_ckpt_steps": 5}, {"ckpt_percent": 100, "keep_ckpt_steps": 5}, "ckpt_percent=1 ->"),
-    ({"total_steps": None, "total_epochs": 3}, {"total_epochs": 3}, None),
     ({"loss": None}, {"loss": "sigmoid_xent"}, "loss='sigmoid_xent', big_vision's default"),
     ({"mixup": {"p": 0.2, "fold_in": None}}, {"mixup": 0.2}, "mixup=dict(p=0.2) -> mixup=0.2"),
-    ({"mixup": {}}, {"mixup": 0.0}, "mixup=dict(p=0.0) -> mixup=0.0"),
-    ({"mixup": None}, {"mixup": None}, None),
-    ({"wd": None, "grad_clip_norm": 0}, {"wd": None, "grad_clip_norm": None}, None),
     ({"init_head_bias": -6.9}, {"model.head_bias_init": -6.9}, "config.init_head_bias=-6.9 -> head_bias_init=-6.9"),
     ({"model.scan": True}, {"model.remat": "nothing_saveable"}, "config.model: remat='nothing_saveable', big_vision's"),
-    ({"model.scan": True, "model.remat_policy": "none"},  # no policy of jax, so that nothing is kept
-     {"model.remat": "nothing_saveable", "model.remat_policy": None}, "remat_policy='none' -> remat='nothing_"),
     ({"model.scan": True, "model.remat_policy": "dots_saveable"},
      {"model.remat": "dots_saveable", "model.remat_policy": None}, "remat_policy='dots_saveable' -> remat='dots_sav"),
     ({"model.remat_policy": "dots_saveable"}, {"model.remat": None, "model.remat_policy": None}, "scanned layers only"),
-    ({"model.pool_type": "map", "model.posemb": "sincos2d", "model.rep_size": True, "model.dtype_mm": "bfloat16"},
-     {"model": {"variant": "S/16", "pool_type": "map", "posemb": "sincos2d", "rep_size": True, "dtype_mm": "bfloat16"}},
-     None),
     ({"input.cache_raw": True}, {"input.data.cache": True, "input.cache_raw": None}, "cached raw data -> cache=True"),
-    ({"input.cache": "raw_data"}, {"input.data.cache": True, "input.cache": None}, "cached raw data -> cache=True"),
-    ({"input.cache_raw": False, "input.cache": "none"}, {"input.data.cache": None, "input.cache": None}, None),
     ({"input.skip_errors": True}, {"input.corrupt": "skip"}, "skip_errors -> corrupt='skip'"),
     ({"input.data.data_dir": "/d", "input.data.skip_decode": ("image", "mask")},
      {"input.data": {"kind": "tfds", "name": "cifar10", "split": "train", "data_dir": "/d"}}, "kind='tfds' is added"),
-    ({"input.data": {"kind": "digits", "split": "train"}, "pp_modules": []},
-     {"input.data": {"kind": "digits", "split": "train"}}, "pp_modules is dropped"),
     ({"input.shuffle_buffer_size": 9, "input.prefetch": 8, "input.num_parallel_calls": 4},
      {"input.shuffle_buffer_size": None, "input.prefetch": None, "input.num_parallel_calls": None},
      "config.input: shuffle_buffer_size is dropped: all examples are shuffled"),
-    ({"prefetch_to_device": 4, "ckpt_timeout": 600}, {"prefetch_to_device": None, "ckpt_timeout": None},
-     "config: ckpt_timeout is dropped"),
     ({"schedule": {"decay_type": "rsqrt", "timescale_examples": 1024, "warmup_examples": 5, "cooldown_percent": 0.5}},
      {"schedule": {"decay_type": "rsqrt", "timescale": 2.0, "warmup_examples": 5, "cooldown_percent": 50.0}},
      "timescale_examples=1024 -> timescale=2.0"),
-    ({"schedule": None}, {"schedule": {"decay_type": "constant"}}, "decay_type='stair' without steps -> decay_type="),
     ({"schedule": {"decay_type": "polynomial", "linear_end": 0.1, "power": 1}},
      {"schedule": {"decay_type": "linear", "end": 0.1}}, "linear_end -> end"),
-    ({"schedule": {"decay_type": "cosine", "linear_end": 0.1}}, {"schedule": {"decay_type": "cosine"}},
-     "end is dropped"),
     ({"schedule": {"decay_type": "linear", "scale_with_batchsize": True, "end": 0.5}},
      {"lr": 1.0, "wd": 0.5, "schedule": {"decay_type": "linear", "end": 0.25}},
      "lr=0.5 times batch_size / 256 -> lr=1.0"),
-    ({"schedule": [("a/.*", {"decay_type": "linear"}), (".*", {"decay_type": "linear"})]},
-     {"schedule": {"decay_type": "linear"}, "frozen": None}, None),
     ({"optax_name": "big_vision.momentum_hp", "optax": {"momentum": 0.8, "nesterov": True}},
      {"optax_name": "trace", "optax": {"decay": 0.8, "accumulator_dtype": "bfloat16", "nesterov": True}},
      "optax_name='big_vision.momentum_hp' -> optax_name='trace'"),
-    ({"optax_name": "big_vision.scale_by_adafactor", "optax": {"beta2_cap": 0.95}},
-     {"optax_name": "scale_by_adafactor", "optax": {"beta2_cap": 0.95}}, "-> optax_name='scale_by_adafactor'"),
-    ({"weight_decay_decouple": True}, {"weight_decay_decouple": None}, None),
     ({"sharding_strategy": [(".*", 'fsdp(axis="data", min_size_to_shard_mb=1)')],
       "sharding_rules": [("act_batch", "data")]},
      {"mesh": [("fsdp", -1)], "sharding_strategy": "fsdp"}, "mesh=[('data', -1)] -> mesh=[('fsdp', -1)]"),
-    ({"mesh": [("data", 8)], "sharding_strategy": [(".*", "replicate")]}, {"mesh": [("data", 8)]}, None),
     ({"evals": {"val": {**EVALUATOR, "loss_name": "sigmoid_xent", "log_percent": 0.1, "prefix": "z/"}}},
      {"evals.val": {"type": "classification", "data": {"kind": "tfds", "name": "cifar10", "split": "test"},
                     "loss": "sigmoid_xent", "log_percent": 10.0,
                     "pp": "decode()|onehot(10, key='labels', key_result=None)"}},
      "config.evals.val: loss_name -> loss"),
-    ({"evals": {"classification": {**EVALUATOR, "type": None}}}, {"evals.classification.type": "classification"}, None),
     ({"evals": {"a": EVALUATOR | {"cache": "final_data"}, "b": EVALUATOR | {"cache": "raw_data", "batch_size": 7}},
       "batch_size_eval": 5},
      {"evals.a.cache": True, "evals.a.data.cache": None, "evals.b.cache": None, "evals.b.data.cache": True,
@@ -164,8 +138,6 @@ TRANSLATED = [
      "config.evals.z: datasets -> the evaluators z_pets"),
     ({"fewshot": FEWSHOT}, {"evals.fewshot_pets.optional": True, "evals.fewshot_pets.representation": "logits",
                             "fewshot": None}, "missing data sets are skipped"),
-    ({"evals": {"a": EVALUATOR, "test": EVALUATOR | {"pp_fn": "decode|pad(1)||onehot(10)|keep('image')"}}},
-     {"pp_predict": "decode()|pad(1)"}, "preprocessing of an evaluator -> pp_predict='decode()|pad(1)'"),
 ]  # fmt: skip
 
 
@@ -180,41 +152,20 @@ def test_key_is_translated_and_noted(changes, expected, note):
 REFUSED = [
     ({"resume": "gs://x"}, "config.resume='gs://x' of big_vision has no equivalent"),
     ({"eval_only": True}, "use `dcvit evaluate`"),
-    ({"dataset": "imagenet2012"}, "configs before 2023, without config.input, are not read"),
-    ({"input": 3}, "config.input=3 should be a dict"),
-    ({"input.data": {"a": 0.5, "b": 0.5}}, "should have the name and split of one data set"),
     ({"input.data.name": "bv:jsonl"}, "expected a data set of tensorflow-datasets"),
-    ({"input.data.skip_decode": ()}, "images stay encoded"),
-    ({"input.pre_filter_fn": "f"}, "all examples of a split are used"),
     ({"input.cache": "final_data"}, "config.input.cache='final_data' of big_vision has no equivalent"),
-    ({"input.pp": 3}, "config.input.pp=3 should be of type str"),
     ({"input.pp": "decode|onehot(10"}, "config.input.pp: preprocessing: cannot parse"),
-    ({"log_training_percent": 5}, "config.log_training_percent=5 should be in [0, 1]"),
     ({"mixup": {"p": 0.2, "fold_in": "data"}}, "config.mixup.fold_in='data' of big_vision has no equivalent"),
-    ({"mixup": {"p": 0.2, "n": 3}}, "two examples are mixed"),
     ({"weight_decay_decouple": False}, "the weight decay is always decoupled"),
     ({"schedule": {"decay_type": "stair", "steps": [3], "mults": [0.1]}}, "is only known as a constant"),
-    ({"schedule": {"decay_type": "linear", "power": 2}}, "a linear decay has power 1"),
-    ({"schedule": {"decay_type": "rsqrt", "shift": 5}}, "decay_type='rsqrt' has no shift"),
     ({"schedule": {"warmup_percent": 20}}, "config.schedule.warmup_percent=20 should be in [0, 1]"),
-    ({"schedule": {"scale_with_batchsize": True}, "input.batch_size": None}, "config.input.batch_size=None should be"),
     ({"schedule": [("a", {"decay_type": "linear"}), (".*", {})]}, "config.schedule has 2 different schedules"),
     ({"schedule": [("head/.*", {})]}, "the last regex should be '.*'"),
-    ({"schedule": [("(", None)]}, "is not a regular expression"),
-    ({"schedule": 3}, "config.schedule=3 should be a dict"),
     ({"mesh": [("replica", 2), ("data", -1)]}, "config.mesh=[('replica', 2), ('data', -1)] of big_vision"),
-    ({"fewshot": FEWSHOT | {"datasets": "pets"}}, "config.fewshot.datasets='pets' should be a dict"),
-    ({"sharding_strategy": [("img/.*", "replicate")]}, "config.sharding_strategy="),
     ({"sharding_rules": [("act_len", "data")]}, "expected act_batch only"),
-    ({"evals": {"a": 3}}, "config.evals.a=3 should be a dict"),
     ({"evals": {"a": EVALUATOR | {"type": "proj.image_text.retrieval"}}}, "config.evals.a.type='proj.image_text.retr"),
-    ({"evals": {"a": EVALUATOR | {"pred": "loss"}}}, "config.evals.a.pred='loss' of big_vision has no equivalent"),
-    ({"evals": {"a": EVALUATOR | {"type": "mean", "pred": "features"}}}, "a mean is only known of pred='loss'"),
     ({"evals": {"a": EVALUATOR | {"label_key": "label"}}}, "the key of the labels is 'labels'"),
-    ({"evals": {"a": EVALUATOR | {"cache": "all"}}}, "config.evals.a.cache='all'; known: none, pipeline"),
-    ({"evals": {"a": EVALUATOR | {"data": {"name": "bv:coco"}}}}, "config.evals.a.data.name='bv:coco' of big_vision"),
     ({"fewshot": FEWSHOT | {"pp_eval": "pad(1)"}}, "pp_train and pp_eval should be equal"),
-    ({"fewshot": FEWSHOT | {"datasets": {"pets": "oxford"}}}, "should be (data set, training split, test split)"),
 ]
 
 
@@ -288,7 +239,6 @@ PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b
     ("rules", "trained"),
     [
         ([("head/.*", {}), (".*", None)], {"head/kernel"}),
-        ([("a/.*", None), (".*", {})], {"head/kernel", "b/kernel"}),
         ([("a/.*", {}), ("head/.*", None), (".*", {})], {"a/kernel", "b/kernel"}),
         ([("a/.*|b/.*", {}), ("a/kernel", None), (".*", None)], {"a/kernel", "b/kernel"}),
     ],
@@ -306,9 +256,7 @@ def test_parameters_without_schedule_are_frozen(rules, trained, library_promotio
     ("name", "arguments", "reference"),
     [
         ("big_vision.momentum_hp", {}, optax.trace(0.9, accumulator_dtype=jnp.bfloat16)),
-        ("big_vision.momentum_hp", {"momentum": 0.5, "dtype": "float32"}, optax.trace(0.5)),
         ("big_vision.sgd", {}, optax.identity()),
-        ("identity", {}, optax.identity()),
     ],
 )
 def test_optimizers_of_big_vision_have_the_same_updates(name, arguments, reference, library_promotion):
@@ -342,19 +290,15 @@ def test_onehot_keeps_big_visions_default_keys():
     assert translated("onehot(4)")[1] == ["onehot in pp -> onehot with big_vision's default keys"]
 
 
-@pytest.mark.parametrize("path", configs.shipped(), ids=lambda path: path.stem)
-def test_configs_of_dcvit_are_not_translated(path, caplog):
-    if path.stem == "upcycle":
-        pytest.skip("its config is that of a run")
+def test_configs_of_dcvit_are_not_translated(monkeypatch):
     needed = {
         "transfer": "init=x,data=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x",
         "vit_manifest": "manifest=x",
     }  # fmt: skip
-    caplog.set_level(logging.INFO, "dcvit")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(big_vision, "translate", lambda config: pytest.fail("translated"))
-        configs.load(f"{path}:{needed.get(path.stem, '')}")
-    assert not caplog.records
+    monkeypatch.setattr(big_vision, "translate", lambda config: pytest.fail("translated"))
+    for path in configs.shipped():
+        if path.stem != "upcycle":  # whose config is that of a run
+            configs.load(f"{path}:{needed.get(path.stem, '')}")
 
 
 @pytest.mark.slow
@@ -371,16 +315,3 @@ def test_setup_of_a_translated_config(tmp_path, caplog, library_promotion):
     assert made.task.augmentation.mixup == 0.2
     assert made.evaluators["test"].loss == "sigmoid_xent"
     assert [float(made.plan.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
-
-
-def test_page_names_every_key_that_is_dropped_or_refused():
-    page = (Path(__file__).parents[3] / "docs" / "big_vision.md").read_text()
-    tables = (
-        translation.NO_EFFECT,
-        translation.NO_EFFECT_INPUT,
-        translation.UNSUPPORTED,
-        translation.UNSUPPORTED_INPUT,
-    )
-    keys = {key for table in (*tables, evaluations.NO_EFFECT) for key in table}
-    assert len(keys) > 15
-    assert [key for key in keys if not re.search(rf"`(input\.)?{key}`", page)] == []

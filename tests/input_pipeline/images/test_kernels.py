@@ -79,28 +79,11 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize(
-    "image",
-    [
-        np.zeros((0, 5, 3), np.uint8), np.zeros((5, 0, 3), np.uint8), np.zeros((5, 5, 1), np.uint8),
-        np.zeros((5, 5, 4), np.uint8), np.zeros((5, 15), np.uint8), np.zeros((2, 5, 5, 3), np.uint8),
-        np.zeros((5, 5, 3), np.float32), np.zeros((5, 5, 3), np.int8), np.zeros((5, 5, 3), bool),
-        np.broadcast_to(np.uint8(0), (1 << 16, 1 << 15, 3)),
-    ],
-    ids=lambda image: f"{image.shape}-{image.dtype}",
-)  # fmt: skip
+@pytest.mark.parametrize("image", [np.zeros((0, 5, 3), np.uint8), np.zeros((5, 5, 3), np.float32)], ids=["0", "float"])
 def test_images_that_the_loops_cannot_index_are_errors_of_one_line(name, image, monkeypatch):
     monkeypatch.setattr(kernels, "_loops", lambda: pytest.fail("a loop has run"))
-    if name == "move" and image.ndim == 3 and image.size > 1 << 32:
-        pytest.skip("the sources would need 8 GB")
     with pytest.raises(ip.InputError, match=f"^{name}: expected [^\n]*$"):
         LOOPS[name](image)
-
-
-@pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 3), (1 << 16, 1 << 15)])
-def test_sizes_without_pixels_are_errors(size):
-    with pytest.raises(ip.InputError, match=f"^resize: {size[1]}x{size[0]} is not the size of an image$"):
-        kernels.resize_bilinear(noise(2, 2), size)
 
 
 @pytest.mark.slow
@@ -108,18 +91,6 @@ def test_sizes_without_pixels_are_errors(size):
 def test_no_position_is_outside_of_the_axis(length, new_length):
     before, after, _ = kernels._interpolation.__wrapped__(length, new_length)
     assert max(before.max(), after.max()) < length
-
-
-@pytest.mark.parametrize(
-    ("sources", "outside"),
-    [
-        (np.zeros((4, 6), np.uint32), 0), (np.zeros((6, 4), np.uint32), 0), (np.zeros(20, np.uint32), 0),
-        (np.zeros((4, 5), np.int64), 0), (np.zeros((4, 5), np.uint32), 256), (np.zeros((4, 5), np.uint32), -1),
-    ],
-)  # fmt: skip
-def test_sources_that_do_not_fit_the_image_are_errors(sources, outside):
-    with pytest.raises(ip.InputError, match=r"^move: "):
-        kernels.move(noise(4, 5), sources, outside)
 
 
 def test_sources_outside_of_the_image_are_never_read():
@@ -131,22 +102,7 @@ def test_sources_outside_of_the_image_are_never_read():
     np.testing.assert_array_equal(found[inside], image.reshape(-1, 3)[sources[inside]])
 
 
-@pytest.mark.parametrize(
-    "tables", [np.zeros((3, 255), np.uint8), np.zeros((2, 256), np.uint8), np.zeros((3, 256), np.int64)]
-)
-def test_tables_that_lack_values_are_errors(tables):
-    with pytest.raises(ip.InputError, match=r"^lookup: expected tables of shape \(3, 256\) of uint8"):
-        kernels.lookup(noise(2, 2), tables)
-
-
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("loop", [kernels.color, kernels.sharpen])
-def test_factors_that_are_not_finite_are_errors(loop, factor):
-    with pytest.raises(ip.InputError, match=r"is not finite$"):
-        loop(noise(4, 4), factor)
-
-
-@pytest.mark.parametrize("level", [1e-3, 0.3, 1.0, -7.5, 1e4, -1e30, 3e38])
+@pytest.mark.parametrize("level", [0.3, -7.5, 1e4, 3e38])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid:RuntimeWarning")
 def test_transforms_by_any_amount_take_pixels_of_the_image_or_gray(level):
     for sides in ((1, 1), (1, 7), (2, 2), (3, 1), (5, 4)):

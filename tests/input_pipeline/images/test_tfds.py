@@ -21,11 +21,10 @@ def second_shard(root):
 
 class TestExamples:
     @pytest.mark.slow
-    @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
     @pytest.mark.parametrize(
-        ("split", "chosen"),
-        [("train", slice(None)), ("train[:95%]", slice(114)), ("train[95%:]", slice(114, None)),
-         ("train[35:85]", slice(35, 85)), ("train[:5%]", slice(6))],
+        ("file_format", "split", "chosen"),
+        [("tfrecord", "train", slice(None)), ("tfrecord", "train[:95%]", slice(114)),
+         ("array_record", "train[95%:]", slice(114, None)), ("array_record", "train[35:85]", slice(35, 85))],
     )  # fmt: skip
     def test_split_contains_the_stored_examples(self, imagenet, file_format, split, chosen):
         roots, examples = imagenet
@@ -58,10 +57,6 @@ class TestExamples:
 
 
 class TestNames:
-    def test_environment_variable_sets_the_folder(self, imagenet, monkeypatch):
-        monkeypatch.setenv("TFDS_DATA_DIR", str(imagenet[0]["tfrecord"]))
-        assert len(ip.open_source("tfds", name="imagenet2012:5.1.0", split="validation")) == 10
-
     def test_only_config_of_a_dataset_need_not_be_named(self, tmp_path):
         pytest.importorskip("tensorflow_datasets")
         image_datasets.derived(tmp_path, "imagenet_v2", n=4)
@@ -81,7 +76,10 @@ class TestNames:
 
     @pytest.mark.parametrize(
         ("split", "message"),
-        [("test", r"no split 'test'; known: train \(120\), validation \(10\)"), ("train[5:3]", "holds no examples")],
+        [
+            ("test", r"no split 'test'; known: train \(120\), validation \(10\)"),
+            ("train[5:3]", "holds no examples"),
+        ],
     )
     def test_unknown_and_empty_splits_are_refused(self, imagenet, split, message):
         with pytest.raises(ip.InputError, match=message):
@@ -153,7 +151,10 @@ class TestDamage:
 
     @pytest.mark.parametrize(
         ("file", "content"),
-        [("dataset_info.json", "{broken"), ("features.json", "{"), ("features.json", None)],
+        [
+            ("dataset_info.json", "{broken"),
+            ("features.json", None),
+        ],
     )
     def test_dataset_with_a_damaged_description_is_named(self, imagenet_copy, file, content):
         path = imagenet_copy / "imagenet2012/5.1.0" / file
@@ -174,9 +175,4 @@ class TestDamage:
         os.truncate(path, int(complete.offsets[-3]))
         message = f"-00001-of-00003 has {len(complete) - 2} records, but its dataset_info.json says {len(complete)}"
         with pytest.raises(ip.InputError, match=message):
-            open_imagenet(imagenet_copy)
-
-    def test_missing_file_is_named(self, imagenet_copy):
-        second_shard(imagenet_copy).unlink()
-        with pytest.raises(ip.InputError, match=r"cannot read .*-00001-of-00003: No such file"):
             open_imagenet(imagenet_copy)

@@ -109,8 +109,8 @@ def test_augmix_is_the_mixture_of_its_chains():
     assert ("integers", len(augmentations.AUGMIX_OPS)) in rng.calls
 
 
-@pytest.mark.parametrize("level", [0.01, 0.3, 1.0])
-def test_ops_of_augmix_have_the_magnitudes_of_the_paper(level, monkeypatch):
+def test_ops_of_augmix_have_the_magnitudes_of_the_paper(monkeypatch):
+    level = 0.3
     names = ("posterize", "rotate", "solarize", "shear_x", "shear_y", "translate_x", "translate_y")
     found = {}
     for name in ("autocontrast", "equalize", *names):
@@ -127,9 +127,12 @@ def test_ops_of_augmix_have_the_magnitudes_of_the_paper(level, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec", ["three_augment", "color_jitter(0.3, 0.3, 0.3, 0.1)", "augmix", "augmix(10, 2, 1, 0.5)"]
-)
-@pytest.mark.parametrize("size", [(1, 1), (3, 7), (40, 56)])
+    ("spec", "size"),
+    [
+        ("three_augment", (1, 1)), ("three_augment", (40, 56)), ("color_jitter(0.3, 0.3, 0.3, 0.1)", (3, 7)),
+        ("augmix", (1, 1)), ("augmix(10, 2, 1, 0.5)", (3, 7)),
+    ],
+)  # fmt: skip
 def test_results_are_images_of_the_same_size_and_a_function_of_the_generator(spec, size):
     image = PHOTO[: size[0], : size[1]].copy()
     image.setflags(write=False)

@@ -25,8 +25,9 @@ def test_patches_are_those_of_the_image_row_by_row():
     assert not found["image"][12:].any()
 
 
-@pytest.mark.parametrize("size", [(1, 1), (3, 500), (480, 640), (641, 33), (16, 16), (224, 224)])
-@pytest.mark.parametrize("max_tokens", [1, 7, 256])
+@pytest.mark.parametrize(
+    ("size", "max_tokens"), [((1, 1), 1), ((3, 500), 7), ((480, 640), 256), ((641, 33), 7), ((224, 224), 256)]
+)
 def test_the_grid_is_the_largest_with_the_aspect_ratio_and_at_most_the_native_size(size, max_tokens):
     rows, columns = grid_of(size, 16, max_tokens)
     native = [math.ceil(side / 16) for side in size]
@@ -53,9 +54,7 @@ def test_value_range_of_patches_is_left_to_the_device():
     ("spec", "message"),
     [
         ("patches|flip_lr", "flip_lr cannot follow patches"),
-        ("patches|patches", "patches cannot follow patches"),
         ("patches|keep('image', 'labels')", "drops 'grid', without which patches are no image"),
-        ("patches|drop('grid')", "drops 'grid', without which patches are no image"),
         ("patches(0)", "expected 1 or more of each"),
         ("patches(16, key='other')", "has no option 'key'"),
     ],
@@ -70,7 +69,7 @@ def test_encoded_images_are_refused():
         Preprocess("patches")({"image": b"encoded"}, RNG)
 
 
-@pytest.mark.parametrize("packing", [Packing(16, 4, 24), Packing(16, 3, 24), Packing(8, 1, 9), Packing(4, 4, 16)])
+@pytest.mark.parametrize("packing", [Packing(16, 4, 24), Packing(8, 1, 9)])
 def test_images_in_a_row_do_not_overlap_and_the_order_of_places_is_that_of_tokens(packing):
     sizes = RNG.integers(1, 9, 32).tolist()
     rows, starts, segments, kept = place(sizes, packing).T

@@ -66,7 +66,7 @@ class TestGeometry:
         )[0].numpy()
         return np.where(moved[..., 3:] == 1, moved[..., :3], 128)
 
-    @pytest.mark.parametrize("degrees", [30, -30, 15, -15, 0, 7.5, -90, 90])
+    @pytest.mark.parametrize("degrees", [30, -15, 0, 7.5, 90])
     def test_rotate_equals_tensorflows_transform_about_the_center(self, tf, degrees):
         angle = tf.constant(degrees, tf.float32) * (math.pi / 180)
         cos, sin = tf.cos(angle), tf.sin(angle)
@@ -310,7 +310,7 @@ class TestRandaug:
     @pytest.mark.parametrize("name", NAMES)
     def test_ops_return_new_images_and_do_not_change_their_input(self, name):
         rng = np.random.default_rng(0)
-        for image, magnitude in itertools.product(IMAGES.values(), (0, 0.5, 5, 10, 17, 30)):
+        for image, magnitude in itertools.product(IMAGES.values(), (0, 0.5, 10, 30)):
             before = image.copy()
             result = randaug.OPS[name](image, magnitude, rng)
             assert (result.shape, result.dtype) == (image.shape, np.uint8)
@@ -327,7 +327,7 @@ class TestRandaug:
 
     @pytest.mark.parametrize(
         ("shape", "dtype"),
-        [((4, 4, 1), "uint8"), ((4, 4, 13), "uint8"), ((4, 4), "uint8"), ((4, 4, 3), "uint16"), ((4, 4, 3), "float32")],
+        [((4, 4, 13), "uint8"), ((4, 4, 3), "uint16")],
     )
     def test_other_shapes_and_dtypes_are_refused(self, shape, dtype):
         message = re.escape(f"randaug: expected 3 channels of uint8, got shape {shape} of {dtype}")

@@ -38,12 +38,8 @@ def test_invalid_description_or_one_of_another_pair_is_refused(tmp_path):
     valid = path.read_text()
     for old, new, message in (
         ('"documents": 2', '"documents": 3', "json gives 3 documents, but the .idx 2 sequences"),
-        ('"vocab_size": 10', '"vocab_size": "10"', "expected a JSON object with numbers"),
         ('"vocab_size": 10', '"vocab_size": 1000000000000000', "1,000,000,000,000,000 tokens"),
-        ('"vocab_size": 10', '"vocab_size": -1', "-1 tokens"),
-        ('"vocab_size": 10', '"vocab_size": ' + "9" * 5000, r"cannot read .*pile\.json: "),
         ('"end_of_text": null', '"end_of_text": 10', "end_of_text=10 is not in the voc"),
-        ("{", "[" * 100_000, r"cannot read .*pile\.json: "),
     ):
         path.write_text(valid.replace(old, new))
         with pytest.raises(ip.InputError, match=message):
@@ -63,32 +59,12 @@ def test_failed_writer_leaves_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("suffix", [".json", ".idx"])
-def test_rename_that_fails_leaves_no_files(tmp_path, suffix):
-    def write():
-        with MegatronWriter(str(tmp_path / "a"), {"vocab_size": 10}) as writer:
-            writer.add([1, 2])
-            (tmp_path / f"a{suffix}").mkdir()
-
-    with pytest.raises(ip.InputError, match=rf"^cannot write .*a\{suffix}: Is a directory$"):
-        write()
-    assert list(tmp_path.iterdir()) == [tmp_path / f"a{suffix}"]
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".json"])
 def test_existing_files_are_not_overwritten(tmp_path, suffix):
     (tmp_path / f"a{suffix}").write_text("mine")
     with pytest.raises(ip.InputError, match=rf"a\{suffix} already exists"):
         MegatronWriter(str(tmp_path / "a"), {"vocab_size": 10})
     assert (tmp_path / f"a{suffix}").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_full_disk_is_an_error_of_one_line(tmp_path):
-    (tmp_path / "a.bin.new").symlink_to("/dev/full")
-    with pytest.raises(ip.InputError, match=r"^cannot write .*a\.bin: No space left on device$"):
-        corpora.written_megatron(tmp_path / "a", [[1] * 100_000])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_split_of_a_document_does_not_depend_on_other_documents(tmp_path, tokeni
     assert (fewer == 256).sum() == sum(text in texts[:300] for text in found["validation"])
 
 
-@pytest.mark.parametrize("pattern", ["books/*/*.txt", "books/**/*.txt", "books/[ab]/?.txt", "*s/*/*.txt"])
+@pytest.mark.parametrize("pattern", ["books/**/*.txt", "*s/*/*.txt"])
 def test_names_of_a_globs_documents_do_not_depend_on_other_files(tmp_path, pattern):
     corpora.write(tmp_path / "books/a/1.txt", b"one")
     found = [[d.name for d in documents.read_documents(documents.find_files(str(tmp_path / pattern)), ("text",))]]
@@ -76,15 +76,8 @@ def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatc
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl:2: not JSON: Expecting value at character"),
         ("a.jsonl", b'\n\n{"text": "x\xff"}', {}, r"a\.jsonl:3: not UTF-8: invalid start byte at byte 12"),
-        ("a.jsonl", b'{"txet": "x"}', {}, r"a\.jsonl:1: no key 'text'; did you mean 'txet'"),
-        ("a.jsonl", b'{"text": ["x"]}', {}, r"a\.jsonl:1: 'text' is list, expected a string"),
-        ("a.jsonl", b'["text"]', {}, r"a\.jsonl:1: list instead of a JSON object"),
-        ("a.jsonl", b'{"text": "\\ud800"}', {}, r"a\.jsonl:1: 'text' is not Unicode: surrogates not allowed"),
-        ("a.jsonl", b"[" * 100_000, {}, r"a\.jsonl:1: not JSON of a document"),
-        ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 5000 + b"}", {}, r"a\.jsonl:1: not JSON of a document"),
         pytest.param("a.jsonl.zst", b'{"text": "x"}\nno', {}, r"a\.jsonl\.zst:2: not JSON", marks=needs_zstd),
         ("a.txt", b"one\ntwo\nth\xc3(ree", {}, r"a\.txt:3: not UTF-8: invalid continuation byte at byte 3"),
-        ("a.txt", b"", {}, "holds no text of split 'train'"),
         (
             "a.txt",
             b"x",
@@ -92,10 +85,6 @@ def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatc
             "holds no text of split 'validation'",
         ),
         ("a.txt", b"x", {"split": "validation"}, "is empty without a validation_fraction"),
-        ("a.txt", b"x", {"split": "test"}, "no split 'test'"),
-        ("a.txt", b"x", {"validation_fraction": 1.5}, "at least 0 and below 1"),
-        ("a.txt", b"x", {"context": 0}, "context=0"),
-        ("a.md", b"x", {}, r"a\.md: expected a name ending in \.txt, \.jsonl, \.jsonl\.zst"),
         ("a.txt", b"x", {"path": "s3://a/b"}, "only local files are supported"),
     ],
 )
@@ -113,9 +102,8 @@ def test_missing_files_are_an_error(tmp_path):
 
 @pytest.mark.slow
 @needs_zstd
-@pytest.mark.parametrize("frames", [1, 3])
-def test_zstd_file_cut_off_anywhere_is_refused(tmp_path, frames):
-    lines = b'{"text": "x"}\n' * 60
+def test_zstd_file_cut_off_anywhere_is_refused(tmp_path):
+    lines, frames = b'{"text": "x"}\n' * 60, 3
     complete = corpora.write(tmp_path / "a.jsonl.zst", lines, frames).read_bytes()
     sizes = [len(complete) // frames * i for i in range(frames)][1:]  # a cut between two frames cannot be detected
     for end in {*range(len(complete))} - {*sizes}:
@@ -155,10 +143,7 @@ def test_rows_of_parquet_files_are_documents(tmp_path, kind):
     ("texts", "damage", "message"),
     [
         (["a"], lambda data: data[:-9], "a.parquet cannot be read as Parquet: "),
-        (["a"], lambda data: data[:1], "a.parquet cannot be read as Parquet: "),
         (["a", None], bytes, "a.parquet:2: 'text' is null, expected a string"),
-        ([1, 2], bytes, "a.parquet: the column 'text' should contain strings, not int64"),
-        (["valid"], lambda data: data.replace(b"valid", b"v\xfflid"), "a.parquet cannot be read as Parquet: "),
         (["a"], lambda data: data.replace(b"text", b"txet"), "a.parquet: no column 'text'; did you mean 'txet'?"),
     ],
 )
