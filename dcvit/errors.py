@@ -45,7 +45,9 @@ SYNONYMS = {
 
 
 # Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "reproduce": "run `python scripts/paper` in a clone",
+}
 
 
 class ConfigError(ValueError):

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -31,7 +32,6 @@ from pathlib import Path
 
 import results
 
-from dcvit.reproduction.seeded import machine
 from dcvit.runs import files, steps
 
 BEGIN, END = "<!-- written by scripts/bench/restart.py -->", "<!-- end -->"
@@ -141,7 +141,8 @@ def measure(config: str, places: Mapping[str, str], rounds: int, options: Mappin
             seconds[f"{place}, {cache}"].append(round(took, 2))
             restoring[place].append(round(restored, 2))
             print(f"round {number + 1}, {place}, {cache}: {took:.1f} s, restoring {restored:.1f} s", file=sys.stderr)
-    return {"machine": machine(), "config": config, "rounds": rounds, "seconds": seconds, "restoring": restoring}
+    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"
+    return {"machine": machine, "config": config, "rounds": rounds, "seconds": seconds, "restoring": restoring}
 
 
 def table(result: Mapping[str, object]) -> str:

@@ -92,8 +92,9 @@ def parts(tiny: bool) -> list[Part]:
 
 def generate(path: Path, tiny: bool) -> None:
     """Measure the tokens per second of generation by 405M, composed, folded and plain, and write them to a file."""
+    from rounds import decoding_rates
+
     from dcvit.models import lm
-    from dcvit.reproduction.rounds import decoding_rates
     from dcvit.training.timing import device
 
     fields = {"depth": 1, "width": 64, "num_heads": 4} if tiny else {}

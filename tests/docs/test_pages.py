@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import reference_pages
 import restart as bench_restart
-import runs as bench_runs
 import step as tpu_step
 from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
@@ -166,12 +165,6 @@ def result(name):
     return json.loads((ROOT / "docs" / f"{name}.json").read_text())
 
 
-def several_seeds(name):
-    found = result(name)
-    assert len(found["seeds"]) == 5
-    return ["\n".join(bench_runs.lines(name, found)), found["machine"]]
-
-
 def slices():
     """Every slice that a config recommends, each of which fits."""
     rows = result("aot")
@@ -196,9 +189,6 @@ def steps_on_tpus():
 TABLES = [
     ("benchmark.md", lambda: cli.markdown(benchmark.summary(result("benchmark")))),
     ("tutorials/imagenet.md", lambda: bench_input.lines(result("input"))),
-    ("composed_tasks.md", lambda: several_seeds("synthetic")),
-    ("composed_tasks.md", lambda: several_seeds("scenes")),
-    ("tutorials/upcycling.md", lambda: several_seeds("upcycle")),
     ("pods.md", slices),
     ("performance_notes.md", traffic),
     ("performance_notes.md", steps_on_tpus),
@@ -285,40 +275,3 @@ def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, l
 def test_the_complete_table_of_a_benchmark_is_that_of_its_file(bench, page, name):
     shown = (ROOT / "docs" / f"{page}.md").read_text().split(bench.BEGIN)[1].split(bench.END)[0].strip()
     assert shown == bench.table(result(name))
-
-
-def test_the_statements_of_the_reproduction_are_those_of_its_files():
-    page, folder = (ROOT / "docs" / "reproduction.md").read_text(), ROOT / "docs" / "reproduction"
-    results = page.split("## Results at scale `desk`")[1]
-    stated = re.findall(r"^- (.+: (?:holds|does not hold|undecided) .*)$", results, re.MULTILINE)
-    written = [line for path in folder.glob("*.md") for line in path.read_text().splitlines()]
-    assert len(stated) >= 9
-    assert {f"- {line}" for line in stated} <= {*written}
-    linked = {*re.findall(r"\(reproduction/([\w]+)\.md\)", results)}
-    assert linked == {path.stem for path in folder.glob("*.md")} == {path.stem for path in folder.glob("*.csv")}
-
-
-def test_the_figures_of_the_recipe_are_those_of_its_file():
-    page = (ROOT / "docs" / "reproduction.md").read_text()
-    found = result("reproduction/recipe")
-    steps = ", ".join(f"{step:,}" for step in found["checked_steps"])
-    lines = [
-        f"| records of train[:99%], steps | {found['records']:,}, {found['total_steps']:,} |",
-        f"| records of {found['checked_rows']} rows at steps {steps} | as simulated |",
-        f"| learning rate | {found['schedule_difference']:.1e} |",
-        f"| parameters ({found['clipped_steps']:,} steps are clipped) | {found['parameter_difference']:.1e} |",
-        f"| averaged parameters | {found['average_difference']:.1e} |",
-    ]
-    lines += [
-        f"| {x['step']:,} | {x['images_per_second']:.0f} | {x['first_batch_seconds']:.1f} "
-        f"| {x['resident_megabytes']:,.0f} |"
-        for x in found["input"]
-    ]
-    estimates = {(x["topology"], x["config"]): x for x in result("tpu_step")}
-    for row in found["hours"]:
-        if tpu := re.fullmatch(r"(v\d\w)-(\d+)", row["slice"]):
-            step = estimates[f"{tpu[1]}:2x2", f"vit_i1k:variant={row['model']}"]
-            assert row["images/s"] == round(int(tpu[2]) * step["examples"] / step["seconds"])
-        cells = [f"{x:.1f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    assert [line for line in lines if line not in page] == []

@@ -71,7 +71,7 @@ IMPORTS = """
 import sys
 for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
-import dcmha, train, evidence, dcvit.check_kernels, dcvit.reproduction.rounds, equal_time
+import dcmha, train, evidence, dcvit.check_kernels, rounds, equal_time
 """
 
 
