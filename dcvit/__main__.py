@@ -24,7 +24,6 @@ COMMANDS = {
     "aot": "compile the training step of a config for a TPU slice",
     "explore": "write a page that shows how the heads of a model compose",
     "compare": "compare the results, speed and configs of runs, and draw their curves",
-    "reproduce": "compute a table or figure of the paper",
 }
 
 

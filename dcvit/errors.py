@@ -56,6 +56,7 @@ REMOVED: dict[str, str] = {
         ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired"),
         "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
     ),
+    "reproduce": "run `python scripts/paper` in a clone",
 }
 
 

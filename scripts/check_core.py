@@ -32,7 +32,6 @@ NEEDING = (  # commands that need the extra
     "compare run",
     "check-data --config vit_digits",
     "aot --config vit_digits --topology v5e:2x2",
-    "reproduce table2",
 )
 
 

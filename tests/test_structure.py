@@ -112,7 +112,6 @@ def test_config_is_read_in_few_files():
         "config/load.py",
         "config/values.py",
         *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "model", "source")),
-        "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
         *(f"training/{name}.py" for name in ("distillation", "inputs", "model", "plan", "run", "setup", "tasks")),
     )

@@ -9,7 +9,7 @@ from markdown_pages import ROOT, blocks, commands, run_commands
 
 from dcvit.runs import metrics
 
-PAGE = ROOT / "docs/tutorials/own_images.md"
+PAGE, MARKER = ROOT / "docs/tutorials/own_images.md", "<!-- run by tests/docs/test_own_images.py -->"
 
 
 @pytest.mark.weekly
@@ -17,10 +17,10 @@ def test_the_commands_of_the_tutorial_run_as_written(tmp_path, monkeypatch, libr
     pytest.importorskip("tensorflow")
     solar_cell_package(tmp_path / "site", 80)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    (block,) = blocks(PAGE, "bash", "<!-- run by tests/docs/test_own_images.py -->")
-    first, *rest = commands(block)
-    assert first == "pip install elpv-dataset"
-    run_commands(rest, tmp_path, monkeypatch)
+    (folders,), (block,) = (blocks(PAGE, language, MARKER) for language in ("python", "bash"))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(folders, "own_images.md", "exec"), {})
+    run_commands(commands(block), tmp_path, monkeypatch)
     written = {path.name for path in Path("runs").iterdir()}
     assert written >= {"solar.html", "solar_explore.html", "solar.png"}
     assert {"val/top1", "val/mean_recall"} <= {*metrics.read(Path("runs/solar/metrics.jsonl"))[-1]}

@@ -1,6 +1,9 @@
 """A checkout with stand-ins for the programs that launchers call."""
 
+import runpy
+
 import pytest
+from markdown_pages import ROOT
 from stand_ins import Sandbox
 
 
@@ -10,3 +13,9 @@ def sandbox(tmp_path):
     found = Sandbox(tmp_path)
     yield found
     (found.folder / "go").touch()
+
+
+@pytest.fixture(scope="session")
+def paper_main():
+    """The function of the command `python scripts/paper`."""
+    return runpy.run_path(str(ROOT / "scripts" / "paper"))["main"]

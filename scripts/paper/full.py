@@ -1,0 +1,93 @@
+"""The runs of the paper at full size: commands, TPU slices and estimated hours. Nothing is launched."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from paper import ablations, costs, runs
+from paper.table import Row, Table
+
+from dcvit.config.load import load, recommended
+from dcvit.hub.kinds import make_model
+from dcvit.models import flops
+from dcvit.parallel.topologies import topology
+
+UTILIZATION = 0.4  # the share of the peak that is assumed
+IMAGES = 1_268_355  # of train[:99%]
+
+
+def ablated(fields: Mapping[str, object]) -> tuple[str, str]:
+    """Return (config, overrides) that train the model of Table 9 with `fields`; the preset has compose="both"."""
+    if fields["compose"] is None:
+        return "lm_pile:preset=Transformer++-405M", ""
+    words = (f"--config.model.{key}={value}" for key, value in fields.items() if value != "both")
+    return "lm_pile:preset=DCFormer++-405M", " ".join(words)
+
+
+def presets(*names: str, overrides: str = "") -> dict[str, tuple[str, str]]:
+    """Return (config, overrides) of language models by preset."""
+    return {name: (f"lm_pile:preset={name}", overrides) for name in names}
+
+
+# For each entry: name of the run → config, overrides.
+RUNS: dict[str, dict[str, tuple[str, str]]] = {
+    "figure3": presets(*(
+        f"{family}-{size}" for family in ("Transformer", "DCFormer", "Transformer++", "DCFormer++")
+        for size in ("405M", "834M", "1.4B")
+    )),
+    "figure4": presets("Pythia-2.8B", "Pythia-6.9B", "Pythia-12B", "DCPythia-2.8B", "DCPythia-6.9B"),
+    "table4": presets(
+        "Pythia-2.8B", "DCPythia-2.8B", "DCFormer++-2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B"
+    ),
+    "table6": presets(
+        *(f"{family}-{size}" for size in ("2.8B", "6.9B", "13B", "33B") for family in ("Transformer++", "DCFormer++")),
+        overrides="--config.total_steps=100",
+    ),
+    "table8": {
+        variant: (f"vit_i1k:variant={variant}", "--config.total_epochs=300")
+        for variant in ("ViT-S/16", "DCViT-S/16", "ViT-M/16")
+    },
+    "table9": {name: ablated(fields) for name, (fields, _) in ablations.ARMS.items()},
+    "table10": {
+        f"{name} {column}": (
+            f"lm_pile:preset={name}",
+            f"--config.model.window_pattern={pattern} --config.model.branches={branches} {steps}".rstrip(),
+        )
+        for name, steps in (("DCFormer++-405M", ""), ("DCPythia-6.9B", "--config.total_steps=13000"))
+        for column, (pattern, branches, *_) in costs.TABLE_10.items()
+    },
+}  # fmt: skip
+
+
+def table(name: str) -> Table:
+    """Return a table of the runs at full size for `name`, a key of `RUNS`: a row has a run's command and cost."""
+    slices = {spec.split(",")[0]: (spec, pod) for spec, pod in recommended()}
+    rows = [_row(run, spec, overrides, *slices[spec]) for run, (spec, overrides) in RUNS[name].items()]
+    notes = (
+        f"hours = steps · batch · FLOPs of an example / (chips · peak in bfloat16 · {UTILIZATION}, an assumption).",
+        "DATA is the Pile, tokenized as docs/text.md describes; docs/tutorials/imagenet.md describes imagenet2012.",
+    )
+    return Table(f"{name}_full", f"Runs of the paper for {name}", rows, notes)
+
+
+def _row(run: str, spec: str, overrides: str, recommended_spec: str, pod: str) -> Row:
+    """Return a run's table row: its command, and the estimated hours on the TPU slice `pod`."""
+    images = spec.startswith("vit")
+    parts = "" if images else f",{recommended_spec.split(',')[1]},data=DATA"
+    words = [word.removeprefix("--config.") for word in overrides.split()]
+    config = load(spec + parts.replace("DATA", "/data/pile"), words)
+    batch = int(config.input.batch_size)
+    example = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32) if images else costs.row_of(config.model.context)
+    each = flops.training_flops(make_model(config), example)
+    steps = IMAGES * int(config.total_epochs) // batch if images else int(config.total_steps)
+    chip, sides = topology(pod)
+    chips = math.prod(sides)
+    seconds = steps * batch * each / (chips * chip.peak * UTILIZATION)
+    workdir = runs.folder_of(Path("RUNS"), run)
+    return {
+        "run": run, "slice": pod, "chips": chips, "steps": steps, "batch": batch,
+        "PFLOP per step": batch * each / 1e15, "hours": seconds / 3600, "chip hours": chips * seconds / 3600,
+        "command": f"`dcvit train --config {spec}{parts} --workdir {workdir} {overrides}".rstrip() + "`",
+    }  # fmt: skip
