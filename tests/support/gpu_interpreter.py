@@ -37,19 +37,19 @@ def products_during(block, slot, pairs, work):
 
 def add_products(self, accumulator, head):
     """`Staging.add_products` with the one-hot matrix in shared memory."""
-    shape = QUERIES, DEPTH
+    w, shape = self.block.warpgroup, (QUERIES, DEPTH)
     if HAS_LAYOUTS:
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     else:
         rows = lax.broadcasted_iota(jnp.int32, shape, 0)
 
     def multiply(onehot):
-        onehot[...] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
+        onehot[w] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
         for first in range(0, QUERIES, DEPTH):
-            products = self.scratch.products.at[self.block.warpgroup, pl.ds(first, DEPTH)]
-            plgpu.wgmma(accumulator, onehot, products)
+            plgpu.wgmma(accumulator, onehot.at[w], self.scratch.products.at[w, pl.ds(first, DEPTH)])
 
-    pl.run_scoped(multiply, plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(DEPTH)))
+    shape = self.config.warpgroups, *shape
+    pl.run_scoped(multiply, plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(DEPTH)), collective_axes="w")
 
 
 @contextlib.contextmanager
