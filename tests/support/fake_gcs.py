@@ -42,6 +42,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects: dict[str, bytes] = {}
         self.changed: dict[str, tuple[int, str]] = {}  # generation and time of the last write
+        self.uploads: dict[str, tuple[str, bytearray]] = {}  # in progress: name, and content so far
         self.numbers, self.lock, self.read_only = itertools.count(1), threading.RLock(), False
 
     def put(self, name: str, data: bytes) -> dict[str, str]:
@@ -107,8 +108,8 @@ class Handler(BaseHTTPRequestHandler):
             return refused(404, "The specified bucket does not exist.")
         if self.command != "GET" and server.read_only:
             return refused(403, "refused by the test")
-        if "uploadType" in query:
-            return 200, {}, self.upload(query, body)
+        if "uploadType" in query or "upload_id" in query:
+            return self.upload(query, body)
         if not match["name"]:
             return 200, {}, server.list(query)
         name = unquote(match["name"])
@@ -130,14 +131,26 @@ class Handler(BaseHTTPRequestHandler):
             return refused(416, "The requested range is not satisfiable")
         return 206, headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}, data[first : last + 1]
 
-    def upload(self, query: dict[str, str], body: bytes) -> dict[str, str]:
-        """Store an object that is sent in one request, with metadata (multipart) or without."""
+    def upload(self, query: dict[str, str], body: bytes) -> Answer:
+        """Store an object that is sent in one request, with or without metadata, or in several (resumable)."""
+        server = self.server
+        if number := query.get("upload_id"):
+            name, data = server.uploads[number]
+            data += body
+            if self.headers.get("Content-Range", "").endswith("/*"):  # more will come
+                return 308, {"Range": f"bytes=0-{len(data) - 1}"}, b""
+            return 200, {}, server.put(name, bytes(data))
         if query["uploadType"] == "multipart":
             boundary = re.escape(re.findall('boundary="?([^";]+)', self.headers["Content-Type"])[0].encode())
             parts = re.split(rb"(?:\r?\n)?--" + boundary + rb"(?:--|\r?\n)", body)[1:3]
             said, body = (re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1] for part in parts)
             query = json.loads(said) | query
-        return self.server.put(query["name"], body)
+        if query["uploadType"] != "resumable":
+            return 200, {}, server.put(query["name"], body)
+        number = str(next(server.numbers))
+        server.uploads[number] = query["name"], bytearray()
+        place = f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={number}"
+        return 200, {"Location": place}, {}
 
     def log_message(self, *_: Any) -> None:
         """Log nothing."""
