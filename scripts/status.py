@@ -3,14 +3,15 @@
     python scripts/status.py [--tests]
 
 "run": `dcvit check-kernels --json` on that device, saved as docs/check_kernels_PLATFORM.json, found an implementation
-right; for the CPU, scripts/demo.sh trained the model, or a test passed; for the GPU, scripts/bench/train.py ran steps
-(docs/gpu_training.json). "compiled": the compiler of that platform accepted the program, by the files of
-scripts/tpu/compile_kernels.py, `dcvit aot` and the traffic on GPUs. `--tests` runs the tests first and records which
-passed in docs/status_tests.json; other calls read that file. The table belongs into the README. The times of
-check-kernels are not used.
+right; for the CPU, scripts/demo.sh trained the model (docs/evidence.csv), or a test passed; for the GPU,
+scripts/bench/train.py ran steps (docs/gpu_training.json). "compiled": the compiler of that platform accepted the
+program, by the files of scripts/tpu/compile_kernels.py, `dcvit aot` and the traffic on GPUs. `--tests` runs the tests
+first and records which passed in docs/status_tests.json; other calls read that file. The table belongs into the README.
+The times of check-kernels are not used.
 """
 
 import argparse
+import csv
 import json
 import subprocess
 import sys
@@ -59,7 +60,9 @@ def has_run(platform: str) -> set[str]:
     rows = read(f"check_kernels_{platform}")
     found = {feature_of(row["case"], row["implementation"]) for row in rows if row["verdict"] in RIGHT}
     if platform == "cpu":
-        shown = [*read(PASSED.stem), *(row["model"] for row in read("demo"))]
+        with (DOCS / "evidence.csv").open(newline="", encoding="utf-8") as file:
+            trained = [row["arm"] for row in csv.DictReader(file) if row["what"] == "demo"]
+        shown = [*read(PASSED.stem), *trained]
         found |= {feature for feature, evidence in FEATURES.items() if evidence in shown}
     if platform == "gpu":
         steps = [row for row in read("gpu_training") if row["row"].startswith("DC")]
