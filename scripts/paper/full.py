@@ -38,9 +38,7 @@ RUNS: dict[str, dict[str, tuple[str, str]]] = {
         for size in ("405M", "834M", "1.4B")
     )),
     "figure4": presets("Pythia-2.8B", "Pythia-6.9B", "Pythia-12B", "DCPythia-2.8B", "DCPythia-6.9B"),
-    "table4": presets(
-        "Pythia-2.8B", "DCPythia-2.8B", "DCFormer++-2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B"
-    ),
+    "table4": presets("Pythia-2.8B", "DCPythia-2.8B", "DCFormer++-2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B"),
     "table6": presets(
         *(f"{family}-{size}" for size in ("2.8B", "6.9B", "13B", "33B") for family in ("Transformer++", "DCFormer++")),
         overrides="--config.total_steps=100",

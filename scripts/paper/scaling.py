@@ -33,7 +33,6 @@ FIGURES = {
     "figure3": {("Transformer", "DCFormer"): "1.87 at 834M", ("Transformer++", "DCFormer++"): "1.67 at 834M"},
     "figure4": {("Pythia", "DCPythia"): "–"},
 }
-RESAMPLES = 2000  # of the bootstrap
 
 
 class Point(NamedTuple):
@@ -96,8 +95,8 @@ def equivalents(plain: Sequence[Point], composed: Sequence[Point], losses: np.nd
 
 
 def bootstrapped(plain: Sequence[Point], composed: Sequence[Point], losses: np.ndarray) -> np.ndarray:
-    """Return the ends of the 95 % interval of `equivalents` by resampling seeds; `losses`: seeds × 2 × sizes."""
-    chosen = np.random.default_rng(0).integers(len(losses), size=(RESAMPLES, len(losses)))
+    """Return the ends of the 95 % interval of `equivalents`, by bootstrap; `losses`: seeds × 2 × sizes."""
+    chosen = np.random.default_rng(0).integers(len(losses), size=(2000, len(losses)))
     found = [equivalents(plain, composed, losses[some].mean(axis=0)) for some in chosen]
     return np.percentile(found, [2.5, 97.5], axis=0).T
 
