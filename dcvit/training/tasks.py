@@ -34,7 +34,7 @@ from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
 from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
 from dcvit.hub.kinds import check_loss, kind_of, with_text
-from dcvit.models import Params, lm, losses, pixels
+from dcvit.models import Outputs, Params, lm, losses, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
@@ -165,7 +165,8 @@ class ImageTask:
         loss_fn = functools.partial(getattr(losses, self.loss_name), **self._weights())
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            logits, out = net.apply({"params": params}, batch["image"], train=True, rngs={"dropout": key})
+            outputs = net.apply({"params": params}, batch["image"], train=True, rngs={"dropout": key})
+            logits, out = cast(tuple[jax.Array, Outputs], outputs)
             labels = batch["labels"].reshape(-1, batch["labels"].shape[-1])  # without the axis of groups
             scale = batch["scale"].reshape(-1)
 

@@ -89,10 +89,9 @@ def test_key_wise_weights_come_from_the_keys_in_cross_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_qk_norm_makes_the_output_independent_of_the_scale_of_the_projections(norm):
+def test_qk_norm_makes_the_output_independent_of_the_scale_of_the_projections():
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
-    module = Attention(4, qk_norm=norm)
+    module = Attention(4, qk_norm="layernorm")
     params = attention_params(module, x)
     assert params["query_norm"].keys() == {"scale"}
     scaled = {**params, "query": jax.tree.map(lambda p: 100 * p, params["query"])}

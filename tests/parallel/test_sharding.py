@@ -121,8 +121,8 @@ def test_every_strategy_trains_like_one_device(library_promotion, model, attenti
 
 @pytest.mark.slow
 def test_tokens_split_over_the_axis_context_train_like_one_device(library_promotion):
-    """Local and global layers, all heads composed across the axis "tensor", documents, shared keys, a chunked loss."""
-    options = {"model.remat": "full_but_attention", "document_mask": True, "loss_chunk": 12, "model.num_key_heads": 4}
+    """Local and global layers, all heads composed across the axis "tensor", documents and shared keys."""
+    options = {"document_mask": True, "model.num_key_heads": 4}
     check_strategies(["fsdp+tensor of context, tensor"], "lm", **ATTENTION["all heads"], **options)
 
 
@@ -135,6 +135,7 @@ def test_tokens_split_over_the_axis_context_train_like_one_device(library_promot
         ("groups", {"model.window": 20, "model.num_key_heads": 4}, ("fsdp+tensor of context, tensor",)),
         ("groups", {"model.scan": True, "model.remat": "full", "document_mask": True}, ("fsdp of context, fsdp",)),
         ("all heads", {"model.implementation": "reference"}, ("fsdp+tensor of context, tensor",)),
+        ("all heads", {"model.remat": "full_but_attention", "loss_chunk": 12}, ("fsdp+tensor of context, tensor",)),
     ],
 )
 def test_every_model_trains_like_one_device_with_split_tokens(library_promotion, attention, options, strategies):

@@ -120,6 +120,7 @@ def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
     """Also with layers that are scanned and partly frozen, and with an average of the weights that warms up."""
     options = {"optax_name": "muon", "optax": {"mu_dtype": "bfloat16", "ns_steps": 1}, "model.depth": 2}
     options |= {"model.scan": True, "layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True}
+    options["evals"] = {}
     status, complete = digits_run("complete", **options)
     assert status == 0
     with interrupted_before(monkeypatch, 5):

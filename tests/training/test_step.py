@@ -73,16 +73,6 @@ def test_loss_and_gradient_equal_those_of_the_model_written_out():
     assert float(metrics["lr"]) == 0  # the first step of the warm-up
 
 
-@pytest.mark.exhaustive
-def test_sigmoid_loss_is_used_when_the_config_names_it():
-    setup = small_setup(loss="sigmoid_xent", **{"model.depth": 0})
-    state, batch, update = make_step(setup)
-    logits = jit(setup.model.module.apply)({"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1)[0]
-    labels = 0.9 * batch["labels"] + 0.01
-    expected = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
-    assert float(update(state, batch)[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
-
-
 @pytest.mark.slow
 def test_loss_of_a_language_model_is_the_mean_over_targets_also_in_parts():
     """Parts of the batch, and of the positions."""
