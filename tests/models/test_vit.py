@@ -302,6 +302,15 @@ class TestTraining:
         return evaluate(net, params, images, train=True, rngs={"dropout": jax.random.key(1)})[1]
 
     @pytest.mark.slow
+    def test_stochastic_depth_grows_linearly_with_the_layer(self):
+        encoder = self.blocks(stochastic_depth=0.6)["encoder"]
+        dropped = [
+            (encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]).all(axis=(1, 2)).mean()
+            for i in range(3)
+        ]
+        np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
+
+    @pytest.mark.slow
     def test_layers_drop_independently(self):
         encoder = self.blocks(dropout=0.5, scan=True)["encoder"]
         masks = [np.asarray(encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]) for i in range(3)]
