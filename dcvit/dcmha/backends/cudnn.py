@@ -7,6 +7,7 @@ memory. While JAX traces the function, it checks that cuDNN is installed and sup
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,15 @@ def _call(options: Options, inputs: Inputs) -> Array:
     )
 
 
-# Without a backward pass of its own, the output and statistics of cuDNN would have no name by which to keep them.
-_attention = with_backward(
-    forward=lambda options, inputs: jax.vjp(lambda x: _call(options, x), inputs),
-    backward=lambda options, inputs, results, d_out: results[1](d_out)[0],
-)
+def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
+    """Return the output, and the function from its gradient to those of the inputs: a tree of arrays."""
+    return jax.vjp(functools.partial(_call, options), inputs)
+
+
+def _backward(options: Options, inputs: Inputs, results: tuple[Array, Any], d_out: Array) -> Inputs:
+    found: tuple[Inputs] = results[1](d_out)
+    return found[0]
+
+
+# JAX's own backward pass would give no name to the output and statistics of cuDNN, by which to keep them.
+_attention = with_backward(_forward, _backward)
