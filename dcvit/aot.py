@@ -17,7 +17,7 @@ from dcvit import cli
 from dcvit.errors import ConfigError
 
 Row = Mapping[str, Any]  # a `dcvit.training.aot.CompiledStep`
-SIZES = ("params", "optimizer", "activations", "temporaries", "total", "memory")
+SIZES = ("params", "optimizer", "temporaries", "total", "memory")
 
 
 def lines(row: Row) -> list[dict[str, object]]:
@@ -37,14 +37,14 @@ def lines(row: Row) -> list[dict[str, object]]:
 def markdown(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a Markdown table with a row for each compiled step."""
     table = [
-        "| model | slice | parameters | state | activations | temporaries | total of memory | |",
-        "|" + "---|" * 8,
+        "| model | slice | parameters | state | temporaries | total of memory | |",
+        "|" + "---|" * 7,
     ]
     for row in rows:
         model = re.sub(r"^.*?=|,.*", "", row["config"])
         sizes = {"state": row["params"] + row["optimizer"], **row}
         cells = [model, row["topology"], f"{row['parameters']:,}"]
-        for key in ("state", "activations", "temporaries", "total"):  # a program that does not fit has no size per part
+        for key in ("state", "temporaries", "total"):  # a program that does not fit has no size per part
             cells.append(f"{sizes[key]:.2f}" if key in sizes else "–")
         table.append(f"| {' | '.join(cells)} of {row['memory']:.1f} | {row['verdict']} |")
     return table

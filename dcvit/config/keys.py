@@ -120,8 +120,8 @@ KEYS = {
         bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."
     ),
     "check_memory": Key(
-        bool, True, "Refuse to train if parameters, gradients and optimizer state, or the temporary arrays of the "
-        "compiled step, need more memory than a device has free.",
+        bool, True, "Refuse to train if the temporary arrays of the compiled step need more memory than a device has "
+        "free.",
     ),
     "evals": Key(
         dict, {},

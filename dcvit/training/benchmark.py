@@ -218,7 +218,7 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
       ConfigError, InputError: a config is invalid, or leaves sizes to data that is missing; before compilation.
     """
     opened = [
-        (spec, size, _open(spec, [*overrides, *([f"input.batch_size={size}"] if size else [])]))
+        (spec, size, load_setup(spec, [*overrides, *([f"input.batch_size={size}"] if size else [])], stand_in=True))
         for spec in specs
         for size in options.batch_sizes or (None,)
     ]
@@ -226,9 +226,6 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
     for spec, size, setup in opened:
         for mode in options.modes:
             rows.append(row := Row(spec, mode, size))
-            if isinstance(setup, memory.TooLargeError):
-                row.error = _lack_of_memory(setup)
-                continue
             _describe(row, setup)
             try:
                 with stage(f"compiling {mode} of {spec}, batch {row.batch}", LOG.info):
@@ -249,14 +246,6 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
         first = next((r for r in rows if r.rate and (r.mode, r.unit) == (row.mode, row.unit)), row)
         row.ratio = first.rate / row.rate if first.rate and row.rate else None
     return rows
-
-
-def _open(spec: str, overrides: Sequence[str]) -> Setup | memory.TooLargeError:
-    """Return the setup of a config, or the error that its parameters alone need too much memory."""
-    try:
-        return load_setup(spec, overrides, stand_in=True)
-    except memory.TooLargeError as e:
-        return e
 
 
 def _describe(row: Row, setup: Setup) -> None:

@@ -30,7 +30,6 @@ from dcvit.models.trees import param_shapes
 from dcvit.parallel.sharding import Strategy, check_context
 from dcvit.runs.files import Folder
 from dcvit.training.inputs import TrainingData, check_batch, own_tokenizer, read_input
-from dcvit.training.memory import check_layers
 from dcvit.training.model import make_loader, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, task_class
@@ -118,8 +117,6 @@ def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.
     fused = fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(mesh), fused:
-        if config.check_memory:
-            check_layers(mesh, module, example)
         shapes = param_shapes(module, example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     return ModelSetup(module, mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
