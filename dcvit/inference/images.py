@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32
 from rich.cells import cell_len, set_cell_size
 from scipy.special import logit
 
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, escaped, type_name
 from dcvit.hub.data import image_shape
 from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, one_per_row
@@ -75,7 +75,6 @@ class ImageModel(LoadedModel):
 
     kind = "a model of images, not a language model: use `dcvit predict`"
 
-    @checked
     def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
 
