@@ -318,9 +318,6 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
             message, status = "interrupted", 130
             print(message, file=sys.stderr)
         except Exception as e:
-            if type(e).__name__ == "DeviceHungError" and argv is None and not _multihost():
-                print_error(str(e))
-                process.restart()  # without the kernel, which has a verdict
             message, status = _report(e)
         if multihost := _multihost():
             multihost.fail(message, status)
@@ -340,6 +337,9 @@ def _report(error: Exception) -> tuple[str, int]:
     message, text = first_line(error), str(error).lower()
     if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
+        print_error(message)
+        return message, 2
+    if type(error).__name__ == "DeviceHungError":
         print_error(message)
         return message, 2
     multihost = _multihost()
