@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.statistics and config.model_name != "vit":
         raise ConfigError(f"--statistics is for images; config.model_name={config.model_name!r}")
-    from dcvit.hub.data import with_hints
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, data, pp, optional in all_inputs(config):
         with ProgressBar(name, 0, lines=True) as progress:
             try:
-                with with_hints(data):
-                    report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
+                report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
             except MissingDataError as e:
                 if not optional:
                     raise
