@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,10 +220,6 @@ class LanguageModel(LoadedModel):
             results.append(Continuation(prompts[i], texts[i], counts[i], ended))
         positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
         return Continuations(results, sum(counts), speed, positions)
-
-    def predict(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: a language model does not classify."""
-        raise ConfigError("a language model does not classify images: use generate")
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
