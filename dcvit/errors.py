@@ -44,6 +44,7 @@ REMOVED: dict[str, str] = {
     "mlflow": "use wandb, or the events that TensorBoard reads",
     "trackio": "use wandb, or the events that TensorBoard reads",
     "distill.cache": "each step computes the teacher's logits",
+    "--peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
     "--all": "give --config and --topology",
     "--group": "dcvit train --seeds writes means and intervals to seeds.md",
     "--allow_code": "the files of --include_path may always run code",
