@@ -1,10 +1,10 @@
 """Search for damaged data: `dcvit check-data --config CONFIG[:argument=value,…] [--config.KEY=VALUE …]`.
 
 Reads every example of the training data and of all evaluations of a config once, decodes images completely, checks
-labels, and lists the damaged examples with their file and the reason. Text is read file by file, each up to its first
-damaged line. With `--statistics`, it also prints mean, standard deviation and range of each channel of the training
-images, over all pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1
-some are; 2 the config is invalid or data is missing.
+labels, and lists the damaged examples with their file and the reason. Text is read up to the first damaged line. With
+`--statistics`, it also prints mean, standard deviation and range of each channel of the training images, over all
+pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1 some are; 2 the
+config is invalid, data is missing, or text is damaged.
 """
 
 from __future__ import annotations
