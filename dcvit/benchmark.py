@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -51,17 +49,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _teraflops(text: str) -> float:
-    """Return the FLOP/s of the text of an option in units of 10¹²."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return value * 1e12
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
@@ -82,11 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--batch-size", nargs="+", type=_positive, default=(), metavar="N", help="batch sizes, instead of the config's"
     )
     parser.add_argument("--rounds", type=_positive, default=10, help="timed calls of each program (default 10)")
-    parser.add_argument(
-        "--peak-tflops", type=_teraflops, metavar="X",
-        help="10^12 FLOP/s of a device, for the MFU; by default that of known TPUs and GPUs in dense bfloat16",
-    )  # fmt: skip
-    parser.add_argument("--out", type=cli.path, help="JSON file for the results")
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
@@ -100,20 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.timing import device
 
     cli.start_jax(args)
-    if args.out and multihost.is_first():
-        args.out.open("a").close()  # an unwritable file is an error now instead of after the measurements
     options = benchmark.Options((args.mode,) if args.mode else benchmark.MODES, args.batch_size, args.rounds)
-    found = benchmark.benchmark(args.config, overrides, options._replace(peak=args.peak_tflops))
+    found = benchmark.benchmark(args.config, overrides, options)
     rows = [dataclasses.asdict(row) for row in found]
-    results = json.dumps(rows, indent=1)
     shown: Sequence[Row] = rows
     if args.format == "markdown":
         shown = summary(rows)
     elif args.format == "table":
         shown = [{name: None if value is None else _short(value) for name, value in row.items()} for row in rows]
     cli.show(shown, args.format, title=device())
-    if args.out and multihost.is_first():
-        args.out.write_text(f"{results}\n")
     return int(all(row["error"] for row in rows))
 
 

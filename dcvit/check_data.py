@@ -1,10 +1,10 @@
 """Search for damaged data: `dcvit check-data --config CONFIG[:argument=value,…] [--config.KEY=VALUE …]`.
 
 Reads every example of the training data and of all evaluations of a config once, decodes images completely, checks
-labels, and lists the damaged examples with their file and the reason. Text is read file by file, each up to its first
-damaged line. With `--statistics`, it also prints mean, standard deviation and range of each channel of the training
-images, over all pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1
-some are; 2 the config is invalid or data is missing.
+labels, and lists the damaged examples with their file and the reason. Text is read up to the first damaged line. With
+`--statistics`, it also prints mean, standard deviation and range of each channel of the training images, over all
+pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1 some are; 2 the
+config is invalid, data is missing, or text is damaged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.statistics and config.model_name != "vit":
         raise ConfigError(f"--statistics is for images; config.model_name={config.model_name!r}")
-    from dcvit.hub.data import with_hints
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, data, pp, optional in all_inputs(config):
         with ProgressBar(name, 0, lines=True) as progress:
             try:
-                with with_hints(data):
-                    report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
+                report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
             except MissingDataError as e:
                 if not optional:
                     raise

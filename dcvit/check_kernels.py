@@ -6,19 +6,18 @@ implementation that passed. The cases are those of ViT-S/16, of language models,
 --config, those of a config's training step on this machine.
 
 A CPU, which has no kernels, verifies smaller cases (`CPU_LIMITS`). The exit status is 1 if a kernel is wrong, fails or
-times out. `--again` also verifies kernels that have a verdict, `--again KERNEL` this kernel only.
+times out. `--again` also verifies kernels that have a verdict.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dcvit import cli, process
+from dcvit import cli
 from dcvit.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
@@ -111,9 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
     parser.add_argument("--config", help="verify the calls of attention in this config's training step")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument(
-        "--again", nargs="?", const="", metavar="KERNEL", help="verify again what has a verdict, or one kernel"
-    )
+    parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
     parser.add_argument(
         "--seconds", type=float, default=60, help="limit of compiling, and of running, one implementation"
     )
@@ -126,14 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit.dcmha import plan, verdicts
+    from dcvit.dcmha import verdicts
 
     cli.start_jax()
     store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
-    if args.again and args.again not in plan.BACKENDS:
-        raise ConfigError(f"--again={args.again}: expected one of {', '.join(plan.BACKENDS)}, or nothing for all")
-    if args.again is not None and process.RESTARTS not in os.environ:
-        store.forget(args.again or None)
+    if args.again:
+        store.forget()
     if args.config:
         rows = _of_config(args.config, overrides, args.seconds, store)
     else:

@@ -318,9 +318,6 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
             message, status = "interrupted", 130
             print(message, file=sys.stderr)
         except Exception as e:
-            if type(e).__name__ == "DeviceHungError" and argv is None and not _multihost():
-                print_error(str(e))
-                process.restart()  # without the kernel, which has a verdict
             message, status = _report(e)
         if multihost := _multihost():
             multihost.fail(message, status)
@@ -340,6 +337,9 @@ def _report(error: Exception) -> tuple[str, int]:
     message, text = first_line(error), str(error).lower()
     if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
+        print_error(message)
+        return message, 2
+    if type(error).__name__ == "DeviceHungError":
         print_error(message)
         return message, 2
     multihost = _multihost()
@@ -408,8 +408,7 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> list[str]:
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
     """Print a table of the columns that have a value.
 
-    If the terminal is too narrow, columns whose values are all the same follow in a line of their own, and the table is
-    transposed if that is narrower.
+    If the terminal is too narrow, the table is transposed if that is narrower.
     """
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
     columns = [[_cell(row[name]) for row in rows] for name in names]
@@ -418,12 +417,7 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     def width(table: Table) -> int:
         return table.__rich_measure__(console, console.options.update(width=10_000)).maximum
 
-    table, same = _table(title, names, zip(*columns, strict=True)), dict[str, str]()
-    if width(table) > console.width and len(rows) > 1:
-        found = {name: [row[name] for row in rows] for name in names[1:]}
-        same = {name: _cell(values[0]) for name, values in found.items() if all(v == values[0] for v in values)}
-        names, columns = map(list, zip(*(x for x in zip(names, columns, strict=True) if x[0] not in same), strict=True))
-        table = _table(title, names, zip(*columns, strict=True))
+    table = _table(title, names, zip(*columns, strict=True))
     if width(table) > console.width:
         first, *others = zip(names, *zip(*columns, strict=True), strict=True)
         transposed = _table(title, first, others)
@@ -432,8 +426,6 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     with console.capture() as printed:  # `print` raises BrokenPipeError, where the console would end the process
         console.print(table)
     print(printed.get(), end="")
-    if same:
-        print("in every row: " + ", ".join(f"{name} {value}" for name, value in same.items()))
 
 
 def _cell(value: object) -> str:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import re
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from input_pipeline.errors import (
     InputError,
@@ -23,12 +19,10 @@ from input_pipeline.errors import nearest as similar
 
 __all__ = [
     "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex",
-    "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
+    "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
     "unknown_key",
 ]  # fmt: skip
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"  # what a model computes
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.
 SYNONYMS = {
@@ -50,6 +44,9 @@ REMOVED: dict[str, str] = {
     "mlflow": "use wandb, or the events that TensorBoard reads",
     "trackio": "use wandb, or the events that TensorBoard reads",
     "distill.cache": "each step computes the teacher's logits",
+    "require_fused": "training prints the implementation of attention, and why others are not used",
+    "--peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
+    "--all": "give --config and --topology",
     "--group": "dcvit train --seeds writes means and intervals to seeds.md",
     "--allow_code": "the files of --include_path may always run code",
     **dict.fromkeys(
@@ -150,39 +147,3 @@ def check_call(
         check_arguments(function, args, kwargs, what, also)
     except InputError as e:
         raise ConfigError(str(e)) from None
-
-
-def checked(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorate a function for users, so that an argument that its annotation does not allow is a ConfigError.
-
-    Numbers and arrays of numpy and JAX count as those of Python. Items of a sequence are checked by sample.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-        signature, hints = inspect.signature(function), typing.get_type_hints(function)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                _check_argument(name, value, hints[name])
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _check_argument(name: str, value: object, hint: object) -> None:
-    from beartype import BeartypeConf, door  # late: importing it takes long
-
-    conf = BeartypeConf(is_pep484_tower=True)
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-    def fits(found: object) -> bool:
-        if isinstance(found, str) and str not in options:  # it would be the sequence of its characters
-            return False
-        return bool(door.is_bearable(found, hint, conf=conf))  # type: ignore[arg-type]
-
-    if not fits(value) and not (hasattr(value, "tolist") and fits(value.tolist())):
-        shown = " ".join(f"{value!r:.100}".split())
-        raise ConfigError(f"{name}={shown} should be of type {type_name(hint)}, not {type(value).__name__}")
-    if hasattr(value, "_fields"):  # a NamedTuple
-        for field, inner in typing.get_type_hints(type(value)).items():
-            _check_argument(f"{name}.{field}", getattr(value, field), inner)

@@ -7,7 +7,6 @@ folder, which may run code.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--include_path", type=cli.path, help="folder of further task files (YAML), which may run code")
     parser.add_argument("--online", action="store_true", help="download data that is not in the local cache")
     parser.add_argument("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
-    parser.add_argument("--out", type=cli.path, help="JSON file for the complete results")
     args, overrides = parser.parse(argv)
     for name, minimum in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
         value = getattr(args, name)
@@ -46,11 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.inference import harness_tasks
     from dcvit.inference.loading import open_model
     from dcvit.inference.texts import LanguageModel
-    from input_pipeline.huggingface import cached
 
     cli.start_jax(forward_only=True)
-    if args.out:
-        args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation
     harness_tasks.prepare(args.online)
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
@@ -64,10 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = harness_tasks.evaluate_tasks(
         make_model, names, include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
     )
-    place = args.checkpoint or args.workdir
-    results["config"]["model"] = str(cached(place) or place)
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     cli.show(harness_tasks.table_rows(results), args.format)
     return 0
 

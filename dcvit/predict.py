@@ -9,12 +9,12 @@ other files are still classified.
 
 from __future__ import annotations
 
-import shutil
+import itertools
 import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = images.find_images(args.images, fail)
     batches = model.classify(images.read_images(files, model.pp, fail), args.topk)
     if args.format == "table":
-        lines = images.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-        for batch in batches:
-            print(*lines.format(batch), sep="\n", flush=True)
+        for row in itertools.chain.from_iterable(batches):
+            found = [f"{escaped(p.label)} {100 * p.probability:.1f} %" if p.rank else "none" for p in row]
+            print("  ".join([escaped(row[0].file), *found]), flush=True)
     else:
         cli.show((p._asdict() for batch in batches for predictions in batch for p in predictions), args.format)
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The process of a command: its replacement by a new one that runs the same command, and its standard streams."""
+"""The standard streams of a command's process, whose reader may go away."""
 
 from __future__ import annotations
 
@@ -8,26 +8,6 @@ import select
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
-
-RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
-
-
-def restart() -> None:
-    """Replace this process, to run the command again; return if that happened too often or is not possible."""
-    count = int(os.environ.get(RESTARTS, "0"))
-    if count < MOST_RESTARTS and _is_command_line():
-        os.environ[RESTARTS] = str(count + 1)
-        if sys.stdout:
-            sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _is_command_line() -> bool:
-    """Return True if Python was started with the words of `sys.argv`, which a program may set, and has no debugger."""
-    words, started = sys.argv, sys.orig_argv[-len(sys.argv) :]
-    before = sys.orig_argv[-len(words) - 1 : -len(words)]
-    is_same = bool(words) and started[1:] == words[1:] and (started[0] == words[0] or before == ["-m"])
-    return is_same and bool(sys.executable) and sys.gettrace() is None
 
 
 @contextlib.contextmanager

@@ -6,21 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, first_line_with_type
+from input_pipeline.errors import InputError, MissingLibraryError, first_line_with_type
 from input_pipeline.images.decode import JPEG_WARNING
 from input_pipeline.images.statistics import Channel, Statistics
 from input_pipeline.loader import thread_count
 from input_pipeline.optional import remove_lines
 from input_pipeline.preprocess.builder import Preprocess, checking, decoding
 from input_pipeline.source import Source, open_source
-from input_pipeline.text.documents import LINE_SUFFIXES, SUFFIXES, Files, find_files, read_documents
 
 CLASSES = "{num_classes}"
-TEXT_KEYS = {  # of the strings that a kind of text reads, with their defaults
-    "text": {"key": "text"},
-    "spans": {"inputs": "inputs", "targets": "targets"},
-    "answers": {"text": "texts", "task": "task_id"},
-}
 PIECE, PIECES = 32, 4  # examples that a thread reads at a time, and how often until the progress is shown
 
 
@@ -35,7 +29,7 @@ class Report(NamedTuple):
     """The result for one source.
 
     Fields:
-      checked: the number of examples (or text files) that were read.
+      checked: the number of examples that were read.
       damaged: the damaged ones.
       channels: the statistics of each channel of the images that are not damaged, if they were asked for.
     """
@@ -50,7 +44,7 @@ def check_data(
 ) -> Report:
     """Read every example of a data source, decode it completely if `pp` decodes images, and check its labels.
 
-    Text is read when its source is opened, which fails at the first damaged line; then the files are read one by one.
+    Text is read when its source is opened, which fails at the first damaged line.
 
     Args:
       data: the arguments of `open_source`.
@@ -60,19 +54,11 @@ def check_data(
 
     Raises:
       MissingDataError: the data does not exist.
-      InputError: an option is invalid, or the source cannot be opened for another reason than damaged text.
+      InputError: an option is invalid, or the source cannot be opened.
       ReadingError: an optional library is not installed.
     """
     Preprocess(pp.replace(CLASSES, "1"))
-    try:
-        source = open_source(**data)  # type: ignore[arg-type]  # open_source checks the options
-    except MissingDataError:
-        raise
-    except InputError:
-        report = _check_texts(data, on_progress)
-        if not report.damaged:
-            raise
-        return report
+    source = open_source(**data)  # type: ignore[arg-type]  # open_source checks the options
     if CLASSES in pp and not source.class_names:  # training asks for a number
         decode = Preprocess(decoding(pp.replace(CLASSES, "1")))
     else:
@@ -126,22 +112,3 @@ def _with_warnings(source: Source, rows: range, decode: Preprocess, measure: boo
         if not damage:
             statistics.update(image)
     return found, statistics
-
-
-def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:
-    """Return the damaged files of text data, each read up to its first damaged line; for other data, none."""
-    kind = str(data["kind"])
-    if kind not in TEXT_KEYS or not isinstance(data.get("path"), str):
-        return Report(0, [])
-    files = find_files(str(data["path"]), SUFFIXES if kind == "text" else LINE_SUFFIXES)
-    keys = [str(data.get(option, default)) for option, default in TEXT_KEYS[kind].items()]
-    damaged = []
-    for number, file in enumerate(files.paths, start=1):
-        try:
-            for _ in read_documents(Files([file], files.root, file.stat().st_size), keys):
-                pass
-        except InputError as e:
-            location, _, reason = str(e).partition(": ")
-            damaged.append(Damage(location, reason))
-        on_progress(number, len(files.paths))
-    return Report(len(files.paths), damaged)

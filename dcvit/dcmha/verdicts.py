@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
-import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 LOG = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 LARGEST_ERROR = 2e-2  # of an implementation that passed
-MAX_BYTES = 2**24  # of a file; a verdict takes about 1 kB
-DAY = 24 * 60 * 60.0  # seconds, after which an implementation that failed is tried again
 PASSED, WRONG, FAILED, TIMED_OUT, STARTED = STATUSES = ("passed", "wrong", "failed", "timed out", "started")
 BAD = (WRONG, FAILED, TIMED_OUT)
 # What compiles programs: its versions and its flags.
@@ -51,8 +46,6 @@ class Verdict:
       reason: why the status is not "passed".
       forward_milliseconds: median time of the output alone; None if it was not timed.
       seconds: the time limit with which the implementation was compiled and run.
-      when: time of the verdict, in seconds since 1970.
-      tries: how often the implementation was tried.
     """
 
     status: str
@@ -61,8 +54,6 @@ class Verdict:
     reason: str = ""
     forward_milliseconds: float | None = None
     seconds: float = 0.0
-    when: float = dataclasses.field(default_factory=time.time)
-    tries: int = 1
 
     @property
     def passed(self) -> bool:
@@ -72,11 +63,9 @@ class Verdict:
     def is_final(self, seconds: float) -> bool:
         """Return False if the implementation should be tried again with a limit of `seconds`.
 
-        A failure or a time-out is tried again with a longer limit, and once more a day later. A wrong result is final
-        in its environment.
+        A failure or a time-out is tried again with a longer limit. A wrong result is final in its environment.
         """
-        is_recent = abs(time.time() - self.when) < DAY or self.tries > 1
-        return self.status in (PASSED, WRONG) or (self.status != STARTED and seconds <= self.seconds and is_recent)
+        return self.status in (PASSED, WRONG) or (self.status != STARTED and seconds <= self.seconds)
 
 
 Cases: TypeAlias = dict[str, dict[str, Verdict]]  # by the key of a case and the name of an implementation
@@ -128,16 +117,6 @@ def _hash_of_code() -> str:
     return digest.hexdigest()[:16]
 
 
-def _open(path: Path, flags: int) -> BinaryIO:
-    """Return a file opened without following a link or waiting for a pipe; OSError (ELOOP) if it is not regular."""
-    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # which Windows lacks
-    number = os.open(path, flags | safe, 0o666)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.ELOOP, "not a regular file", str(path))
-    return os.fdopen(number, "rb" if flags == os.O_RDONLY else "r+b")
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Context manager: wait for the lock of a file with flock(2), and hold it; it also ends with the process.
@@ -145,7 +124,7 @@ def _locked(path: Path) -> Iterator[None]:
     Without flock, on Windows and some network file systems, of two verdicts written at the same time one may be lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open(path, os.O_RDWR | os.O_CREAT) as file:
+    with path.open("ab") as file:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -180,14 +159,9 @@ class Verdicts:
 
         self._change(change)
 
-    def forget(self, name: str | None = None) -> None:
-        """Remove the verdicts on the implementation `name` for all cases; None removes all verdicts."""
-
-        def change(found: Cases) -> None:
-            for some in found.values():
-                some.clear() if name is None else some.pop(name, None)
-
-        self._change(change)
+    def forget(self) -> None:
+        """Remove all verdicts."""
+        self._change(dict.clear)
 
     def _change(self, change: Callable[[Cases], None]) -> None:
         try:
@@ -197,9 +171,7 @@ class Verdicts:
                 cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
                 content = {"format": FORMAT, "environment": self.environment, "cases": cases}
                 fresh = self.path.with_suffix(".tmp")  # of the process that has the lock
-                fresh.unlink(missing_ok=True)
-                with _open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                    file.write(json.dumps(content, indent=1).encode())
+                fresh.write_text(json.dumps(content, indent=1))
                 fresh.replace(self.path)
         except OSError as e:
             LOG.warning("attention: verdicts are not kept: %s", e)
@@ -219,40 +191,16 @@ class Verdicts:
           OSError: the file exists and cannot be read.
         """
         try:
-            with _open(self.path, os.O_RDONLY) as file:
-                text = file.read(MAX_BYTES + 1)
-            if len(text) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
-            content = json.loads(text, object_pairs_hook=_unique)
+            content = json.loads(self.path.read_text())
             if content["format"] != FORMAT or content["environment"] != self.environment:
                 raise ValueError("it has another format or belongs to another environment")
-            return {
-                key: {name: _verdict(fields) for name, fields in some.items()} for key, some in content["cases"].items()
-            }
+            cases = content["cases"].items()
+            found = {key: {name: Verdict(**fields) for name, fields in some.items()} for key, some in cases}
+            if statuses := {verdict.status for some in found.values() for verdict in some.values()} - {*STATUSES}:
+                raise ValueError(f"it has the status {statuses.pop()!r}")
+            return found
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as e:
-            if isinstance(e, OSError) and e.errno != errno.ELOOP:
-                raise
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
             LOG.warning("attention: ignored the verdicts in %s: %s", self.path, e)
             return {}
-
-
-def _verdict(fields: Mapping[str, object]) -> Verdict:
-    """Return the verdict from its fields in JSON; raise ValueError or TypeError if they are invalid."""
-    verdict = Verdict(**fields)  # type: ignore[arg-type]
-    measured = [x for x in (verdict.error, verdict.milliseconds, verdict.forward_milliseconds) if x is not None]
-    numbers = [*measured, verdict.seconds, verdict.when, verdict.tries]
-    if verdict.status not in STATUSES or not all(type(x) in (int, float) and 0 <= x < 1e308 for x in numbers):
-        raise ValueError(f"a verdict has invalid fields: {fields}")
-    if verdict.passed and (len(measured) != 3 or verdict.reason or measured[0] > LARGEST_ERROR):
-        raise ValueError(f"a verdict has passed without time, with a large error, or with a reason: {fields}")
-    return verdict
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object from its pairs; raise ValueError if a name occurs twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return fields

@@ -185,21 +185,18 @@ def _examine(
             break
         before = found.get(name)
         if before is not None and before.status == verdicts.STARTED and before.reason:
-            failed = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
-            found[name] = dataclasses.replace(failed, tries=before.tries)
+            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
             store.write(case.key, name, found[name])
             continue
         has_ended = before is not None and before.status == verdicts.STARTED  # an earlier process, meanwhile
-        tries = 1 if before is None else before.tries + (before.status in verdicts.BAD)
-        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else "", tries=tries))
+        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else ""))
         kept = before
         try:
-            verdict = _verdict(case, name, (arrays, cotangent), expected, limits)
-            found[name] = dataclasses.replace(verdict, tries=tries)
+            found[name] = _verdict(case, name, (arrays, cotangent), expected, limits)
             if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
                 kept = found[name]  # else there may be more memory at the next start
         except DeviceHungError as e:
-            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds, tries=tries)
+            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds)
             raise
         finally:  # also if the user interrupts it
             store.write(case.key, name, kept)

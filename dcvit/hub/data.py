@@ -20,7 +20,6 @@ from dcvit.config.values import replaced
 from dcvit.errors import ConfigError, check_call, first_line
 from dcvit.runs.files import Folder
 from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
-from input_pipeline.files import expand
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
@@ -32,33 +31,7 @@ TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its to
 def open_source(data: Options, what: str) -> Source:
     """Return the source of a config's `data`, opened; `what` is the name of `data` in error messages."""
     check_data(data, what)
-    with with_hints(data):
-        return input_pipeline.open_source(**dict(data))
-
-
-@contextlib.contextmanager
-def with_hints(data: Options) -> Iterator[None]:
-    """Context manager that adds to an InputError about `data` which arguments of shipped configs may resolve it."""
-    folder = data.get("data_dir") if data["kind"] == "folder" else None
-    if isinstance(folder, str) and folder and not expand(folder).is_dir():
-        raise MissingDataError(f"no folder {folder}{'; only local folders are read' * ('://' in folder)}")
-    try:
-        yield
-    except InputError as e:
-        hint = ""
-        if isinstance(folder, str) and isinstance(e, MissingDataError) and data.get("val_fraction") is None:
-            hint = "; if it holds the class folders themselves, give the config val_fraction=0.1"
-        elif data["kind"] == "megatron" and data.get("rows") is not None:
-            hint = (
-                "; lm_pile.py takes validation=ROWS, the number of rows to hold out, and context=TOKENS, their length"
-            )
-        elif data["kind"] == "manifest" and "no column 'split'" in str(e):
-            hint = "; without such a column, give vit_manifest.py the argument val, as in val=fold 1 of 5"
-        elif data["kind"] in ("text", "input_ids") and Path(str(data.get("path"))).name in ("train", "validation"):
-            hint = "; lm_pile.py reads the folders train and validation, and lm_text.py splits one folder"
-        if not hint:
-            raise
-        raise type(e)(f"{e}{hint}") from e
+    return input_pipeline.open_source(**dict(data))
 
 
 def corrupt_hint(what: str) -> str:

@@ -17,7 +17,7 @@ import input_pipeline
 from dcvit.config.durations import is_duration
 from dcvit.config.keys import UNITS
 from dcvit.errors import ConfigError, check_call, nearest
-from dcvit.hub.data import check_data, corrupt_hint, with_hints
+from dcvit.hub.data import check_data, corrupt_hint
 from dcvit.hub.kinds import check_loss, kind_of
 from dcvit.models import Params
 from dcvit.models.packed_images import PackedImages
@@ -99,8 +99,7 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     if any(field.name == "loss" for field in dataclasses.fields(module.Options)):
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(module.Options, kwargs, what, also=[f"log_{unit}" for unit in UNITS])
-    with with_hints(kwargs["data"]):
-        built = module.Evaluator(predict, mesh, module.Options(**kwargs))
+    built = module.Evaluator(predict, mesh, module.Options(**kwargs))
     check_thresholds(kwargs.get("thresholds"), config[known.outputs_key], f"{what}.thresholds")
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)

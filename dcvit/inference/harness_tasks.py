@@ -9,9 +9,10 @@ import contextlib
 import difflib
 import importlib.util
 import math
+import numbers
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESAMPLES = 1000
 
 Library: TypeAlias = Any  # an object of a class of `lm_eval`, or the `HarnessModel`, which imports it
-Results = dict[str, Any]  # the library's results as JSON data
+Results = dict[str, Any]  # the library's results
 
 
 def prepare(online: bool) -> None:
@@ -49,7 +50,7 @@ def evaluate_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> Results:
-    """Run tasks on a model and return the library's results as JSON data.
+    """Run tasks on a model and return the library's results.
 
     Args:
       make_model: function that returns the model; called after the tasks were loaded.
@@ -70,12 +71,11 @@ def evaluate_tasks(
 
         model = make_model()
         with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
-            results = simple_evaluate(
+            results: Results = simple_evaluate(
                 model, tasks=tasks, num_fewshot=num_fewshot, limit=limit, log_samples=False,
                 bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
             )  # fmt: skip
-        converted: Results = to_json_data(results)
-        return converted
+        return results
     except TemplateError as e:
         raise ConfigError(f"a task's template: {first_line(e)}") from None
 
@@ -112,34 +112,23 @@ def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
     return loaded
 
 
-def to_json_data(value: Any) -> Any:
-    """Return a value as JSON data: keys and objects that JSON lacks become strings, non-finite numbers None."""
-    if isinstance(value, Mapping):
-        return {str(k): to_json_data(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json_data(v) for v in value]
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return getattr(value, "__qualname__", None) or str(value)
-
-
 def table_rows(results: Results) -> list[dict[str, object]]:
     """Return one table row, with the value and its standard error, for each task or group, metric and filter."""
     rows: list[dict[str, object]] = []
-    for task, numbers in results["results"].items():
-        for key, value in numbers.items():
+    for task, measures in results["results"].items():
+        for key, value in measures.items():
             metric, comma, name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            stderr = numbers.get(f"{metric}_stderr,{name}")
-            n = results["n-samples"].get(task, {}).get("effective") or numbers.get("sample_len")
+            stderr = measures.get(f"{metric}_stderr,{name}")
+            n = results["n-samples"].get(task, {}).get("effective") or measures.get("sample_len")
             rows.append({
-                "task": task, "metric": metric, "filter": name, "value": value,
-                "stderr": stderr if isinstance(stderr, float) else None,
-                "n": n, "num_fewshot": results["n-shot"].get(task),
+                "task": task, "metric": metric, "filter": name, "value": _number(value),
+                "stderr": _number(stderr), "n": n, "num_fewshot": results["n-shot"].get(task),
             })  # fmt: skip
     return rows
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None

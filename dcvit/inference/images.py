@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32
-from rich.cells import cell_len, set_cell_size
 from scipy.special import logit
 
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked, escaped, type_name
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
 from dcvit.hub.data import image_shape
 from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, one_per_row
@@ -75,7 +74,6 @@ class ImageModel(LoadedModel):
 
     kind = "a model of images, not a language model: use `dcvit predict`"
 
-    @checked
     def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
 
@@ -126,10 +124,6 @@ class ImageModel(LoadedModel):
                     _best(name, row, self.class_names, count, where)
                     for name, row, where in zip(names, rows, reached, strict=False)
                 ]
-
-    def generate(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: a model of images does not generate text."""
-        raise ConfigError("an image model does not generate text: use predict")
 
     def checked(
         self, batch: tuple[Sequence[str], np.ndarray | PackedImages]
@@ -194,33 +188,6 @@ def _best(
     if not best:
         return [Prediction(file, 0, "", round(float(scores.max()), 6))]
     return [Prediction(file, rank, class_names[i], round(float(scores[i]), 6)) for rank, i in enumerate(best, start=1)]
-
-
-class PredictionLines:
-    """Formats predictions as lines of text, whose columns are aligned in each batch and never become narrower.
-
-    Where a line would be longer than `width`, the file and each of its classes have a line of their own.
-    """
-
-    def __init__(self, width: int | None):
-        """Prepare the format; `width` is the number of characters in a line of the terminal, None is no limit."""
-        self.width, self.file_width, self.label_width = width, 0, 0
-
-    def format(self, batch: Sequence[Sequence[Prediction]]) -> list[str]:
-        """Return the lines of text for a batch, the predictions of each image."""
-        files = [escaped(predictions[0].file) for predictions in batch]
-        labels = [[escaped(p.label) for p in predictions] for predictions in batch]
-        self.file_width = max(self.file_width, *map(cell_len, files))
-        self.label_width = max(self.label_width, *(cell_len(label) for row in labels for label in row))
-        lines = []
-        for file, row, predictions in zip(files, labels, batch, strict=True):
-            classes = [
-                f"  {set_cell_size(label, self.label_width)} {100 * p.probability:5.1f} %" if p.rank else "  none"
-                for label, p in zip(row, predictions, strict=True)
-            ]
-            line = set_cell_size(file, self.file_width) + "".join(classes)
-            lines += [file, *classes] if self.width and cell_len(line) > self.width else [line]
-        return lines
 
 
 def read_images(

@@ -11,7 +11,7 @@ from pathlib import Path
 import flax.linen as nn
 from jax.sharding import Mesh
 
-from dcvit.errors import CheckpointError, ConfigError, checked, nearest
+from dcvit.errors import CheckpointError, ConfigError, nearest
 from dcvit.hub import pretrained
 from dcvit.hub.model import TrainedModel, at_image_size, open_run, open_trained, thresholds_of
 from dcvit.hub.source import ModelSource
@@ -33,7 +33,6 @@ from input_pipeline import huggingface
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
-@checked
 def load(
     source: str | Path,
     *,

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, checked
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
@@ -79,7 +79,6 @@ class LoadedModel:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         return f"{type(self).__name__}({self.source!r}, {type(self.module).__name__} with {count:,} parameters)"
 
-    @checked
     def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
         """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", of shape B ….
 
@@ -99,7 +98,6 @@ class LoadedModel:
             raise CheckpointError(f"{self.source}: numbers of {name!r} are {NOT_FINITE}")
         return np.concatenate(arrays)
 
-    @checked
     def attention(
         self, inputs: Images | Tokens, layers: Sequence[int | np.integer] | None = None
     ) -> dict[int, AttentionMatrices]:
@@ -111,7 +109,6 @@ class LoadedModel:
         """
         return jax.device_get(self._on_one_batch(inputs, functools.partial(attention_maps, layers=layers)))
 
-    @checked
     def run_with_cache(
         self, inputs: Images | Tokens, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
     ) -> Activations:

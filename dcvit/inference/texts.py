@@ -7,11 +7,11 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
-from dcvit.errors import ConfigError, InputError, checked
+from dcvit.errors import ConfigError, InputError
 from dcvit.hub.data import check_tokenizer
 from dcvit.inference import generation
 from dcvit.inference.model import Images, LoadedModel, Tokens
@@ -136,7 +136,6 @@ class LanguageModel(LoadedModel):
 
     kind = "a language model: use `dcvit generate`"
 
-    @checked
     def generate(
         self,
         prompt: str,
@@ -157,7 +156,6 @@ class LanguageModel(LoadedModel):
         options = TextOptions(tokens, Sampling(temperature, top_k, top_p), seed, ends)
         return self.continue_texts([prompt], options).texts[0].text
 
-    @checked
     def stream(self, prompt: str, options: TextOptions = DEFAULT_OPTIONS) -> Iterator[str]:
         """Return an iterator over the pieces of a text's continuation, each as soon as its tokens are generated.
 
@@ -179,7 +177,6 @@ class LanguageModel(LoadedModel):
         if rest := started.streams[0].rest():
             yield rest
 
-    @checked
     def continue_texts(
         self,
         prompts: Sequence[str],
@@ -223,10 +220,6 @@ class LanguageModel(LoadedModel):
             results.append(Continuation(prompts[i], texts[i], counts[i], ended))
         positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
         return Continuations(results, sum(counts), speed, positions)
-
-    def predict(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: a language model does not classify."""
-        raise ConfigError("a language model does not classify images: use generate")
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -20,12 +20,12 @@ import jax
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel import hlo, topologies
-from dcvit.parallel.sharding import batch_sharding, batch_shards
+from dcvit.parallel.sharding import batch_sharding
 from dcvit.parallel.topologies import GIB
 from dcvit.runs.progress import stage
 from dcvit.training.memory import program_bytes, shard_bytes
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import TrainState, jit_update, make_objective, state_shapes, step_flops
+from dcvit.training.step import TrainState, jit_update, state_shapes, step_flops
 
 LOG = logging.getLogger(__name__)
 FITS = "fits"
@@ -51,9 +51,7 @@ class CompiledStep(TypedDict, total=False):
       params: size of the parameters.
       optimizer: size of the optimizer state and of averaged parameters.
       tflops: 10^12 floating-point operations of a step of all chips, by formula; None if the model has no formula.
-      activations: size of the values that the forward pass stores for the backward pass, as if the mesh axis "tensor"
-        split none of them.
-      temporaries: size of all other values that the compiler allocates.
+      temporaries: size of all other values that the compiler allocates, activations among them.
       total: size of everything.
       memory: size of the chip's memory.
       verdict: "fits", or by how much the step does not fit.
@@ -69,7 +67,6 @@ class CompiledStep(TypedDict, total=False):
     params: float
     optimizer: float
     tflops: float | None
-    activations: float
     temporaries: float
     total: float
     memory: float
@@ -93,8 +90,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     with stage(f"building the model of {spec}", LOG.info, announce=False):
         setup = load_setup(spec, overrides, devices=devices, stand_in=True)
     with stage(f"tracing the training step of {spec} for {topology}", LOG.info):
-        lowered, state, batch = lower(setup)
-        activations = _activations(setup, state, batch)
+        lowered, state, _ = lower(setup)
     mesh, flops = setup.model.mesh, step_flops(setup)
     result = CompiledStep(
         config=spec,
@@ -115,7 +111,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
             raise
         return {**result, **_overflow(str(e), chip), "compile_seconds": time.perf_counter() - started}
     seconds = time.perf_counter() - started
-    return {**result, **_usage(compiled, activations, chip), "compile_seconds": seconds}
+    return {**result, **_usage(compiled, chip), "compile_seconds": seconds}
 
 
 def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, Shapes]:
@@ -164,38 +160,12 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
     return chip, found.devices
 
 
-def _activations(setup: Setup, state: TrainState, batch: Shapes) -> int:
-    """Return the bytes that a device stores from the forward to the backward pass, without the parameters."""
-    model: Any = setup.model.module
-    mesh, size = setup.model.mesh, setup.data.batch_size // setup.plan.grad_accum
-    part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    if (model.implementation or "").startswith("pallas_"):
-        model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
-    key = jax.eval_shape(lambda: jax.random.key(0))
-
-    def backward(state: TrainState, batch: dict[str, jax.Array], key: jax.Array) -> object:
-        prepared = setup.task.prepare(batch, key)
-        return jax.vjp(lambda p: make_objective(setup, model)(p, state, prepared, key), state.params)[1]
-
-    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, state, part, key)) if hasattr(x, "dtype")]
-    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)]
-    total = 0
-    for leaf in residuals:
-        if (leaf.shape, leaf.dtype) in excluded:
-            excluded.remove((leaf.shape, leaf.dtype))
-        else:
-            total += leaf.size * leaf.dtype.itemsize
-    return total // (batch_shards(mesh) * mesh.shape["context"])
-
-
-def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chip) -> CompiledStep:
+def _usage(compiled: jax.stages.Compiled, chip: topologies.Chip) -> CompiledStep:
     """Return the fields of `CompiledStep` about memory and collectives, for a step that fits; sizes in GiB."""
     memory: Any = compiled.memory_analysis()
-    kept = min(activations, memory.temp_size_in_bytes)
     totals = hlo.totals(hlo.collectives(compiled.as_text() or ""))
     return {
-        "activations": kept / GIB,
-        "temporaries": (memory.temp_size_in_bytes - kept) / GIB,
+        "temporaries": memory.temp_size_in_bytes / GIB,
         "total": sum(program_bytes(compiled)) / GIB,
         "memory": chip.memory / GIB,
         "verdict": FITS,

@@ -41,13 +41,11 @@ class Options(NamedTuple):
       modes: names in `MODES`: the training step, or the forward pass from inputs to logits without dropout.
       batch_sizes: the batch sizes instead of the config's.
       rounds: timed calls of each program.
-      peak: FLOP/s of one device, for the MFU; None means that of `dcvit.parallel.topologies.CHIPS`.
     """
 
     modes: Sequence[str] = MODES
     batch_sizes: Sequence[int] = ()
     rounds: int = 10
-    peak: float | None = None
 
 
 @dataclasses.dataclass
@@ -72,7 +70,6 @@ class Row:
       mfu: model FLOPs utilization: `tflops` in percent of the peak of the devices.
       ratio: time of an image or token, divided by that of the first row with the same mode and unit.
       memory_mb: 10⁶ bytes that the compiled program allocates on each device, arguments included.
-      peak_mb: 10⁶ bytes that the first device had allocated at most during a step, without other programs.
       compile_s: seconds of the compilation.
       error: why nothing was measured: too little memory.
     """
@@ -94,7 +91,6 @@ class Row:
     mfu: float | None = None
     ratio: float | None = None
     memory_mb: float | None = None
-    peak_mb: float | None = None
     compile_s: float | None = None
     error: str | None = None
 
@@ -106,7 +102,6 @@ class Program:
       attention: the names of the implementations of attention in it.
       compiled: the program.
       seconds: the time of its compilation.
-      peak: the peak of memory in its first step, in bytes of the first device; None if unknown.
     """
 
     def __init__(self, setup: Setup, mode: str, selection: Selection | None = None):
@@ -121,7 +116,6 @@ class Program:
           TooLargeError: the program does not fit into the free memory.
         """
         self.setup, self.mode = setup, mode
-        self.peak: int | None = None
         selection = selection or kernels.select(None, {})
         policy = setup.options.kernels or selection.policy
         with (
@@ -142,19 +136,14 @@ class Program:
 
     def start(self) -> Step:
         """Allocate initial parameters and a random batch, run a step, and return the function that runs another."""
-        arguments, device = self._arguments(), self.setup.model.mesh.local_devices[0]
+        arguments = self._arguments()
 
         def step() -> None:
             results = jax.block_until_ready(self.compiled(*arguments))
             if self.mode == "train":
                 arguments[0] = results[0]  # the state, whose memory the step has reused
 
-        before = device.memory_stats()
         step()
-        after = device.memory_stats()
-        if before and after and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
-            others = before["bytes_in_use"] - memory.program_bytes(self.compiled)[0]
-            self.peak = after["peak_bytes_in_use"] - others
         return step
 
     def _trace_forward(self) -> tuple[jax.stages.Traced, Params, jax.ShapeDtypeStruct]:
@@ -218,7 +207,7 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
       ConfigError, InputError: a config is invalid, or leaves sizes to data that is missing; before compilation.
     """
     opened = [
-        (spec, size, _open(spec, [*overrides, *([f"input.batch_size={size}"] if size else [])]))
+        (spec, size, load_setup(spec, [*overrides, *([f"input.batch_size={size}"] if size else [])], stand_in=True))
         for spec in specs
         for size in options.batch_sizes or (None,)
     ]
@@ -226,9 +215,6 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
     for spec, size, setup in opened:
         for mode in options.modes:
             rows.append(row := Row(spec, mode, size))
-            if isinstance(setup, memory.TooLargeError):
-                row.error = _lack_of_memory(setup)
-                continue
             _describe(row, setup)
             try:
                 with stage(f"compiling {mode} of {spec}, batch {row.batch}", LOG.info):
@@ -244,19 +230,11 @@ def benchmark(specs: Sequence[str], overrides: Sequence[str], options: Options) 
         if isinstance(found, str):
             rows[number].error = found
         else:
-            _fill(rows[number], programs[number], found, options.peak)
+            _fill(rows[number], programs[number], found)
     for row in rows:
         first = next((r for r in rows if r.rate and (r.mode, r.unit) == (row.mode, row.unit)), row)
         row.ratio = first.rate / row.rate if first.rate and row.rate else None
     return rows
-
-
-def _open(spec: str, overrides: Sequence[str]) -> Setup | memory.TooLargeError:
-    """Return the setup of a config, or the error that its parameters alone need too much memory."""
-    try:
-        return load_setup(spec, overrides, stand_in=True)
-    except memory.TooLargeError as e:
-        return e
 
 
 def _describe(row: Row, setup: Setup) -> None:
@@ -269,17 +247,16 @@ def _describe(row: Row, setup: Setup) -> None:
     row.gflops = flops and flops / setup.task.rate[1] / 1e9
 
 
-def _fill(row: Row, program: Program, seconds: Sequence[float], peak: float | None) -> None:
-    """Set the fields of a row that follow from the seconds of each round; `peak`: see `Options`."""
+def _fill(row: Row, program: Program, seconds: Sequence[float]) -> None:
+    """Set the fields of a row that follow from the seconds of each round."""
     low, median, high = np.percentile(seconds, [25, 50, 75]).tolist()
     row.ms_q1, row.ms, row.ms_q3 = (1e3 * each for each in (low, median, high))
     row.rate = rate = program.setup.data.batch_size * program.setup.task.rate[1] / median
     row.tflops = row.gflops and row.gflops * rate / 1e3
     devices = program.setup.model.mesh.devices.flatten()
     chip = topologies.chip(devices[0].device_kind)
-    if row.tflops and (peak := peak or (chip.peak if chip else None)):
-        row.mfu = 100 * 1e12 * row.tflops / (peak * len(devices))
-    row.peak_mb = program.peak and program.peak / 1e6
+    if row.tflops and chip:
+        row.mfu = 100 * 1e12 * row.tflops / (chip.peak * len(devices))
 
 
 def _timed(programs: Mapping[int, Program], rounds: int) -> dict[int, list[float] | str]:

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -142,27 +141,16 @@ def results(runs: Sequence[RecordedRun], metric: str | None = None) -> list[Row]
 
 
 def state(run: RecordedRun) -> str:
-    """Return "running", "done", "stopped early" (by `config.early_stop`), "failed" (by non-finite values) or "stopped".
+    """Return "running", "done" or "stopped": by `config.early_stop`, by a signal, or by an error.
 
-    A stopped run was interrupted, killed or ended by an error; the same command resumes it. A run in an object store,
-    which has no lock, may still run when it counts as stopped.
+    A run in an object store, which has no lock, may still run when it counts as stopped.
     """
     last = max([run.rows[-1]["step"], *saved_steps(run.workdir)])
     if isinstance(run.workdir, Path) and is_locked(run.workdir):
         return "running"
     if run.total and last >= run.total:
         return "done"
-    if run.config.get("early_stop"):
-        from dcvit.training.progress import EarlyStop  # imports JAX
-
-        early = EarlyStop(run.config["early_stop"])
-        for row in run.rows:
-            early.update(row["step"], row)
-        if early.reason:
-            return "stopped early"
-    found = [re.fullmatch(r"nonfinite-(\d+)\.json", path.name) for path in run.workdir.glob("nonfinite-*.json")]
-    failed = len(found) > (run.config.get("nonfinite_skip") or 0)
-    return "failed" if failed and any(match and int(match[1]) > last for match in found) else "stopped"
+    return "stopped"
 
 
 def _result(run: RecordedRun, names: Sequence[str]) -> Row:

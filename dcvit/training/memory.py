@@ -6,43 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError
-from dcvit.models.trees import param_shapes
 from input_pipeline import memory
-
-MANY_LAYERS = 24  # whose tracing takes seconds
 
 
 class TooLargeError(ConfigError):
-    """A model, training state or program that needs more memory than the devices have free."""
-
-
-def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct) -> None:
-    """Raise ConfigError if the parameters of a model of many layers, with their gradients, exceed the memory.
-
-    The size is extrapolated from models of one and two layers, which are traced quickly. It is a lower bound: the
-    parameters are split over all devices, and compositions do not count if only a part of the layers has them.
-    """
-    depth = getattr(model, "depth", 0)
-    if depth > MANY_LAYERS:
-        some = getattr(model, "compose_layers", None) is not None
-        model = model.clone(compose=None, compose_layers=None) if some else model
-        one, two = (_size(param_shapes(model.clone(depth=layers), example)) for layers in (1, 2))
-        size = one + (depth - 1) * (two - one)
-        _check(mesh, 2 * 4 * size // mesh.size, f"about {size:,} parameters with gradients")
-
-
-def check_state(mesh: Mesh, state: object, trained: object) -> None:
-    """Raise ConfigError if a training state and the gradients of `trained` need more memory than there is.
-
-    Both are trees of shapes with shardings; `trained` are the parameters with gradients.
-    """
-    needed = shard_bytes(state) + shard_bytes(trained)
-    _check(mesh, needed, f"{_size(trained):,} trained parameters with gradients and optimizer state")
+    """A program that needs more memory than the devices have free."""
 
 
 def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
@@ -80,10 +52,6 @@ def is_exhausted(error: BaseException) -> bool:
 def shard_bytes(tree: object) -> int:
     """Return the number of bytes that a tree of arrays, given as shapes with shardings, needs on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _size(tree: object) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _check(mesh: Mesh, needed: int, what: str) -> None:

@@ -68,7 +68,6 @@ class RunOptions:
     wandb: Mapping[str, object]
     profile: Sequence[int]
     kernels: Policy | None
-    require_fused: bool
     check_memory: bool
 
     @property

@@ -26,7 +26,7 @@ from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.watchdog import Watchdog
-from dcvit.training import kernels, memory
+from dcvit.training import kernels
 from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
@@ -102,7 +102,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
       accept: config keys, or "data", that may differ from those of the run in the workdir.
 
     Raises:
-      ConfigError: the workdir is in use, cannot be written, or holds another run; or the memory does not suffice.
+      ConfigError: the workdir is in use, cannot be written, or holds another run.
       CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
     """
     identity.check_accepted(accept)
@@ -173,8 +173,6 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
-    if setup.options.check_memory:
-        memory.check_state(setup.model.mesh, shapes, shapes.params)
     loaded = jax.tree.map(lambda _: None, shapes.params)
     if setup.model.load_initial and not saved:
         loaded = setup.model.load_initial(shapes.params)

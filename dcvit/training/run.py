@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError, checked
+from dcvit.errors import ConfigError
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
@@ -45,7 +45,6 @@ class TrainingRun:
         return loading.load(str(self.workdir))
 
 
-@checked
 def train(
     config: str,
     workdir: str | os.PathLike[str],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcvit.errors import CheckpointError, checked
+from dcvit.errors import CheckpointError
 from dcvit.parallel.trees import MAX_NAMED, check_tree, nested
 from dcvit.weights import (
     big_vision,
@@ -126,7 +126,6 @@ def family_of(file: WeightsFile) -> str:
     return next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
 
 
-@checked
 def open_weights(path: str | Path) -> Weights:
     """Open a file or a folder of another library.
 

@@ -126,7 +126,7 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
         trained = open_trained(workdir)
         results = harness_tasks.evaluate_tasks(
             lambda: HarnessModel(*trained.language_model(), trained.tokenizer(), batch_size=64),
-            (CLOZE, CHOICE), include_path=tasks, allow_code=False, num_fewshot=None, limit=None,
+            (CLOZE, CHOICE), include_path=tasks, num_fewshot=None, limit=None,
         )["results"]  # fmt: skip
         return {
             "cloze": 100 * results[CLOZE]["acc,none"], "choice": 100 * results[CHOICE]["acc_norm,none"],

@@ -20,22 +20,21 @@ LM = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("library_promotion")
-def test_a_batch_that_does_not_fit_is_a_row_and_the_others_are_measured(capsys, tmp_path):
+def test_a_batch_that_does_not_fit_is_a_row_and_the_others_are_measured(capsys):
     """The logits of 900,000 rows of 2,048 tokens have 1.9 TB."""
-    out = tmp_path / "rows.json"
-    assert cli.run(benchmark.main, [*LM, "--batch-size", "8", "900000", "--format", "csv", "--out", str(out)]) == 0
+    assert cli.run(benchmark.main, [*LM, "--batch-size", "8", "900000", "--format", "csv"]) == 0
     measured, lacking = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (measured["batch"], measured["error"], lacking["batch"], lacking["ms"]) == ("8", "", "900000", "")
     assert float(measured["rate"]) == pytest.approx(8 * 2048 / float(measured["ms"]) * 1e3)
     assert lacking["error"].startswith("out of memory: ")
-    assert [str(row["memory_mb"]) for row in json.loads(out.read_text())] == [measured["memory_mb"], "None"]
+    assert (float(measured["memory_mb"]) > 0, lacking["memory_mb"]) == (True, "")
     assert cli.run(benchmark.main, [*LM, "--batch-size", "900000", "--format", "json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["error"].startswith("out of memory: ")
 
 
 BLOCKED = """
 import sys
-for name in ("tensorflow", "tensorflow_datasets", "clu", "sklearn", "pyarrow", "numba", "matplotlib", "scipy.stats"):
+for name in ("tensorflow", "tensorflow_datasets", "sklearn", "pyarrow", "numba", "matplotlib", "scipy.stats"):
     sys.modules[name] = None
 from dcvit.benchmark import main
 words = "--config vit_i1k:variant=ViT-mu/16 --mode train --rounds 1 --batch-size 2 --format csv --config.model.depth=1"
@@ -57,7 +56,6 @@ def test_images_need_no_library_that_reads_them():
     [
         (["--config", "vit_digts"], "no config named 'vit_digts'; did you mean 'vit_digits'?"),
         (["--config", "vit_digits", "--batch-size", "0"], "expected a whole number from 1, found '0'"),
-        (["--config", "vit_digits", "--out", "/nowhere/x.json"], "No such file or directory: '/nowhere/x.json'"),
         (["--config", "lm_pile:preset=DCFormer++-405M", "--config.vocab_size=None"], "config.vocab_size is not known"),
     ],
 )  # fmt: skip

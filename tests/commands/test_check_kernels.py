@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from dcvit import check_kernels, cli, process
+from dcvit import check_kernels, cli
 from dcvit.dcmha import verdicts
 from dcvit.dcmha.verdicts import Verdict, Verdicts
 
@@ -23,16 +23,9 @@ def store(monkeypatch, tmp_path):
     ("words", "left"),
     [
         ([], {"pallas_gpu", "pallas_tpu"}),
-        (["--again", "pallas_gpu"], {"pallas_tpu"}),
         (["vit", "--again"], set()),
     ],
 )
-def test_the_verdicts_on_all_kernels_or_on_one_are_forgotten(words, left, store):
+def test_again_forgets_the_verdicts_on_all_kernels(words, left, store):
     assert cli.run(check_kernels.main, words) == 0
     assert store.read("a case").keys() == left
-
-
-def test_a_command_that_started_again_keeps_its_verdicts(store, monkeypatch):
-    monkeypatch.setenv(process.RESTARTS, "1")
-    assert cli.run(check_kernels.main, ["--again"]) == 0
-    assert len(store.read("a case")) == 2

@@ -83,21 +83,12 @@ def test_language_models_and_images_are_compared_at_once(make_run, compared):
     assert b["val/top1"] is None
 
 
-@pytest.mark.parametrize(
-    ("state", "name"), [("running", ".lock"), ("failed", "nonfinite-3.json"), ("stopped", "nonfinite-1.json")]
-)
-def test_state_of_an_incomplete_run(make_run, compared, state, name):
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_state_of_an_incomplete_run(make_run, compared, state):
     workdir = make_run("a", [0.5, 0.6])
-    (workdir / name).touch()
     with lock.WorkdirLock(workdir) if state == "running" else contextlib.nullcontext():
         (row,), _ = compared(workdir)
     assert (row["state"], row["step"], row["total"]) == (state, 2, 4)
-
-
-@pytest.mark.slow
-def test_a_run_that_stopped_early_is_recognized(make_run, compared):
-    (row,), _ = compared(make_run("a", [0.9, 0.8, 0.7], early_stop=["val/top1", "max", 2]))
-    assert row["state"] == "stopped early"
 
 
 def test_epochs_are_converted_to_steps(make_run, compared):

@@ -271,7 +271,6 @@ def test_a_kernel_whose_compilation_blocks_is_left_behind():
     assert verified(one, seconds=1)[0] == ("plain",)
     found = verdict(one, "blocks")
     assert (found.status, found.seconds) == ("timed out", 1)
-    assert abs(time.time() - found.when) < 60
 
 
 def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far(caplog, monkeypatch):
@@ -297,18 +296,16 @@ def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far
     assert verified(second, budget=1e6)[0] == ("quick", "plain")
 
 
-def test_a_failure_is_tried_again_after_a_day_or_with_a_longer_limit():
-    for hours, limit, is_tried in ((1, 60, False), (1, 61, True), (25, 60, True), (25, 10, True), (1, 10, False)):
-        before = Verdict("timed out", reason="before", seconds=60, when=time.time() - hours * 3600)
-        assert before.is_final(limit) != is_tried, (hours, limit)
+def test_a_failure_is_tried_again_with_a_longer_limit():
     one = case(right, plain=slow)
-    store().write("matmul", "right", dataclasses.replace(before, when=time.time() - 25 * 3600))
-    assert verified(one)[0] == ("right", "plain")
+    store().write("matmul", "right", Verdict("timed out", reason="before", seconds=30))
+    assert verified(one, seconds=30)[0] == ("plain",)
+    assert verified(one, seconds=31)[0] == ("right", "plain")
     assert verdict(one, "right").passed
 
 
 def test_what_is_wrong_stays_wrong():
-    store().write("matmul", "right", Verdict("wrong", 0.5, reason="wrong", seconds=1, when=0))
+    store().write("matmul", "right", Verdict("wrong", 0.5, reason="wrong", seconds=1))
     assert verified(case(right, plain=slow))[0] == ("plain",)
 
 

@@ -236,8 +236,6 @@ def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp
     assert model.source == f"owner/digits@{name[-40:-28]}"
     card = hub_library.ModelCard((tmp_path / "out" / "README.md").read_text()).data
     last = json.loads((digits_workdir / "metrics.jsonl").read_text().splitlines()[-1])
-    found = {result.metric_name: result.metric_value for result in card.eval_results}
-    assert found["test/top1"] == pytest.approx(last["test/top1"], rel=1e-4)
     assert (card.library_name, card.pipeline_tag) == ("dcvit", "image-classification")
     assert cli.run(predict.main, ["--model", "hf:owner/digits", IMAGE]) == 0
     fields = [f"--config.model.{key}={DIGITS[f'model.{key}']}" for key in ("width", "depth", "mlp_dim", "patch_size")]

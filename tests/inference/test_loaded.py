@@ -1,7 +1,6 @@
 """`dcvit.load`: a run as a Python object gives what the commands print."""
 
 import json
-from collections.abc import Sequence
 
 import flax.traverse_util
 import image_datasets
@@ -17,7 +16,7 @@ from trained_workdirs import load_params
 import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.device import splits_arrays
-from dcvit.errors import CheckpointError, ConfigError, InputError, checked
+from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.inference import loading
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
@@ -227,19 +226,6 @@ class TestErrors:
         monkeypatch.setattr(loading.ModelSource, "workdir", None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
-
-
-def test_numbers_and_arrays_of_numpy_and_jax_are_those_of_python(words):
-    @checked
-    def function(number: int, fraction: float | None = None, numbers: Sequence[int] = ()):
-        return number, fraction, numbers
-
-    assert function(np.int64(2), np.float32(0.5), range(3)) == (2, 0.5, range(3))
-    assert function(jnp.int32(2), 1, np.arange(0))[:2] == (2, 1)
-    with pytest.raises(ConfigError, match="numbers='12' should be of type"):
-        function(1, numbers="12")
-    for tokens in (jnp.arange(3), list(np.arange(3)), np.arange(3)[None]):
-        assert words.features(tokens, "logits").shape == (1, 3, 257)
 
 
 def test_empty_workdir_is_refused(tmp_path, monkeypatch):

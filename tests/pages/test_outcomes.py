@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from report_examples import source_of
-from scipy import optimize, special
 from sklearn import metrics
 from sources import look_up
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
 from dcvit.pages.report import measures
-from dcvit.pages.report.outcomes import MISTAKES, Outcomes
-from dcvit.pages.report.temperatures import BINS
+from dcvit.pages.report.outcomes import BINS, MISTAKES, Outcomes
 from dcvit.parallel.sharding import make_mesh
 
 N, CLASSES = 200, 7
@@ -121,53 +119,6 @@ def test_confidences_that_are_not_finite_are_counted_apart(monkeypatch):
     assert printed["top1"] == got.correct / got.n
     assert not {mistake.example for mistake in got.mistakes} & set(range(10, 15))
     assert np.isfinite(measures.calibration_error(got))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "batch"), [(ONE, 32), (EIGHT, 24)])
-def test_temperatures_minimize_the_loss_of_the_other_half(monkeypatch, axes, batch):
-    """scipy's minimum of the loss, and confidences in float64; images with several labels count in the bins only."""
-    table = np.where(TABLE < -10, TABLE + 20, 1.5 * TABLE)  # overconfident
-    table[np.arange(N), [label[0] if label else 0 for label in LABELS]] += 2
-    _, got = observed(monkeypatch, axes, batch, table=table)
-    table, counted = table.astype(np.float64), np.array([len(label) > 0 for label in LABELS])
-    single = np.array([len(label) == 1 for label in LABELS])
-    first = np.array([label[0] if label else 0 for label in LABELS])
-    odd = np.arange(N) % 2 == 1
-
-    def loss(rows, temperature):
-        log_p = special.log_softmax(table[rows] / temperature, axis=1)
-        return -log_p[np.arange(rows.sum()), first[rows]]
-
-    found = measures.temperature_scaling(got)
-    confidence, after = np.zeros(N), []
-    for mine, others, temperature in ((~odd, odd, found.temperatures[0]), (odd, ~odd, found.temperatures[1])):
-        fitted = optimize.minimize_scalar(
-            lambda log, rows=others & single: loss(rows, np.exp(log)).mean(), bounds=(-3, 3), method="bounded"
-        )
-        assert abs(np.log(temperature) - fitted.x) <= np.log(2) / 16
-        assert loss(others & single, temperature).mean() == pytest.approx(fitted.fun, abs=1e-3)
-        confidence[mine] = special.softmax(table[mine] / temperature, axis=1).max(axis=1)
-        after.extend(loss(mine & single, temperature))
-    correct = np.array([p in label for p, label in zip(table.argmax(axis=1), LABELS, strict=True)])
-    bins = np.ceil(confidence[counted] * BINS) - 1
-    gaps = [abs((correct[counted] - confidence[counted])[bins == i].sum()) for i in range(BINS)]
-    assert found.error == pytest.approx(sum(gaps) / counted.sum(), abs=1e-6)
-    assert found.before == pytest.approx(loss(single, 1.0).mean(), rel=1e-5)
-    assert found.after == pytest.approx(np.mean(after), rel=1e-5)
-    assert found.after < found.before
-    assert found.error < measures.calibration_error(got)
-
-
-def test_temperatures_are_not_defined_without_labels_in_both_halves_or_with_a_sigmoid(monkeypatch):
-    assert measures.temperature_scaling(Outcomes(sigmoid=True)) is None
-    assert measures.temperature_scaling(Outcomes(sigmoid=False)) is None
-    table = TABLE.copy()
-    table[np.arange(N) % 2 == 0] = np.nan
-    assert measures.temperature_scaling(observed(monkeypatch, table=table)[1]) is None
-    table[:] = -np.inf  # of one class all finite, so that its confidence is 1
-    table[:, 1] = 0
-    assert measures.temperature_scaling(observed(monkeypatch, table=table)[1]) is not None
 
 
 def test_the_upper_edge_of_a_bin_belongs_to_it():

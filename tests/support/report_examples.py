@@ -5,7 +5,6 @@ from sources import ListSource, numbered
 
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
-from dcvit.pages.report.temperatures import GRID
 
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&amp;&lt;", "</title></style>", "\u202egnp.exe",
@@ -34,7 +33,6 @@ def evaluation(classes, images=400, size=8, names=None, sigmoid=False, dtype=np.
             "prediction": prediction, "top1": label == prediction, "confidence": confidence,
             "mistake": wrong[rows] >= 0, "mistake_row": rows,
             "mistake_labels": label[rows][:, None] == np.arange(classes),
-            "below_best": np.where(hit, 0, -1.0), "log_partition": -np.log(confidence)[:, None] / np.sqrt(GRID),
             "mistake_image": rng.integers(0, 256, (len(rows), size, size, 3)).astype(dtype),
         })  # fmt: skip
     names = names or [str(c) for c in range(classes)]

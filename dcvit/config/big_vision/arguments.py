@@ -5,11 +5,9 @@ The functions have the names, arguments and results of big_vision's.
 
 from __future__ import annotations
 
-import functools
-import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict
 
 from dcvit.config.keys import UNITS
 from dcvit.errors import nearest
@@ -25,14 +23,13 @@ DATASETS = {
 }
 
 
-def parse_arg(arg: str | None, lazy: bool = False, **spec: object) -> ConfigDict:
+def parse_arg(arg: str | None, **spec: object) -> ConfigDict:
     """Parse the text behind the colon of `--config FILE:TEXT`, such as "runlocal,res=128".
 
     A word without value sets an argument to true. A single word that is no argument is the value of the first one.
 
     Args:
       arg: the text; None or "" gives the defaults.
-      lazy: accept arguments that `spec` does not have; their types are those of `autotype`.
       **spec: the default of each argument, whose type is that of the argument, or a pair (default, type).
 
     Raises:
@@ -44,14 +41,12 @@ def parse_arg(arg: str | None, lazy: bool = False, **spec: object) -> ConfigDict
     pairs = [word.partition("=") for word in words]
     given = {key: value if equals else "true" for key, equals, value in pairs}
     unknown = [key for key in given if key not in spec]
-    if unknown and not lazy:
+    if unknown:
         raise ValueError(f"no argument {unknown[0]!r}; {nearest(unknown[0], spec)}")
     result = ConfigDict(type_safe=False)
     for name, value in spec.items():
         default, kind = value if isinstance(value, tuple | list) else (value, type(value))
         result[name] = _converted(name, given[name], kind) if name in given else default
-    for name in unknown:
-        result[name] = autotype(given[name])
     return result
 
 
@@ -65,49 +60,6 @@ def _converted(name: str, text: str, kind: Callable[[str], object]) -> object:
         return text if kind is type(None) else kind(text)
     except (ValueError, TypeError):
         raise ValueError(f"argument {name}={text} should be of type {getattr(kind, '__name__', kind)}") from None
-
-
-def autotype(x: str) -> bool | int | float | str:
-    """Convert a text to a bool, an integer or a number if it spells one; otherwise return the text."""
-    if x.lower() in ("true", "false"):
-        return x.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(x)
-        except ValueError:
-            continue
-    return x
-
-
-def pack_arg(**kw: object) -> str:
-    """Return keyword arguments as a text for `parse_arg`. Raises ValueError if a value contains a comma."""
-    for name, value in kw.items():
-        if "," in f"{value}":
-            raise ValueError(f"argument {name}={value} contains a comma")
-    return ",".join(f"{name}={value}" for name, value in kw.items())
-
-
-def arg(**kw: object) -> dict[str, object]:
-    """Return the keyword arguments, and under the key `config_arg` all of them as a text for `parse_arg`."""
-    return {"config_arg": pack_arg(**kw), **kw}
-
-
-def format_str(format_string: str, config: ConfigDict) -> FieldReference | str:
-    """Fill the fields of a format string, such as "resize({res})", with references to keys of a config."""
-    result: FieldReference | str = ""
-    for literal, field, _, _ in string.Formatter().parse(format_string):
-        result = result + literal
-        if field:
-            *parents, last = field.split(".")
-            result = result + functools.reduce(getattr, parents, config).get_ref(last).to_str()
-    return result
-
-
-def input_for_quicktest(config_input: ConfigDict, quicktest: bool) -> None:
-    """Set a batch of 8 and a small shuffle buffer in the config of the training data, if `quicktest`."""
-    small: Mapping[str, object] = {"batch_size": 8, "shuffle_buffer_size": 10, "cache_raw": False}
-    if quicktest:
-        config_input.update(small)
 
 
 def get_fewshot_lsr(

@@ -18,7 +18,7 @@ NO_EFFECT = {
     "cache_raw": "examples are read again",
 }
 CACHES = ("none", "pipeline", "raw_data", "final_data", "final")
-EVALUATORS = ("classification", "mean", "fewshot_lsr")
+EVALUATORS = ("classification", "fewshot_lsr")
 ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
 
 
@@ -82,13 +82,10 @@ def pp_predict(evaluators: Mapping[str, Values]) -> str:
 
 
 def _classification(part: Part, kind: str) -> Values:
-    """Return the options of a classification evaluator, of `kind` "classification" or "mean" (of the loss)."""
+    """Return the options of an evaluator, whose type in big_vision is `kind`."""
     if kind not in EVALUATORS:
         raise ConfigError(f"{part.name}.type={kind!r} of big_vision has no equivalent; known: {', '.join(EVALUATORS)}")
-    if kind == "mean":
-        part.expect("pred", ("loss",), "a mean is only known of pred='loss'")
-        part.note("type='mean' with pred='loss' -> type='classification'")
-    part.expect("pred", ("predict",), "expected 'predict', or 'loss' with type='mean'")
+    part.expect("pred", ("predict",), "expected 'predict'")
     part.expect("label_key", ("labels",), "the key of the labels is 'labels'")
     part.rename("loss_name", "loss")
     pp = translate_pp(part, "pp_fn")

@@ -7,12 +7,12 @@ which concern the speed of big_vision's own input pipeline or the look of its ou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dcvit.config.big_vision.evaluations import pp_predict, translate_data, translate_evaluators, translate_pp
 from dcvit.config.big_vision.part import Part, Values
 from dcvit.config.keys import UNITS
-from dcvit.errors import ConfigError, check_regex, first_line_with_type
+from dcvit.errors import ConfigError, first_line_with_type
 
 NO_EFFECT = {
     "pp_modules": "all preprocessing ops are known",
@@ -41,7 +41,8 @@ DURATIONS = {"total": "total", "log_training": "log", "ckpt": "ckpt", "keep_ckpt
 # Keys of which dcvit has none, so that a config with one of them is one of big_vision.
 MARKS = {*NO_EFFECT, "init_head_bias", "fewshot", *(f"log_training_{unit}" for unit in UNITS)}
 CONSTANT = "stair"  # the default `decay_type` of big_vision, without steps a constant
-FSDP = re.compile(r"""fsdp\(\s*(?:axis\s*=\s*)?(['"])data\1\s*(?:,\s*min_size_to_shard_mb\s*=\s*[\d.]+\s*)?\)""")
+REPLICATED = [(".*", "replicate")]
+FSDP = re.compile(r"""\[\('\.\*', .fsdp\(axis=["']data["'](, min_size_to_shard_mb=[\d.]+)?\).\)\]""")  # its repr
 
 
 def is_big_vision(config: Values) -> bool:
@@ -166,15 +167,10 @@ def _translate_optimizer(config: Part) -> None:
 
 
 def _translate_schedule(config: Part) -> None:
-    """Translate `schedule`, and add the parameters that have none to `frozen`.
-
-    Raises:
-      ConfigError: a schedule that dcvit has no equivalent of.
-    """
-    found = config.values.pop("schedule", None)
-    if isinstance(found, list | tuple):
-        found = _single_schedule(config, found)
-    schedule = Part(found, "config.schedule", config.notes)
+    """Translate `schedule`. Raises ConfigError for a schedule that dcvit has no equivalent of."""
+    if isinstance(config.values.get("schedule"), list | tuple):
+        raise config.refuse("schedule", "there is one schedule, with `lr_mults` and `frozen`")
+    schedule = config.inner("schedule")
     schedule.durations({name: name for name in ("warmup", "cooldown")})
     kind = schedule.values.setdefault("decay_type", CONSTANT)
     if kind == CONSTANT:
@@ -188,77 +184,18 @@ def _translate_schedule(config: Part) -> None:
     schedule.rename("linear_end", "end")
     if kind not in ("linear", "polynomial"):
         schedule.drop({"end": f"decay_type={kind!r} of big_vision ends at its own value"})
-    if "timescale_examples" in schedule.values:
-        examples = schedule.values.pop("timescale_examples")
-        schedule.put("timescale", examples / _batch_size(config), f"timescale_examples={examples}")
-    if schedule.values.pop("scale_with_batchsize", False):
-        _scale(config, schedule, _batch_size(config) / 256)
     config.values["schedule"] = schedule.values
-
-
-def _single_schedule(config: Part, rules: Sequence[object]) -> Values | None:
-    """Return the only schedule of pairs (regex, schedule or None), and freeze the parameters without one.
-
-    The first regex that matches counts. Raises ConfigError for different schedules, or without a last regex ".*".
-    """
-    schedules, others, frozen, last = list[Values](), list[str](), list[str](), ""
-    for rule in rules:
-        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[1], dict | None):
-            raise ConfigError(f"config.schedule: {rule!r} is not a pair of a regex and a schedule or None")
-        check_regex(last := rule[0], "config.schedule")
-        if rule[1] is None:
-            earlier = "".join(rf"(?!(?:{pattern})\Z)" for pattern in others)
-            frozen.append(f"{earlier}(?:{rule[0]})")
-        else:
-            others.append(rule[0])
-            schedules += [rule[1]] if rule[1] not in schedules else []
-    if last != ".*":
-        raise ConfigError(f"config.schedule={rules!r}: the last regex should be '.*', so that it covers all parameters")
-    if len(schedules) > 1:
-        raise ConfigError(f"config.schedule has {len(schedules)} different schedules, dcvit has one, and `lr_mults`")
-    if frozen:
-        config.put("frozen", ["|".join(frozen)], "schedule None")
-    return schedules[0] if schedules else None
-
-
-def _batch_size(config: Part) -> int:
-    """Return the batch size of the translated `input`. Raises ConfigError if it is not given."""
-    size = config.values["input"].get("batch_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"config.input.batch_size={size!r} should be an integer, 1 or more")
-    return size
-
-
-def _scale(config: Part, schedule: Part, factor: float) -> None:
-    """Multiply learning rate and weight decay by the factor of `scale_with_batchsize`; divide `schedule.end` by it."""
-    for key in ("lr", "wd"):
-        if config.values.get(key):
-            config.put(key, config.values[key] * factor, f"{key}={config.values[key]} times batch_size / 256")
-    if schedule.values.get("end"):
-        schedule.put("end", schedule.values["end"] / factor, f"end={schedule.values['end']}")
 
 
 def _translate_mesh(config: Part) -> None:
     """Translate a mesh of one axis with replicated or fully sharded parameters. Raises ConfigError for others."""
-    rules = config.values.get("sharding_rules", [("act_batch", "data")])
-    config.drop({"sharding_rules": "a batch is split over all devices"})
-    if repr(rules) not in ("[('act_batch', 'data')]", "[('act_batch', ('data',))]"):
-        raise ConfigError(f"config.sharding_rules={rules!r} of big_vision has no equivalent; expected act_batch only")
-    strategy = config.values.pop("sharding_strategy", [(".*", "replicate")])
-    rules = strategy if isinstance(strategy, list | tuple) else []
-    tactics = [str(rule[1]) for rule in rules if isinstance(rule, list | tuple) and len(rule) == 2 and rule[0] == ".*"]
-    sharded = len(rules) == 1 and bool(tactics) and bool(FSDP.fullmatch(tactics[0]))
-    if not sharded and tactics != ["replicate"]:
-        raise ConfigError(
-            f"config.sharding_strategy={strategy!r} of big_vision has no equivalent; expected "
-            """[('.*', 'replicate')] or [('.*', 'fsdp(axis="data")')]"""
-        )
-    mesh = config.values.pop("mesh", [("data", -1)])
-    pairs = isinstance(mesh, list | tuple) and all(isinstance(axis, list | tuple) and len(axis) == 2 for axis in mesh)
-    if not pairs or len(mesh) != 1 or mesh[0][0] != "data":
-        raise ConfigError(f"config.mesh={mesh!r} of big_vision has no equivalent; expected [('data', N)]")
-    if sharded:
-        config.put("mesh", [("fsdp", mesh[0][1])], f"mesh={mesh!r}")
+    config.expect("mesh", ([("data", -1)],), "expected [('data', -1)]")
+    rules = ([("act_batch", "data")], [("act_batch", ("data",))])
+    config.expect("sharding_rules", rules, "expected act_batch only, which is split over all devices")
+    strategy = config.values.get("sharding_strategy", REPLICATED)
+    if strategy != REPLICATED and not FSDP.fullmatch(repr(strategy)):
+        raise config.refuse("sharding_strategy", """expected [('.*', 'replicate')] or [('.*', 'fsdp(axis="data")')]""")
+    config.values.pop("sharding_strategy", None)
+    if strategy != REPLICATED:
+        config.put("mesh", [("fsdp", -1)], "mesh=[('data', -1)]")
         config.put("sharding_strategy", "fsdp", f"sharding_strategy={strategy!r}")
-    elif mesh[0][1] != -1:
-        config.values["mesh"] = [tuple(axis) for axis in mesh]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcvit.pages.report.outcomes import Outcomes
-from dcvit.pages.report.temperatures import BINS, FOLDS, GRID, UNSCALED
+from dcvit.pages.report.outcomes import BINS, Outcomes
 
 Pairs = Mapping[tuple[int, int], int]  # number of examples by (label, prediction)
 
@@ -22,21 +21,6 @@ class Bin(NamedTuple):
     examples: int
     confidence: float | None
     accuracy: float | None
-
-
-class TemperatureScaling(NamedTuple):
-    """Effect of temperature scaling: see `temperature_scaling`.
-
-    Fields:
-      temperatures: those of the examples with even and with odd numbers.
-      error: expected calibration error of all examples, with the temperatures of their halves.
-      before, after: mean negative log-likelihood of the examples with one label, in nats.
-    """
-
-    temperatures: tuple[float, float]
-    error: float
-    before: float
-    after: float
 
 
 class ClassMeasures(NamedTuple):
@@ -72,29 +56,8 @@ def calibration_bins(outcomes: Outcomes) -> list[Bin]:
 
 def calibration_error(outcomes: Outcomes) -> float:
     """Return the expected calibration error, Σ_b |b|/n · |accuracy(b) - confidence(b)| (Guo et al., 2017, Eq. 3)."""
-    return _calibration_error(outcomes.bin_examples, outcomes.bin_correct, outcomes.bin_confidence)
-
-
-def _calibration_error(examples: np.ndarray, correct: np.ndarray, confidence: np.ndarray) -> float:
-    return float(np.abs(correct - confidence).sum() / max(1, examples.sum()))
-
-
-def temperature_scaling(outcomes: Outcomes) -> TemperatureScaling | None:
-    """Return the effect of temperature scaling on examples that did not choose their temperature.
-
-    The temperature of each half of the examples is the one of `GRID` with the smallest mean loss of the other half.
-    The result is None with a sigmoid loss, or if a half has no example with one label.
-    """
-    sums = outcomes.temperatures
-    if sums is None or not sums.labeled.all():
-        return None
-    at = np.argmin(sums.nll, axis=1)[::-1]  # that of fold 0 is chosen by fold 1
-    fold, n = np.arange(FOLDS), sums.labeled.sum()
-    bins = (total[fold, at].sum(axis=0) for total in (sums.examples, sums.correct, sums.confidence))
-    return TemperatureScaling(
-        (float(GRID[at[0]]), float(GRID[at[1]])), _calibration_error(*bins),
-        float(sums.nll[:, UNSCALED].sum() / n), float(sums.nll[fold, at].sum() / n),
-    )  # fmt: skip
+    differences = np.abs(outcomes.bin_correct - outcomes.bin_confidence)
+    return float(differences.sum() / max(1, outcomes.bin_examples.sum()))
 
 
 def class_measures(pairs: Pairs) -> list[ClassMeasures]:

@@ -9,12 +9,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from dcvit.evaluators import DeviceBatch
-from dcvit.pages.report.temperatures import BINS, Temperatures, bin_of
 from input_pipeline.preprocess.patches import image_of_patches
 
+BINS = 15  # of confidence, of equal width, as in Guo et al. (2017)
 MISTAKES = 24  # kept with their images
+
+
+def bin_of(confidence: Float[np.ndarray, "*n"]) -> Int[np.ndarray, "*n"]:
+    """Return the bin of each confidence, i for (i/BINS, (i+1)/BINS]; 0, which a sigmoid can have, is in the first."""
+    # A softmax may round above 1.
+    edges = np.linspace(0, 1, BINS + 1)
+    found: np.ndarray = np.maximum(np.searchsorted(edges, np.minimum(confidence, 1), side="left") - 1, 0)
+    return found
 
 
 class Mistake(NamedTuple):
@@ -48,7 +57,6 @@ class Outcomes:
       pairs: number of examples by (label, prediction), of the examples with one label.
       bin_examples, bin_correct, bin_confidence: for each of `BINS` bins of confidence, the numbers of examples and of
         correct ones, and the sum of confidences. Bin i is the interval (i/BINS, (i+1)/BINS].
-      temperatures: sums for temperature scaling; None with a sigmoid.
       mistakes: up to `MISTAKES` mistakes, by falling confidence.
     """
 
@@ -59,7 +67,6 @@ class Outcomes:
         self.pairs: Counter[tuple[int, int]] = Counter()
         self.bin_examples, self.bin_correct = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
         self.bin_confidence = np.zeros(BINS)
-        self.temperatures = None if sigmoid else Temperatures()
         self.mistakes: list[Mistake] = []
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
@@ -69,8 +76,7 @@ class Outcomes:
         confidence = jnp.take_along_axis(probabilities, scores["prediction"][:, None], axis=-1)[:, 0]
         wrong = scores["counted"] & ~scores["top1"] & jnp.isfinite(confidence)
         rank, rows = jax.lax.top_k(jnp.where(wrong, confidence, -1.0), min(MISTAKES, len(confidence)))
-        scaled = self.temperatures.select(logits, scores["label"]) if self.temperatures else {}
-        return scaled | {
+        return {
             "confidence": confidence,
             "mistake": rank >= 0,
             "mistake_row": rows,
@@ -92,8 +98,6 @@ class Outcomes:
         finite = counted & np.isfinite(found["confidence"])
         self.not_finite += int((counted & ~finite).sum())
         self._add_confidence(found["confidence"][finite].astype(np.float64), found["top1"][finite])
-        if self.temperatures:
-            self.temperatures.add(found, self.rows)
         self._add_mistakes(found)
         self.rows += len(counted)
 

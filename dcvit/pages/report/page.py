@@ -11,8 +11,7 @@ from dcvit.evaluators.multilabel import ClassResult
 from dcvit.pages.report import measures
 from dcvit.pages.report.diagram import reliability_diagram
 from dcvit.pages.report.html import Node, document, picture, tag
-from dcvit.pages.report.outcomes import Mistake, Outcomes
-from dcvit.pages.report.temperatures import BINS, GRID
+from dcvit.pages.report.outcomes import BINS, Mistake, Outcomes
 from dcvit.parallel.trees import flattened
 
 MATRIX_CLASSES = 20  # up to so many classes, a page shows the confusion matrix
@@ -199,29 +198,7 @@ def _calibration(evaluation: Evaluation) -> ET.Element:
         tag("p", *legend, class_="legend"),
         tag("p", text, class_="note"),
         tag("details", tag("summary", "Numbers of the diagram"), _table("Bins of confidence", header, cells)),
-        _temperature(outcomes),
     )
-
-
-def _temperature(outcomes: Outcomes) -> ET.Element | None:
-    """Return the part of the page with the calibration error after temperature scaling; None if it is not defined."""
-    scaled = measures.temperature_scaling(outcomes)
-    if scaled is None:
-        return None
-    before, (even, odd) = measures.calibration_error(outcomes), scaled.temperatures
-    cells = [
-        ["as trained", "1", percent(before), f"{scaled.before:.4f}"],
-        ["scaled", f"{even:.2f}, {odd:.2f}", percent(scaled.error), f"{scaled.after:.4f}"],
-    ]
-    text = (
-        "The logits are divided by a temperature T, which changes no prediction (Guo et al., 2017, Sec. 4.2). T of the "
-        "images with even numbers is the one with the smallest loss of those with odd numbers, and vice versa, so that "
-        f"no image chose its own. The {len(GRID)} possible values are from {GRID[0]:g} to {GRID[-1]:g}."
-    )
-    if {even, odd} & {GRID[0], GRID[-1]}:
-        text += " The chosen one is at an end: there is hardly a mistake, or hardly a correct prediction."
-    header = ("Logits", "T", "Calibration error", "Loss (nats)")
-    return _part("Temperature scaling", text, _table("Temperature scaling", header, cells))
 
 
 _LEGEND = {"accuracy": "accuracy", "confidence": "mean confidence", "ideal": "perfect calibration"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -21,7 +20,6 @@ from input_pipeline import huggingface
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric
 TAGS = {"hf": ("transformers",), "timm": ("timm",)}  # the library that also loads a format
-TYPES = {"top1": "accuracy"}  # names of metrics at the Hub, where they differ
 TEMPLATE = Template("""---
 # license: to be chosen by the author of the weights
 $metadata
@@ -54,50 +52,32 @@ import dcvit
 model = dcvit.load(".")
 print(model.module)
 """
-# Code that loads the result, by format.
+# Code that loads the result, by format; `dcvit.load` opens the others.
 LOAD = {
-    "safetensors": [DCVIT],
-    "npz": [DCVIT, """
-import numpy
-
-print({name: array.shape for name, array in numpy.load("params.npz").items()})
-"""],
-    "hf": ["""
+    "hf": """
 import torch
 import transformers
 
 model = transformers.$auto.from_pretrained("."$trust)
 with torch.no_grad():
     print(model($zeros).logits.shape)
-"""],
-    "timm": ["""
-import json
-
-import timm
-import torch
-from safetensors.torch import load_file
-
-config = json.load(open("config.json"))
-model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config.get("model_args", {}))
-model.load_state_dict(load_file("model.safetensors"))
-print(model.eval()($zeros).shape)
-"""],
-    "onnx": ["""
+""",
+    "onnx": """
 import numpy
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
 (logits,) = session.run(None, {"images": numpy.zeros($shape, numpy.$dtype)})
 print(logits.shape)
-"""],
-    "stablehlo": ["""
+""",
+    "stablehlo": """
 import jax
 import numpy
 from safetensors.numpy import load_file
 
 function = jax.export.deserialize(bytearray(open("model.stablehlo", "rb").read()))
 print(function.call(load_file("model.safetensors"), numpy.zeros($shape, numpy.$dtype)).shape)
-"""],
+""",
 }  # fmt: skip
 
 
@@ -107,7 +87,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
     title, values = huggingface.title(weights.path) if weights.path.name else "model", _metrics(weights)
     card = TEMPLATE.substitute(
-        title=title, metadata=_metadata(weights, title, to, values), kind=kind, size=f"{weights.size:,}", to=to,
+        title=title, metadata=_metadata(weights, to), kind=kind, size=f"{weights.size:,}", to=to,
         origin=_origin(weights), report=report,
         load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"), version=__version__,
     )  # fmt: skip
@@ -119,35 +99,15 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _metadata(weights: Weights, title: str, to: str, values: Mapping[str, object]) -> str:
-    """Return the lines of YAML in the header of the card, from which the Hugging Face Hub makes filters and tables."""
+def _metadata(weights: Weights, to: str) -> str:
+    """Return the lines of YAML in the header of the card, from which the Hugging Face Hub makes filters."""
     outputs = weights.description.num_outputs
     image_task = "image-classification" if outputs else "image-feature-extraction"
     task = image_task if weights.description.model_name == "vit" else "text-generation"
     found: Json = {"library_name": "dcvit", "pipeline_tag": task, "tags": ["dcvit", *TAGS.get(to, ())]}
     if huggingface.is_name(init := weights.record.get("model_init")):
         found["base_model"] = huggingface.parse(str(init)).id
-    if results := _results(weights, task, values):
-        found["model-index"] = [{"name": title, "results": results}]
     return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in found.items())
-
-
-def _results(weights: Weights, task: str, values: Mapping[str, object]) -> list[Json]:
-    """Return the metrics of each evaluator of a run in the form of the Hub's `model-index`."""
-    found: list[Json] = []
-    for name, evaluator in weights.record.get("evals", {}).items():
-        data = tokenizer_files.training_data({"input": evaluator})
-        dataset: Json = dict.fromkeys(("name", "type"), str(data.get("name") or data.get("kind") or name))
-        own = {key: value for key, value in values.items() if key.startswith(f"{name}/")}
-        numbers = {key: float(str(value)) for key, value in own.items() if not isinstance(value, int)}  # not counts
-        metrics = [
-            {"name": key, "type": TYPES.get(kind := key.partition("/")[2], kind), "value": number}
-            for key, number in numbers.items() if math.isfinite(number)
-        ]  # fmt: skip
-        if metrics:
-            split: Json = {"split": data["split"]} if data.get("split") else {}
-            found.append({"task": {"type": task}, "dataset": {**dataset, **split}, "metrics": metrics})
-    return found
 
 
 def _without_folders(data: Mapping[str, object]) -> dict[str, object]:
@@ -191,7 +151,7 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
     }  # fmt: skip
     if to == "hf" and json.loads((folder / "config.json").read_text()).get("model_type") in dcvit_hf.CLASSES:
         slots["trust"] = ", trust_remote_code=True"
-    return "\n\n".join(f"```python{Template(code).substitute(slots)}```" for code in LOAD[to])
+    return f"```python{Template(LOAD.get(to, DCVIT)).substitute(slots)}```"
 
 
 def _metrics(weights: Weights) -> dict[str, object]:

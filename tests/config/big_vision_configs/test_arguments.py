@@ -4,7 +4,6 @@ import importlib
 import sys
 
 import pytest
-from ml_collections import ConfigDict
 
 from dcvit.config import big_vision
 from dcvit.config import load as configs
@@ -33,23 +32,6 @@ def test_invalid_argument_is_named():
     for text, message in (("rse=3", "no argument 'rse'; did you mean 'res'"), ("res=x", "res=x should be of type int")):
         with pytest.raises(ValueError, match=message):
             arguments.parse_arg(text, **SPEC)
-
-
-def test_packed_arguments_are_parsed_to_the_same_values():
-    values = {"variant": "L/16", "res": 96, "lr": 0.5, "runlocal": True}
-    packed = arguments.pack_arg(**values)
-    assert arguments.parse_arg(packed, **SPEC).to_dict() == {**values, "ckpt": None}
-    assert arguments.arg(**values) == {**values, "config_arg": packed}
-    with pytest.raises(ValueError, match="contains a comma"):
-        arguments.pack_arg(shots="1,5")
-
-
-def test_format_str_follows_later_changes_of_the_config():
-    config = ConfigDict({"res": 8, "input": {"border": 1}})
-    config.pp = arguments.format_str("pad({input.border})|random_crop({res})", config)
-    config.res, config.input.border = 16, 2
-    assert config.pp == "pad(2)|random_crop(16)"
-    assert config.to_dict()["pp"] == "pad(2)|random_crop(16)"
 
 
 def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):

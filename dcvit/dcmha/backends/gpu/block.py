@@ -87,11 +87,13 @@ class Block:
 
     def as_tile(self, x: Array) -> Array:
         """Return a matrix of a tile's shape in the register layout of a matrix product's result."""
-        return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+        found: Array = plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+        return found
 
     def as_vector(self, x: Array, axis: int) -> Array:
         """Return a vector in the register layout of one axis of a tile: 0 for queries, 1 for keys."""
-        return plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
+        found: Array = plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
+        return found
 
     def broadcast(self, x: Array, axis: int) -> Array:
         """Return a vector of the tile's queries (axis 0) or keys (axis 1), broadcast to a tile."""

@@ -1,11 +1,11 @@
-"""Fine-tuning of a checkpoint, in the style of big_vision: half-precision momentum, a new head, optionally frozen."""
+"""Fine-tuning of a checkpoint, in the style of big_vision: half-precision momentum and a new head."""
 
 import big_vision.configs.common as bvcc
 import ml_collections as mlc
 
 
 def get_config(arg=None):
-    arg = bvcc.parse_arg(arg, init="howto-i21k-B/32", size=(384, int), lr=0.01, linear=False, fsdp=False)
+    arg = bvcc.parse_arg(arg, init="howto-i21k-B/32", size=(384, int), lr=0.01, fsdp=False)
     config = mlc.ConfigDict()
     config.input = {"batch_size": 512, "shuffle_buffer_size": 50_000}
     config.input.data = dict(name="oxford_iiit_pet", split="train[:90%]")
@@ -27,8 +27,7 @@ def get_config(arg=None):
     config.lr = arg.lr
     config.loss = "softmax_xent"
     config.mixup = dict(p=0.0)
-    schedule = dict(decay_type="cosine", warmup_percent=0.2)
-    config.schedule = [("head/.*", schedule), (".*", None)] if arg.linear else schedule
+    config.schedule = dict(decay_type="cosine", warmup_percent=0.2)
     if arg.fsdp:
         config.mesh = [("data", -1)]
         config.sharding_strategy = [(".*", 'fsdp(axis="data")')]

@@ -54,7 +54,8 @@ def get_config(arg=None):
     if arg.fewshot:
         config.fewshot = get_fewshot_lsr(arg.res, arg.res * 8 // 7, runlocal=arg.runlocal)
     if arg.runlocal:
-        bvcc.input_for_quicktest(config.input, arg.runlocal)
+        config.input.batch_size = 8
+        config.input.shuffle_buffer_size = 10
         del config.total_epochs
         config.total_steps = 2
         config.schedule.warmup_steps = 1
