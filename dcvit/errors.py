@@ -44,7 +44,6 @@ REMOVED: dict[str, str] = {
     "mlflow": "use wandb, or the events that TensorBoard reads",
     "trackio": "use wandb, or the events that TensorBoard reads",
     "distill.cache": "each step computes the teacher's logits",
-    "require_fused": "training prints the implementation of attention, and why others are not used",
     "--peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
     "--all": "give --config and --topology",
     "--group": "dcvit train --seeds writes means and intervals to seeds.md",

@@ -116,6 +116,9 @@ KEYS = {
         "device before their first use, `known` uses those that were verified before, `trust` uses them unverified, "
         "`off` uses none. None: the environment variable DCVIT_KERNELS, or else `verify`.",
     ),
+    "require_fused": Key(
+        bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."
+    ),
     "check_memory": Key(
         bool, True, "Refuse to train if the temporary arrays of the compiled step need more memory than a device has "
         "free.",

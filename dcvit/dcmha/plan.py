@@ -66,6 +66,7 @@ class Backend(NamedTuple):
       holds_scores: it holds an array of all scores, H×T×S, in memory.
       is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.selection`), and the compiler cannot split it
         over devices.
+      is_fused: the scores stay on the chip. For `folded`, this depends on the plain attention inside it.
     """
 
     module: str
@@ -73,6 +74,7 @@ class Backend(NamedTuple):
     only_on: str | None = None
     holds_scores: bool = False
     is_kernel: bool = False
+    is_fused: bool = False
 
     def load(self) -> Module:
         """Import and return the module: Pallas' GPU part takes 0.1 to 0.2 s, and a platform needs only one backend."""
@@ -86,11 +88,11 @@ class Backend(NamedTuple):
 # (docs/performance.md); `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1
 # and 8).
 BACKENDS = {
-    "folded": Backend("folded"),  # first wherever it is exact, see `folds`; `attention` runs it
+    "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
     "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
-    "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu"),
-    "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True),
-    "pallas_gpu": Backend("backends.gpu.api", {"gpu": (COMPOSED, LONG_COMPOSED)}, "gpu", is_kernel=True),
+    "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
+    "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
+    "pallas_gpu": Backend("backends.gpu.api", {"gpu": (COMPOSED, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True),
     "elementwise": Backend("backends.xla.elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
     "blockwise": Backend(
         "backends.xla.blockwise",
@@ -101,7 +103,22 @@ BACKENDS = {
     ),
 }
 
+_FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 _RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
+
+
+class NotFusedError(ValueError):
+    """The implementation of a call of attention inside `fused_only` is not fused (`Backend.is_fused`)."""
+
+
+@contextlib.contextmanager
+def fused_only() -> Iterator[None]:
+    """Context manager: on GPUs and TPUs, `attention` of several queries raises NotFusedError if it is not fused."""
+    token = _FUSED_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _FUSED_ONLY.reset(token)
 
 
 @contextlib.contextmanager
@@ -145,7 +162,8 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
     choice and the reasons against others are logged.
 
     Raises:
-      ValueError: the named implementation does not exist or does not support the call.
+      ValueError: the named implementation does not exist, does not support the call, or is not fused inside
+        `fused_only`.
     """
     if implementation is not None:
         if implementation not in BACKENDS:
@@ -165,6 +183,8 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
         reasons |= {kernel: not_selected for kernel in kernels if kernel != name}
         note = "".join(f"; not {other}: {reason}" for other, reason in reasons.items())
     here, about = device.platform(), _describe(call)
+    if _FUSED_ONLY.get() and here != "cpu" and call.inputs.q.shape[1] > 1 and not BACKENDS[name].is_fused:
+        raise NotFusedError(f"attention is not fused: {name} on {here} for {about}{note}")
     LOG.info("attention: %s on %s for %s%s", name, here, about, note)
     if (record := _RECORD.get()) is not None:
         record.append(name)

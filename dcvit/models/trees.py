@@ -10,7 +10,7 @@ import re
 import flax.linen as nn
 import jax
 
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.selection import Policy, Selection, selecting
 from dcvit.errors import ConfigError, first_line, nearest
 from dcvit.models import Params
 from dcvit.parallel.trees import by_name
@@ -44,18 +44,19 @@ def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Arra
     return found[name]
 
 
-def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
+def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:
     """Return the tree of parameter shapes for model inputs like `example`.
 
     Args:
       model: the module.
       example: shape and dtype of its inputs.
+      kernels: policy of `dcvit.dcmha.selection` in the trace, which does not change the shapes.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
     """
     try:
-        with selecting(Selection("off")):
+        with selecting(Selection(kernels)):
             shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e

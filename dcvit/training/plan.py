@@ -68,6 +68,7 @@ class RunOptions:
     wandb: Mapping[str, object]
     profile: Sequence[int]
     kernels: Policy | None
+    require_fused: bool
     check_memory: bool
 
     @property

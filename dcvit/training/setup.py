@@ -7,6 +7,7 @@ determines alone, the data and its task, the model for that data (`build_model`)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit.config.load import load
+from dcvit.dcmha.plan import fused_only
 from dcvit.hub.data import open_source, with_tokenizer
 from dcvit.hub.evaluate import make_evaluators, mesh_of, predictor
 from dcvit.hub.kinds import make_model
@@ -108,12 +110,14 @@ def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.
     """Return the model with its parameter shapes; `example` has the shape and dtype of a training input.
 
     Raises:
-      ConfigError: the model's fields do not fit each other or the data, or `config.model_load` is invalid.
+      ConfigError: the model's fields do not fit each other or the data, its attention is not fused although
+        `config.require_fused`, or `config.model_load` is invalid.
     """
     check_context(mesh, module, example.shape[1] if len(example.shape) == 2 else None)
+    fused = fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
-    with jax.set_mesh(mesh):
-        shapes = param_shapes(module, example)
+    with jax.set_mesh(mesh), fused:
+        shapes = param_shapes(module, example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     return ModelSetup(module, mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
 

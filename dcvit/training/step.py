@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from dcvit.dcmha.plan import NotFusedError, fused_only
 from dcvit.dcmha.selection import Selection, selecting
+from dcvit.errors import ConfigError
 from dcvit.models import Params
 from dcvit.models.flops import forward_flops, training_flops
 from dcvit.models.packed_images import token_counts
@@ -135,7 +138,11 @@ def make_update(setup: Setup, places: Any = None) -> Update:
     objective = make_objective(setup, setup.model.module)
 
     def value_and_grad(state: TrainState, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
-        loss, grads = jax.value_and_grad(objective)(params, state, batch, key)
+        try:
+            with fused_only() if setup.options.require_fused else contextlib.nullcontext():
+                loss, grads = jax.value_and_grad(objective)(params, state, batch, key)
+        except NotFusedError as e:
+            raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:

@@ -9,7 +9,7 @@ from attention_cases import call_of, on_arrays, output_and_gradients, random_cas
 from jax._src.cudnn import fused_attention_stablehlo
 
 from dcvit import dcmha
-from dcvit.dcmha import device
+from dcvit.dcmha import device, plan
 from dcvit.dcmha.backends import cudnn
 from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.inputs import Inputs, Options
@@ -119,3 +119,9 @@ def test_values_and_gradients_are_those_of_the_reference(monkeypatch):
 def test_a_part_of_the_queries_is_refused():
     args, _ = case()
     assert "a part of them" in cudnn.supports(call_of(Inputs(*args), Options(causal=True, first_query=4)))
+
+
+def test_cudnn_counts_as_fused():
+    args, options = case()
+    with plan.fused_only():
+        lowered(args, **options)

@@ -240,6 +240,27 @@ def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
     np.testing.assert_allclose(found, jax.jit(layer.apply)(params, x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "options", "refused"),
+    [
+        ("tpu", {}, None),
+        ("tpu", {"dtype": jnp.float16}, "blockwise on tpu .*; not pallas_tpu: the TPU kernels support q, k and v"),
+        ("tpu", {"implementation": "blockwise"}, "blockwise on tpu .*, as requested"),
+        ("gpu", {"implementation": "elementwise"}, "elementwise on gpu for float32"),
+    ],
+)
+def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platform, options, refused, monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: platform)
+    options = {"queries": 256} | options
+    trace(**options)
+    with (
+        plan.fused_only(),
+        pytest.raises(ValueError, match=f"attention is not fused: {refused}") if refused else contextlib.nullcontext(),
+    ):
+        trace(**options)
+
+
 def test_the_platform_is_that_of_the_default_device(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert device.platform() == "gpu"

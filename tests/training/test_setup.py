@@ -10,6 +10,7 @@ from trained_workdirs import TINY
 from training_runs import LM_TINY, small_setup
 
 from dcvit.config import load as configs
+from dcvit.dcmha import device
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import kinds
 from dcvit.training import plan, setup
@@ -66,6 +67,15 @@ def test_invalid_config_is_one_line_that_names_key_and_value(name):
         make(config, tiny, **overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_that_requires_fused_attention_is_refused_without_it_on_accelerators(monkeypatch):
+    overrides = {"model.depth": 1, "model.implementation": "blockwise", "require_fused": True}
+    make(**overrides)  # on a CPU
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    with pytest.raises(ConfigError, match=r"^config.model: attention is not fused: blockwise on gpu for float32"):
+        make(**overrides)
 
 
 def test_setup_is_frozen_and_holds_the_complete_config():
