@@ -30,7 +30,7 @@ MAX_CHARACTERS = 60  # of a value in a message
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
     "watchdog_seconds", "watchdog_exit", "early_stop", "wandb",
-    "kernels", "check_memory",
+    "require_fused", "kernels", "check_memory",
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")

@@ -92,7 +92,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """A file of events in a local workdir, written without TensorFlow.
+    """A file of events in a local workdir, written without TensorFlow, which clu's writer would import.
 
     TensorBoard ignores later steps in the files of the same run before it was resumed.
     """

@@ -1,7 +1,8 @@
-"""Files of a workdir that identify its run: config.json, data.json and accepted.json."""
+"""Files of a workdir that identify its run: config.json, data.json, accepted.json and a table of the parameters."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import time
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcvit.config import values
-from dcvit.errors import CheckpointError, ConfigError, first_line
+from dcvit.errors import CheckpointError, ConfigError, first_line, first_line_with_type
 from dcvit.runs import checksums, metrics
 from dcvit.runs.files import Folder, absolute, replace
 from dcvit.runs.identity import Record, compare
@@ -17,6 +18,7 @@ from dcvit.runs.steps import ABOUT, FOLDER, about, problems, saved_steps
 
 LOG = logging.getLogger(__name__)
 ACCEPTED = "accepted.json"  # names given to --accept, by which checkpoints may differ from config.json and data.json
+PARAMETERS = "parameters.txt"
 SHARED_SECONDS = 20  # a network file system shows the files of other processes with a delay
 MAX_PATH = 200  # characters of a path that cannot be read, in a message
 
@@ -100,6 +102,25 @@ def record(workdir: Folder, config: Mapping[str, Any], data: Record, accept: Seq
     for name, content in files.items():
         if name != ACCEPTED or accept:
             replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
+
+
+def write_overview(workdir: Folder, params: Mapping[str, Any]) -> None:
+    """Write name, shape, dtype and size of every parameter to `parameters.txt`; does nothing without the library clu.
+
+    Args:
+      workdir: the folder of the run.
+      params: the parameters, or their shapes.
+    """
+    if importlib.util.find_spec("clu") is None:
+        return
+    try:
+        from clu import parameter_overview
+    except Exception as e:  # a broken installation, or too little memory
+        LOG.warning("no %s: clu fails to load: %s", PARAMETERS, first_line_with_type(e))
+        return
+
+    table: str = parameter_overview.get_parameter_overview(params, include_stats=False)
+    replace(workdir / PARAMETERS, table + "\n")
 
 
 def check_shared(workdir: Folder) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from dcvit.parallel import multihost, topologies
+from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import OnRow, Progress, StepResult
 from dcvit.training.resume import Run
 from dcvit.training.step import TrainState, non_finite_arrays, step_flops
@@ -49,6 +50,8 @@ class MetricsHook(Hook):
         if self.run.start.step:
             self._catch_up(state)
             return
+        if self.run.writer:
+            write_overview(self.run.workdir, state.params)
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         self.run.display.line(f"{count:,} parameters, {self.total_steps} steps")
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})

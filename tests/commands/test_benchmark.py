@@ -34,7 +34,7 @@ def test_a_batch_that_does_not_fit_is_a_row_and_the_others_are_measured(capsys):
 
 BLOCKED = """
 import sys
-for name in ("tensorflow", "tensorflow_datasets", "sklearn", "pyarrow", "numba", "matplotlib", "scipy.stats"):
+for name in ("tensorflow", "tensorflow_datasets", "clu", "sklearn", "pyarrow", "numba", "matplotlib", "scipy.stats"):
     sys.modules[name] = None
 from dcvit.benchmark import main
 words = "--config vit_i1k:variant=ViT-mu/16 --mode train --rounds 1 --batch-size 2 --format csv --config.model.depth=1"

@@ -53,3 +53,6 @@ def test_train_evaluate_and_predict_print_no_foreign_line(digits_workdir, tmp_pa
     assert (done.stdout, done.stderr) == ("", "")
     assert lines
     assert [line for line in lines if FOREIGN.search(line)] == []
+    table = (tmp_path / "run" / "parameters.txt").read_text()  # instead of the console
+    assert "pos_embedding" in table
+    assert "Total: " in table

@@ -45,7 +45,7 @@ for package in (dcvit, input_pipeline):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if module.name not in EXCLUDED:
             importlib.import_module(module.name)
-for name in ("tensorboard.summary.writer.record_writer", "input_pipeline.images.loops"):
+for name in ("clu.parameter_overview", "tensorboard.summary.writer.record_writer", "input_pipeline.images.loops"):
     try:
         importlib.import_module(name)
     except ImportError:

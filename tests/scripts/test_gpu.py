@@ -52,7 +52,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypat
 
 IMPORTS = """
 import sys
-for name in ("ml_collections", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
+for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "PIL"):
     sys.modules[name] = None
 import dcmha, train, evidence, dcvit.check_kernels, equal_time
 """

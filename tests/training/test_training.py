@@ -52,6 +52,9 @@ def test_run_writes_config_data_and_one_row_per_logged_step(complete, tmp_path, 
     data = json.loads((workdir / "data.json").read_text())
     assert (data["examples"], data["class_names"]) == (1437, list("0123456789"))
     assert values.read_json(workdir / "config.json").total_steps == 6
+    table = (workdir / "parameters.txt").read_text()
+    assert "head/kernel" in table
+    assert f"{rows[0]['num_params']:,}" in table
     before = (workdir / "metrics.jsonl").read_bytes()
     assert digits_run(**RANDOM)[0] == 0  # nothing is left to do
     assert (workdir / "metrics.jsonl").read_bytes() == before
