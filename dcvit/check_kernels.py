@@ -12,7 +12,6 @@ times out. `--again` also verifies kernels that have a verdict.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -193,7 +192,7 @@ def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Verdi
     from dcvit.training.setup import load_setup
 
     setup = load_setup(spec, overrides, stand_in=True)
-    with selecting(Selection("verify", seconds, budget=math.inf)) as selection:
+    with selecting(Selection("verify", seconds)) as selection:
         trace(setup)
     check_idle()
     return [row for key in selection.chosen for row in _rows(key, store.read(key))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ import jax
 
 from dcvit.dcmha import device, verdicts
 from dcvit.dcmha.verdicts import Verdicts, fastest
-from dcvit.dcmha.verification import BUDGET, SECONDS, Case, examine, warn_once
+from dcvit.dcmha.verification import SECONDS, Case, examine, warn_once
 
 Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
 VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code outside of `selecting`, and of training
@@ -37,7 +36,6 @@ class Selection:
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
         get its result. Without it, several processes select no kernel.
       forward_only: the programs compute no gradients, so that the fastest output counts, and not output and gradients.
-      budget: limit, in seconds, of all verification in this process.
     """
 
     policy: Policy = "verify"
@@ -45,7 +43,6 @@ class Selection:
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
     share: Callable[[str, Callable[[], str]], str] | None = None
     forward_only: bool = False
-    budget: float = BUDGET
 
 
 _SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
@@ -104,7 +101,7 @@ def verify(
     Raises:
       DeviceHungError: an implementation does not finish on the device.
     """
-    with selecting(Selection("verify", seconds, forward_only=forward_only, budget=math.inf)) as selection:
+    with selecting(Selection("verify", seconds, forward_only=forward_only)) as selection:
         jax.eval_shape(lambda *x: function(*x), *args)  # a new function, which has no trace yet
     _DEFAULT.chosen.update(selection.chosen)
     _DEFAULT.forward_only = forward_only
@@ -148,7 +145,7 @@ def select(case: Case) -> str:
 def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
     """Return the name of the fastest candidate that passed; "" if none passed, or `Case.default` has no verdict."""
     verifies = selection.policy == "verify"
-    found = examine(case, store, selection.seconds, selection.budget) if verifies else store.read(case.key)
+    found = examine(case, store, selection.seconds) if verifies else store.read(case.key)
     found = {name: found[name] for name in case.candidates if name in found and found[name].status != verdicts.STARTED}
     for name in case.kernels & found.keys():
         if found[name].status in verdicts.BAD:

@@ -16,12 +16,11 @@ import contextvars
 import dataclasses
 import functools
 import logging
-import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
 # bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
 BOUND, BOUND_FLOAT32 = verdicts.LARGEST_ERROR, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
-BUDGET = 180.0  # limit of all verification in a process, in seconds
+SLOW = 10  # times as long may an implementation run that is no kernel
 RUNS = 5  # timed
 REPETITIONS = 7  # at most; their results must equal those of the first run, because a race shows in some runs only
 DOCUMENTS = 6  # of a row in a case with segments
@@ -51,7 +50,6 @@ SETTINGS = (
     "enable_x64", "default_matmul_precision", "default_prng_impl", "numpy_rank_promotion", "numpy_dtype_promotion",
 )  # fmt: skip
 
-_used: list[float] = []  # seconds of each verification in this process
 _threads: list[threading.Thread] = []  # of all implementations
 
 
@@ -103,16 +101,15 @@ def describe(arrays: Tree) -> str:
     return ", ".join(f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named.items())
 
 
-def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.inf) -> dict[str, Verdict]:
+def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
     """Return the verdicts on all candidates by name; produce and store the missing ones.
 
-    Verdicts stay missing if the budget ends, or if an implementation whose compilation timed out still compiles.
+    Verdicts stay missing while an implementation whose compilation timed out still compiles.
 
     Args:
       case: the computation.
       store: the verdicts of the device.
       seconds: limit of compiling, and of running, one implementation.
-      budget: limit of all verification in this process, in seconds.
 
     Raises:
       DeviceHungError: a candidate does not finish on the device.
@@ -120,33 +117,20 @@ def examine(case: Case, store: Verdicts, seconds: float, budget: float = math.in
     if not _missing(case, found := store.read(case.key), seconds):
         return found
     with store.verifying():  # one process after the other: they time undisturbed, and find each other's verdicts
-        found, start = store.read(case.key), time.monotonic()
+        found = store.read(case.key)
         if not (missing := _missing(case, found, seconds)):  # another process has verified it
             return found
-        try:
-            return _examine(case, store, found, missing, Limits(seconds, start + budget - sum(_used)))
-        finally:
-            _used.append(time.monotonic() - start)
+        return _examine(case, store, found, missing, seconds)
 
 
-class Limits(NamedTuple):
-    """Time limits: `seconds` to compile, and to run, one implementation; `end` (monotonic time) of all verification."""
-
-    seconds: float
-    end: float
-
-    def left(self, factor: int = 1) -> float:
-        """Return the time limit factor·`seconds`, or less if all verification ends earlier."""
-        return max(0.0, min(factor * self.seconds, self.end - time.monotonic()))
-
-    def is_over(self) -> bool:
-        """Return True, after a warning, if nothing more is to be verified now."""
-        reason = "an implementation that did not compile in time still compiles" if is_busy() else ""
-        if not self.left():
-            reason = "the time for verification in this process is over"
-        if reason:
-            warn_once(f"{reason}: the fastest implementations measured so far are used")
-        return bool(reason)
+def is_blocked() -> bool:
+    """Return True, after a warning, if nothing can be verified now."""
+    if busy := is_busy():
+        warn_once(
+            "an implementation that did not compile in time still compiles: the fastest implementations measured so "
+            "far are used"
+        )
+    return busy
 
 
 def is_busy() -> bool:
@@ -167,36 +151,36 @@ def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[s
 
 
 def _examine(
-    case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], limits: Limits
+    case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], seconds: float
 ) -> dict[str, Verdict]:
     """Verify the candidates `missing`, store their verdicts, and return them with those in `found`; see `examine`."""
-    if limits.is_over():
+    if is_blocked():
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
     arrays = _random_arrays(case.arrays)
     cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
     try:
-        expected = _in_thread(lambda: _reference(case, arrays, cotangent), limits.left(10))
+        expected = _in_thread(lambda: _reference(case, arrays, cotangent), SLOW * seconds)
     except Exception as e:  # such as a lack of memory; the next start tries again
         LOG.warning("attention: cannot verify kernels for %s: the reference raised %s", case.label, _first_line(e))
         return {name: verdict for name, verdict in found.items() if name in case.kernels and not verdict.passed}
     for name in missing:
-        if limits.is_over():
+        if is_blocked():
             break
         before = found.get(name)
         if before is not None and before.status == verdicts.STARTED and before.reason:
-            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=limits.seconds)
+            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=seconds)
             store.write(case.key, name, found[name])
             continue
         has_ended = before is not None and before.status == verdicts.STARTED  # an earlier process, meanwhile
         store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else ""))
         kept = before
         try:
-            found[name] = _verdict(case, name, (arrays, cotangent), expected, limits)
+            found[name] = _verdict(case, name, (arrays, cotangent), expected, seconds)
             if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
                 kept = found[name]  # else there may be more memory at the next start
         except DeviceHungError as e:
-            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=limits.seconds)
+            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=seconds)
             raise
         finally:  # also if the user interrupts it
             store.write(case.key, name, kept)
@@ -204,10 +188,10 @@ def _examine(
 
 
 def _verdict(
-    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], limits: Limits
+    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], seconds: float
 ) -> Verdict:
     """Return the verdict on one candidate: compile and run it, compare its results with `expected`, and time it."""
-    seconds, is_kernel = limits.left(), name in case.kernels
+    is_kernel = name in case.kernels
     verdict = functools.partial(Verdict, seconds=seconds)
     try:
         programs = _in_threads(_compilers(case.candidates[name], inputs), seconds)
@@ -215,7 +199,7 @@ def _verdict(
         return verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
     except Exception as e:
         return verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
-    limit = limits.seconds if is_kernel else limits.left(10)  # a kernel that runs longer blocks the device
+    limit = seconds if is_kernel else SLOW * seconds  # a kernel that runs longer blocks the device
     try:
         results, difference, times = _in_thread(lambda: _run(programs, inputs, REPETITIONS * is_kernel), limit)
     except TimeoutError:

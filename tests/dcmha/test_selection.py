@@ -59,7 +59,6 @@ def chip(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
     monkeypatch.setattr(plan, "splits_arrays", lambda: False)
-    monkeypatch.setattr(verification, "_used", [])
     verification.warn_once.cache_clear()
 
     def use(kernel):

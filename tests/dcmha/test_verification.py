@@ -66,7 +66,6 @@ def cache(tmp_path, monkeypatch):
     """An empty folder of verdicts, in a process that has verified nothing."""
     monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "kernels"))
     monkeypatch.setattr(selection, "_DEFAULT", Selection("known"))
-    monkeypatch.setattr(verification, "_used", [])
     monkeypatch.setattr(verification, "_threads", [])
     verification.warn_once.cache_clear()
     return tmp_path / "kernels"
@@ -271,29 +270,6 @@ def test_a_kernel_whose_compilation_blocks_is_left_behind():
     assert verified(one, seconds=1)[0] == ("plain",)
     found = verdict(one, "blocks")
     assert (found.status, found.seconds) == ("timed out", 1)
-
-
-def test_the_budget_of_a_process_ends_its_verification_once_with_the_best_so_far(caplog, monkeypatch):
-    real, passed_hours = time.monotonic, []
-    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600 * len(passed_hours))
-
-    def quick(x):
-        return right(x)
-
-    def takes_an_hour(x):
-        passed_hours.append(1)
-        return slow(x)
-
-    def late(x):
-        return right(x)
-
-    first, second = case(quick, takes_an_hour, late, plain=slow), case(quick, key="second", plain=slow)
-    assert verified(first, budget=3000)[0] == ("quick", "plain")
-    assert store().read("matmul").keys() == {"plain", "quick", "takes_an_hour"}
-    assert verified(second, budget=3000)[0] == ("plain",)
-    assert store().read("second") == {}
-    assert len([m for m in caplog.messages if "verification in this process is over" in m]) == 1
-    assert verified(second, budget=1e6)[0] == ("quick", "plain")
 
 
 def test_a_failure_is_tried_again_with_a_longer_limit():
