@@ -13,7 +13,7 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
-from dcvit.dcmha.shapes import Bool, Float, Int
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
 from dcvit.models.projections import Projections

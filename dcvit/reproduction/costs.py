@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -74,7 +74,8 @@ def extra_operations(head_dim: int, rho: float, rank: int = RANK) -> float:
 
 def one_layer(size: str, composed: bool, depth: int) -> lm.LM:
     """Return a model with `depth` layers of the paper's model `size`, without windows, and a vocabulary of 2 tokens."""
-    preset, shape = f"{'DCFormer' if composed else 'Transformer'}-{size}", {}
+    preset = f"{'DCFormer' if composed else 'Transformer'}-{size}"
+    shape: dict[str, Any] = {}
     if size == "6.9B":  # GPT-3's architecture, as Appendix E assumes, in a size that only LLaMA's has
         large = lm.Model(2, preset=f"Transformer++-{size}")
         preset, shape = "Transformer-1.4B", {"width": large.width, "num_heads": large.num_heads, "mlp_dim": None}

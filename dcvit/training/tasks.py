@@ -34,7 +34,7 @@ from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
 from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
 from dcvit.hub.kinds import check_loss, kind_of, with_text
-from dcvit.models import Params, lm, losses, pixels
+from dcvit.models import Outputs, Params, lm, losses, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
@@ -177,7 +177,8 @@ class ImageTask:
             if self.distillation is None:
                 found = of_labels(logits)
             else:
-                found = self.distillation.loss(of_labels, heads_of(net, params, logits, out), batch[TEACHER])
+                both = heads_of(net, params, logits, cast(Outputs, out))
+                found = self.distillation.loss(of_labels, both, batch[TEACHER])
             return jnp.mean(found)
 
         return loss_of
