@@ -177,7 +177,8 @@ class ImageTask:
             if self.distillation is None:
                 found = of_labels(logits)
             else:
-                found = self.distillation.loss(of_labels, heads_of(net, params, logits, out), batch[TEACHER])
+                both = heads_of(net, params, logits, cast(Outputs, out))
+                found = self.distillation.loss(of_labels, both, batch[TEACHER])
             return jnp.mean(found)
 
         return loss_of
