@@ -44,7 +44,9 @@ def flops_by_hand(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), [("vit", "train"), ("lm", "forward")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("vit", "train"), pytest.param("lm", "forward", marks=pytest.mark.exhaustive)]
+)
 def test_the_figures_of_a_row_follow_from_each_other(kind, mode):
     row, tokens = measured(kind, mode), {"vit": 1, "lm": 16}[kind]
     assert (row.error, row.batch, row.device, row.dtype) == (None, 16, f"8 × {jax.devices()[0].device_kind}", "float32")
@@ -58,7 +60,7 @@ def test_the_figures_of_a_row_follow_from_each_other(kind, mode):
     assert row.compile_s > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_parameters_and_memory_are_those_of_the_training_step():
     setup = load_setup(VIT[0], [*VIT[1], "input.batch_size=16"], stand_in=True)
     lowered, state, _ = lower(setup)

@@ -11,7 +11,7 @@ from training_runs import interrupted_before
 
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training import hooks, inputs
+from dcvit.training import inputs
 from dcvit.training.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -122,18 +122,3 @@ def test_best_checkpoint_is_saved_and_kept_also_by_a_resumed_run(digits_run, mon
     assert status == 0
     losses = {row["step"]: row["test/loss"] for row in metrics.read(workdir / "metrics.jsonl") if row["step"]}
     assert saved_steps(workdir) == sorted({best(losses, key=losses.get), 6})
-
-
-def test_a_hook_that_fails_to_close_leaves_no_other_open():
-    closed = []
-
-    class Failing(hooks.Hook):
-        def close(self, *, failed):
-            closed.append((self, failed))
-            raise OSError("the trace cannot be written")
-
-    trainer = object.__new__(Trainer)
-    trainer.hooks = [Failing(), Failing(), Failing()]
-    with pytest.raises(OSError, match="cannot be written"):
-        trainer.close(failed=True)
-    assert closed == [(hook, True) for hook in trainer.hooks]

@@ -162,15 +162,6 @@ def test_profile_is_recorded_for_the_given_steps(special):
     assert list((special / "profile").rglob("*.xplane.pb"))
 
 
-@pytest.mark.exhaustive
-def test_profile_is_recorded_if_it_started_before_an_interruption(digits_run, monkeypatch):
-    with interrupted_before(monkeypatch, 2):
-        assert digits_run(ckpt_steps=1, **{"model.depth": 0})[0] == 130
-    status, workdir = digits_run(profile=(1, 100), ckpt_steps=1, **{"model.depth": 0})
-    assert status == 0
-    assert list((workdir / "profile").rglob("*.xplane.pb"))
-
-
 def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
     pytest.importorskip("tensorboard", reason="TensorBoard is written only if it is installed")
     events = b"".join(p.read_bytes() for p in special.glob("events.out.tfevents*"))
