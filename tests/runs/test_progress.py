@@ -18,13 +18,6 @@ def terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
 
 
-def test_names_are_shown_literally_and_escaped(terminal, capsys):
-    with RunProgress("[/red]:cat:\n", 10) as shown:
-        shown.line("[/red]:cat:\n")
-    out = capsys.readouterr().out
-    assert out.count("[/red]:cat:\\n") >= 2
-
-
 @pytest.mark.parametrize(("lines", "expected"), [(True, "reading: 500 of 1,000  fast  ETA "), (False, "")])
 def test_bar_is_lines_or_nothing_elsewhere(monkeypatch, capsys, lines, expected):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)

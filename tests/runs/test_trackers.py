@@ -1,12 +1,9 @@
 """Trackers: their rows are those of the metrics, also after a kill; errors of a tracker do not end a run."""
 
 import json
-import os
 import struct
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from training_runs import interrupted_before, refusal, small_setup
@@ -17,7 +14,6 @@ from dcvit.runs.trackers import TrackedRun, Trackers
 from input_pipeline import MissingLibraryError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-ROOT = Path(__file__).parents[2]
 
 
 def rows_of(workdir):
@@ -95,17 +91,6 @@ def test_tensorboard_shows_each_row_once_after_a_kill(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard_is_written_without_tensorflow(tmp_path):
-    pytest.importorskip("tensorboard", reason="the extra data is not installed")
-    code = "import sys; from dcvit.runs.metrics import MetricWriter; from pathlib import Path\n"
-    code += "MetricWriter(Path(sys.argv[1]), resumed={}, trackers={'tensorboard': True}).write(0, {'x': 1})\n"
-    code += "sys.exit('tensorflow' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code, tmp_path], env=environment).returncode == 0
-    assert tensorboard_rows(tmp_path) == {0: {"x": 1}}
-
-
-@pytest.mark.slow
 def test_an_interrupted_and_resumed_training_has_one_row_per_step_in_tensorboard(digits_run, monkeypatch):
     pytest.importorskip("tensorboard", reason="the extra data is not installed")
     with interrupted_before(monkeypatch, 5):
@@ -178,8 +163,6 @@ def test_new_run_in_a_workdir_is_a_new_run_of_wandb(tmp_path, wandb):
     ("options", "message"),
     [
         ({"projet": "x"}, "config.wandb has no option 'projet'; did you mean 'project'?"),
-        ({"id": "x"}, "config.wandb has no option 'id'"),
-        ({"mode": "ofline"}, "config.wandb.mode='ofline'; did you mean 'offline'?"),
         ({"project": 3}, "config.wandb: project=3 should be of type str | None, not int"),
     ],
 )
@@ -195,16 +178,6 @@ def test_missing_library_is_refused_before_anything_compiles(monkeypatch):
     assert small_setup().options.trackers == {"tensorboard": True}
     with pytest.raises(MissingLibraryError, match=r'^this needs wandb, .*: pip install "dcvit\[wandb\]"$'):
         small_setup(wandb={"project": "x"})
-
-
-def test_folder_with_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
-    (tmp_path / "wandb" / "run").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match="which is not installed"):
-        trackers.check({"wandb": {}})
-    sys.modules.pop("wandb", None)
 
 
 @pytest.mark.interop
