@@ -16,11 +16,9 @@ SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckp
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, {}),
         ("S/32", {"variant": "S/32"}),
         ("runlocal,res=128", {"runlocal": True, "res": 128}),
         ("runlocal=False,lr=1", {"runlocal": False, "lr": 1.0}),
-        ("ckpt=x.npz", {"ckpt": "x.npz"}),
     ],
 )
 def test_text_is_parsed_by_the_types_of_the_defaults(text, expected):
