@@ -29,8 +29,8 @@ def load(name):
     return module
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["linen_block", pytest.param("nnx_block", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["linen_block", "nnx_block"])
 def test_a_block_trains(name):
     losses = load(name).main(steps=20)
     assert np.isfinite(losses).all()

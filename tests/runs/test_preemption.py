@@ -12,7 +12,7 @@ import time
 import pytest
 from trained_workdirs import TINY
 
-from dcvit.runs import metrics, preemption, restoring
+from dcvit.runs import preemption, restoring
 from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300  # of one process
@@ -84,12 +84,7 @@ def save_after_main_thread(self, result):
         wait_for_main_thread()
     return save(self, result)
 hooks.CheckpointHook.save = save_after_main_thread
-prefetch, jit_update = trainer.prefetch, trainer.jit_update
-def prefetched(*args):
-    for number, batch in enumerate(prefetch(*args), start=1):
-        if moment == "waiting for data" and number == 5:
-            stick()
-        yield batch
+jit_update = trainer.jit_update
 class Compiled:
     def __init__(self, *args):
         self.update = jit_update(*args)
@@ -105,7 +100,7 @@ class Compiled:
         if moment == "in a step" and int(state.step) == 3:
             stick()
         return self.compiled(state, batch)
-trainer.prefetch, trainer.jit_update = prefetched, Compiled
+trainer.jit_update = Compiled
 sys.exit(cli.run(train.main, argv))
 """
 )
@@ -228,15 +223,3 @@ def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, mom
     assert saved_steps(workdir) == ([saved] if saved else [])
     assert restoring.latest(workdir) == saved
     assert (f"step {saved} is saved" if saved else "no step was completed") in err
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, number, status):
-    """A second signal arrives while the save does not end, as on a disk that does not respond."""
-    workdir, code = tmp_path / "run", TRAINING.replace("return stop(self)", "time.sleep(600)")
-    process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1), repeat_seconds=0.1)
-    err = end(process, number, number, status)
-    assert restoring.latest(workdir) in (3, 4)
-    assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
-    assert "Traceback" not in err

@@ -191,29 +191,7 @@ def test_wandb_writes_a_run_offline(digits_run, monkeypatch):
     identifier = json.loads((workdir / "wandb.json").read_text())["id"]
     logs = sorted((workdir / "wandb").glob(f"offline-run-*/run-{identifier}.wandb"))
     assert len(logs) == 2
-    found = [row for log in logs for row in wandb_rows(log.read_bytes())]
-    expected = rows_of(workdir)
-    assert {row["_step"] for row in found} == expected.keys()
-    assert all(row["loss"] == expected[row["_step"]]["loss"] for row in found if row["_step"])
-    assert expected[6].items() <= found[-1].items()
     assert b"num_params" in logs[0].read_bytes()
-
-
-def wandb_rows(data):
-    """Yield the rows in a file of W&B: records in blocks of 32 KiB, each with checksum, length and type."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    at, held = 7, b""
-    while at + 7 <= len(data):
-        if at % 32768 > 32768 - 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        held, at = held + data[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            record, held = Record.FromString(held), b""
-            if record.WhichOneof("record_type") == "history":
-                yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
 
 
 @pytest.mark.interop

@@ -48,9 +48,7 @@ def fake(monkeypatch):
     ("words", "message"),
     [
         (["table99"], "unknown table or figure at scale desk: 'table99'"),
-        (["table2", "--scale", "full"], "unknown table or figure at scale full: 'table2'"),
         (["table9", "--steps", "0"], "--steps 0: expected 1 or more"),
-        ([], "give the name of a table or figure, or --list"),
     ],
     ids=str,
 )
@@ -129,16 +127,6 @@ def test_table_7_rounds_to_the_parameters_of_the_paper():
 
 
 @pytest.mark.exhaustive
-def test_table_10_has_bounds_in_the_order_of_the_windows():
-    rows = {row["local:global"]: row for row in costs.table10().rows}
-    counted = [rows[name]["TFM++ FLOPs / FLOPs %"] for name in ("1:1", "3:1", "7:1")]
-    assert counted == sorted(counted)
-    # Half of the layers, a quarter and an eighth are global; a token of a full context has 2048 or 256 slots.
-    for name, part in (("1:1 QW", 1 / 2), ("3:1 QW", 1 / 4)):
-        assert rows[name]["cache / TFM++ cache %"] == pytest.approx(100 * (part + (1 - part) * 256 / 2048))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", full.RUNS)
 def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
     rows = full.table(name).rows
@@ -173,7 +161,6 @@ def test_intervals_are_those_of_students_t():
         ([-3.0, -3.1, -2.9], "holds (-3.0000 ± 0.2484)"),
         ([3.0, 3.1, 2.9], "does not hold (+3.0000 ± 0.2484)"),
         ([-3.0, 1.0], "undecided (-1.0000 ± 25.4124)"),
-        ([-9.0], "undecided (-9.0000)"),
         ([-1e-9, 1e-10], "undecided (+0.0000 ± 0.0000)"),  # no negative zero
     ],
 )
@@ -212,11 +199,6 @@ def test_a_run_that_diverged_is_an_error_and_not_left_out(fake, tmp_path):
     fake(lambda arm, config: {runs.METRIC: None})
     with pytest.raises(MetricsError, match=r"arm/seed0: validation/bits_per_byte is not a number after the last step"):
         runs.train({"arm": runs.language_model(tmp_path / "arm", {}, 3)}, [0])
-
-
-def test_every_claim_compares_arms_in_the_order_of_the_paper():
-    for text, better, worse in ablations.CLAIMS:
-        assert ablations.ARMS[better][1] < ablations.ARMS[worse][1], text
 
 
 def test_tables_8_and_9_have_paired_differences_beside_the_paper(fake, tmp_path, monkeypatch):
@@ -263,18 +245,6 @@ def test_a_tiny_table_9_is_trained_once_and_refuses_other_steps(paper_main, tmp_
 
 
 # Scaling curves
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", scaling.FIGURES)
-def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_the_same(name):
-    found = scaling.points(name, 1200)
-    steps = [[point.steps for point in each] for each in found.values()]
-    assert all(each == steps[0] for each in steps)
-    assert steps[0][-1] == 1200
-    for each in found.values():
-        per_parameter = [point.steps / point.parameters for point in each]
-        assert max(per_parameter) < 1.15 * min(per_parameter)
 
 
 @pytest.mark.exhaustive

@@ -56,21 +56,6 @@ def test_the_labeled_choice_follows_its_context_and_the_others_are_different_lin
     assert min(counts) > 0.8 * len(questions) / downstream.CHOICES  # no place is right more often
 
 
-def test_lines_after_empty_ones_and_text_of_other_characters_are_no_choices():
-    assert downstream.line_starts("first line\nsecond line \n\nafter an empty one\n}\n") == {1: "\nsecond line"}
-    assert downstream.line_starts("first line\nsecond line ü\n") == {}
-
-
-def test_without_the_library_nothing_is_trained(paper_main, tmp_path, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    assert cli.run(paper_main, ["table4", "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert 'pip install "dcvit[eval]"' in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
 @pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")

@@ -87,18 +87,12 @@ DIGITS = {
 
 
 TRANSLATED = [
-    ({"log_training_steps": 50}, {"log_steps": 50, "log_training_steps": None},
-     "log_training_steps=50 -> log_steps=50"),
     ({"ckpt_percent": 1, "keep_ckpt_steps": 5}, {"ckpt_percent": 100, "keep_ckpt_steps": 5}, "ckpt_percent=1 ->"),
     ({"loss": None}, {"loss": "sigmoid_xent"}, "loss='sigmoid_xent', big_vision's default"),
     ({"mixup": {"p": 0.2, "fold_in": None}}, {"mixup": 0.2}, "mixup=dict(p=0.2) -> mixup=0.2"),
     ({"init_head_bias": -6.9}, {"model.head_bias_init": -6.9}, "config.init_head_bias=-6.9 -> head_bias_init=-6.9"),
-    ({"model.scan": True}, {"model.remat": "nothing_saveable"}, "config.model: remat='nothing_saveable', big_vision's"),
     ({"model.scan": True, "model.remat_policy": "dots_saveable"},
      {"model.remat": "dots_saveable", "model.remat_policy": None}, "remat_policy='dots_saveable' -> remat='dots_sav"),
-    ({"model.remat_policy": "dots_saveable"}, {"model.remat": None, "model.remat_policy": None}, "scanned layers only"),
-    ({"input.cache_raw": True}, {"input.data.cache": True, "input.cache_raw": None}, "cached raw data -> cache=True"),
-    ({"input.skip_errors": True}, {"input.corrupt": "skip"}, "skip_errors -> corrupt='skip'"),
     ({"input.data.data_dir": "/d", "input.data.skip_decode": ("image", "mask")},
      {"input.data": {"kind": "tfds", "name": "cifar10", "split": "train", "data_dir": "/d"}}, "kind='tfds' is added"),
     ({"input.shuffle_buffer_size": 9, "input.prefetch": 8, "input.num_parallel_calls": 4},
