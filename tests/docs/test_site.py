@@ -1,4 +1,4 @@
-"""The built site in a real browser: no errors, alternative texts, nothing cut at the width of a telephone, search."""
+"""The built site in a real browser: no errors, alternative texts, nothing cut at the width of a telephone."""
 
 import functools
 import http.server

@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paper import ablations, costs, full, runs, scaling, table
-from scipy import stats
 
 from dcvit import cli
 from dcvit.config.load import load
 from dcvit.errors import MetricsError
 from dcvit.hub.kinds import make_model
-from dcvit.models import presets
 
 
 @pytest.fixture
@@ -145,16 +143,6 @@ def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
 # Runs and statistics
 
 
-def test_intervals_are_those_of_students_t():
-    values = [1.0, 2.5, 4.0, 3.0]
-    low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert runs.cells(values, "x") == {
-        "x": pytest.approx((low + high) / 2),
-        "x ± 95 %": pytest.approx((high - low) / 2),
-    }
-    assert runs.cells([2.0], "x", "width") == {"x": 2.0, "width": None}
-
-
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
@@ -245,22 +233,6 @@ def test_a_tiny_table_9_is_trained_once_and_refuses_other_steps(paper_main, tmp_
 
 
 # Scaling curves
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", scaling.FAMILIES)
-def test_words_of_a_run_make_the_model_of_the_paper_in_small(family, monkeypatch):
-    """All fields but the shape are those of a preset of the family, windows of an eighth of the context."""
-    monkeypatch.setattr(scaling, "SIZES", scaling.SIZES[:1])
-    (point,) = scaling.points("figure4" if "Pythia" in family else "figure3", 1200)[family]
-    run = scaling.run_of(family, point, Path())
-    net = make_model(load(run.spec, [*run.words(3), f"model.context={runs.CONTEXT}"]))  # as the data sets it
-    assert costs.parameters(net) == point.parameters
-    preset = presets.PRESETS[f"{family}-{'2.8B' if 'Pythia' in family else '405M'}"]
-    shape = ("depth", "width", "num_heads", "mlp_dim", "init_std", "out_init_std")
-    expected = {key: value for key, value in preset.items() if key not in shape}
-    assert {key: getattr(net, key) for key in expected} == expected
-    assert (net.compose, net.window) == (preset.get("compose"), 8 if "DC" in family else 256)
 
 
 def some_points(operations):

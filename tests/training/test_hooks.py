@@ -54,25 +54,6 @@ def test_non_finite_loss_stops_the_run_and_is_not_saved(digits_run, capsys, pois
     assert all("digits" in example["id"] for example in dump["examples"])
 
 
-@pytest.mark.exhaustive
-def test_stop_after_a_non_finite_step_saves_nothing(digits_run, poisoned, monkeypatch):
-    """The main thread checks a step while the devices execute the next one."""
-    poisoned(4)
-    real, stopped = Trainer._advance, []
-
-    def advance(self, update, step, state, batch):
-        result = real(self, update, step, state, batch)
-        if step == 5:
-            with pytest.raises(FloatingPointError, match="non-finite steps so far: 1; stopped"):
-                self.stop()
-            stopped.append(step)
-        return result
-
-    monkeypatch.setattr(Trainer, "_advance", advance)
-    status, workdir = digits_run(log_steps=100)
-    assert (status, stopped, saved_steps(workdir)) == (2, [5], [3])
-
-
 def test_nonfinite_skip_is_the_number_of_skipped_steps(digits_run, capsys, poisoned):
     poisoned(2, 4, 5)
     status, workdir = digits_run("two", nonfinite_skip=2, log_steps=1, ckpt_steps=1, ckpt_keep=9)

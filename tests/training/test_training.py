@@ -13,8 +13,7 @@ from dcvit.config import values
 from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training import hooks, resume
-from dcvit.training.trainer import Trainer
+from dcvit.training import resume
 from dcvit.weights.export import conversion
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -75,33 +74,6 @@ def test_interrupted_run_resumes_to_the_same_bits(complete, digits_run, monkeypa
     seconds = [row["seconds"] for row in metrics.read(workdir / "timing.jsonl")]
     assert seconds == sorted(seconds)  # the wall time counts on
     assert len(seconds) == 3
-
-
-@pytest.mark.exhaustive
-def test_stop_during_the_last_evaluation_loses_neither_step_nor_row(complete, digits_run, monkeypatch):
-    """A signal calls `stop` from another thread; here an evaluation calls it and does not return."""
-    real_run, real_record = Trainer.run_steps, hooks.MetricsHook._record
-    trainers = []
-
-    def run_steps(self, state):
-        trainers.append(self)
-        real_run(self, state)
-
-    def record(self, step, *args):
-        if step == 6:
-            assert trainers[0].stop() == "step 6 is saved"
-            raise KeyboardInterrupt
-        real_record(self, step, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run_steps", run_steps)
-        patch.setattr(hooks.MetricsHook, "_record", record)
-        status, workdir = digits_run("stopped", ckpt_steps=100, **RANDOM)
-    assert status == 130
-    assert saved_steps(workdir) == [6]
-    assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
-    assert digits_run("stopped", ckpt_steps=100, **RANDOM)[0] == 0
-    assert same_runs(workdir, complete)
 
 
 @pytest.mark.exhaustive
