@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import json
-import math
 import statistics
 from pathlib import Path
 
@@ -144,13 +143,6 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(make_run, compared, nam
     assert len(compared(damaged, status=2)[1]) == 1
 
 
-def test_a_run_without_a_config_is_shown(make_run, compared):
-    workdir = make_run("a", [0.5])
-    (workdir / "config.json").unlink()
-    (row, _), _ = compared(workdir, make_run("b", [0.6]))
-    assert (row["total"], row["state"], row["val/top1"]) == (None, "stopped", 0.5)
-
-
 @pytest.mark.parametrize(
     ("workdirs", "labels"),
     [
@@ -174,10 +166,3 @@ def test_curves_are_drawn_for_runs_with_few_metrics(tmp_path, capsys):
         assert out.read_text().count("</svg>") == 1
     assert out.read_text().count("<!-- _0 ") == 0  # no curve where a run lacks the metric
     assert "<!-- 3 val -->" in out.read_text()
-
-
-@pytest.mark.parametrize(("rows", "best"), [([0.2, math.nan, 0.1], 0.2), ([None, None], None)])
-def test_values_that_are_not_finite_are_no_result(make_run, compared, rows, best):
-    rows = [None if x is None or math.isnan(x) else x for x in rows]
-    (row,), _ = compared(make_run("a", rows))
-    assert row["best val/top1"] == best

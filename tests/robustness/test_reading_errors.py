@@ -93,12 +93,6 @@ class TestActiveReads:
         assert len(batches) == 3
         assert ip.active_reads() == []
 
-    def test_failed_read_is_no_longer_reported(self):
-        for stream in streams(ListSource(NUMBERS, {5}, error=ValueError())):
-            with pytest.raises(ip.InputError):
-                stream()
-        assert ip.active_reads() == []
-
     @pytest.mark.parametrize("step", [0, 7])
     def test_batch_ids_are_those_of_the_batch(self, step):
         source = ListSource(NUMBERS[:10])

@@ -19,14 +19,13 @@ TIMEOUT = 300  # of one process
 
 # The main thread prints "stuck" at a given moment, and then
 #   stays     blocks in C, on a mutex that it holds, so that it executes no more Python code
-#   returns   continues as soon as a stop has started; the save waits until then
-#   raises    the same, with an exception
+#   raises    raises an exception as soon as a stop has started; the save waits until then
 STICK = """
 import ctypes, sys, threading, time
 from dcvit.runs import preemption
 preemption.REPEAT_SECONDS = dict.fromkeys(preemption.REPEAT_SECONDS, float(sys.argv[1]))
 moment, then, argv = sys.argv[2], sys.argv[3], sys.argv[4:]
-saving, returned, ended = threading.Event(), threading.Event(), threading.Event()
+saving, ended = threading.Event(), threading.Event()
 def stick(*_, **__):
     print("stuck", flush=True)
     if then == "stays":
@@ -34,19 +33,15 @@ def stick(*_, **__):
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
     saving.wait()
-    returned.set()
-    if then == "raises":
-        raise RuntimeError("failed while stopping")
-def wait_for_main_thread():
-    saving.set()
-    if then != "stays":
-        (ended if then == "raises" or moment == "ending" else returned).wait()
+    raise RuntimeError("failed while stopping")
 """
 LISTENING = (
     STICK
     + """
 def save():
-    wait_for_main_thread()
+    saving.set()
+    if then == "raises":
+        ended.wait()
     if moment == "never saved":
         time.sleep(600)
     return "step 3 is saved"

@@ -132,7 +132,7 @@ def test_run_that_resumes_in_a_store_equals_one_on_a_disk_bitwise(object_store, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["read only", "no bucket", "no answer"])
+@pytest.mark.parametrize("problem", ["read only", "no answer"])
 def test_unusable_store_is_one_line_before_anything_compiles(
     object_store, library_promotion, monkeypatch, capfd, problem
 ):
@@ -144,8 +144,6 @@ def test_unusable_store_is_one_line_before_anything_compiles(
                 pytest.skip("moto does not refuse requests")
             object_store.server.read_only = True
             message = "cannot write {}"
-        elif problem == "no bucket":
-            workdir = workdir.replace("bucket", "other")
         else:
             object_store.use(f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert cli.run(train.main, training(workdir)[1:]) == 2

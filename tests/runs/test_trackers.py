@@ -90,18 +90,6 @@ def test_tensorboard_shows_each_row_once_after_a_kill(tmp_path):
         writer.close()
 
 
-@pytest.mark.slow
-def test_an_interrupted_and_resumed_training_has_one_row_per_step_in_tensorboard(digits_run, monkeypatch):
-    pytest.importorskip("tensorboard", reason="the extra data is not installed")
-    with interrupted_before(monkeypatch, 5):
-        assert digits_run(tensorboard=True)[0] == 130
-    status, workdir = digits_run(tensorboard=True)
-    assert status == 0
-    found = tensorboard_rows(workdir)
-    assert found == single_precision(rows_of(workdir))
-    assert {"test/top1", "grad_norm", "examples_per_second"} <= found[6].keys()
-
-
 @pytest.fixture
 def wandb(monkeypatch):
     """A stand-in for W&B, with the runs that are started; `steps` is the server's number of steps of each id."""

@@ -1,7 +1,5 @@
 """configs/lm_text.py: training on text of one's own, with bytes, a given tokenizer, or one trained on the text."""
 
-import json
-
 import pytest
 
 from dcvit import cli, evaluate, generate, train
@@ -49,21 +47,6 @@ def test_the_end_of_the_text_is_held_out(books, form):
     stream = bytes(int(t) % 256 for row in rows for t in row)
     assert stream.rstrip(b"\0") == text.rstrip(b"\0")
     assert len(held_out) == round(len(rows) * 0.2)
-
-
-def test_trained_tokenizer_is_a_function_of_the_text_and_the_size(books):
-    first, second = (train_tokenizer(str(books), 280) for _ in range(2))
-    assert first == second
-    assert len(json.loads(first)["model"]["vocab"]) == 280
-    assert first != train_tokenizer(str(books / "a.txt"), 280)
-
-
-def test_record_of_a_run_with_its_own_tokenizer_names_no_temporary_file(books):
-    run = setup(f"data_dir={books},context=32,vocab_size=300")
-    assert run.record["input"]["data"]["tokenizer"] == "{workdir}/tokenizer.json"
-    assert run.record["evals"]["validation"]["data"]["tokenizer"] == "{workdir}/tokenizer.json"
-    assert run.record["vocab_size"] == 300
-    assert run.tokenizer == train_tokenizer(str(books), 300)
 
 
 @pytest.mark.exhaustive

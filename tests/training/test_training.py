@@ -33,9 +33,9 @@ def complete(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory):
-    """The workdir of a run with frozen parameters, a profile, TensorBoard if it is installed, and no intervals."""
+    """The workdir of a run with a profile, TensorBoard if it is installed, and no intervals."""
     workdir = tmp_path_factory.mktemp("special") / "run"
-    options = {"model.depth": 0, "frozen": ["embedding/.*"], "ckpt_keep": 2, "profile": (2, 3), "tensorboard": True}
+    options = {"model.depth": 0, "profile": (2, 3), "tensorboard": True}
     assert digits_command(workdir, **options, log_steps=0, **{"evals.test.log_steps": 0}) == 0
     return workdir
 
@@ -85,13 +85,6 @@ def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_pat
     assert same_runs(lm_workdir, tmp_path / "interrupted")
     rows = metrics.read(lm_workdir / "metrics.jsonl")
     assert rows[-1]["validation/bits_per_byte"] < rows[0]["validation/bits_per_byte"] <= 8.1
-
-
-@pytest.mark.exhaustive
-def test_frozen_parameters_do_not_change(special):
-    earlier, end = (load_params(special / "checkpoints" / step) for step in ("3", "6"))
-    assert same(end["embedding"], earlier["embedding"])
-    assert not same(end["head"], earlier["head"])
 
 
 def test_run_starts_from_the_parameters_of_another_run_but_for_those_that_are_not_loaded(complete, digits_run):
