@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -286,7 +285,7 @@ print([key for key in before if before[key] != after[key]])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_importing_the_package_changes_no_state_of_the_process():
     """Handlers, filters, hooks, threads, signals and the environment stay those of the user's program."""
     of_extras = re.compile(r"harness|modeling_dcvit|libraries")  # they import lm_eval and PyTorch, which change state
@@ -296,23 +295,3 @@ def test_importing_the_package_changes_no_state_of_the_process():
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
-def test_configs_beside_an_installed_package_are_not_read(tmp_path):
-    """In site-packages, folders with these names are those of another package."""
-    site = tmp_path / "site-packages"
-    shutil.copytree(ROOT / "dcvit", site / "dcvit", ignore=shutil.ignore_patterns("pretrained", "__pycache__"))
-    shutil.copytree(ROOT / "input_pipeline", site / "input_pipeline", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "configs", site / "dcvit" / "configs")
-    (site / "configs").mkdir()
-    for name in ("vit_digits", "foreign"):
-        (site / "configs" / f"{name}.py").write_text("raise SystemExit('executed')\n")
-    script = "from dcvit.config import load; load.load('vit_digits'); print(sorted(p.stem for p in load.shipped()))"
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    names = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
-    assert process.stdout.strip() == str(names)

@@ -1,7 +1,6 @@
 """Options, error messages, log output and tables of the commands."""
 
 import argparse
-import io
 import json
 import logging
 import subprocess
@@ -117,33 +116,11 @@ def test_messages_are_one_printable_line(capsys):
     assert capsys.readouterr().err == f"a line {line}\nerror: {line}\n"
 
 
-def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch):
-    """As with PYTHONIOENCODING=ascii:strict; tables, errors and logs alike."""
-    encoding = "ascii"
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict") for _ in range(2)]
-    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
-        monkeypatch.setattr(sys, name, stream)
-
-    def fail(argv):
-        for form in cli.FORMATS:
-            cli.show([{"猫": "…"}], form)
-        logging.getLogger("dcvit.anything").warning("猫")
-        raise InputError("猫")
-
-    assert cli.run(fail, []) == 2
-    for stream in streams:
-        stream.flush()
-    out, err = (stream.buffer.getvalue().decode(encoding) for stream in streams)
-    assert err == "\\u732b\nerror: \\u732b\n"
-    assert out.count("\\u732b") == out.count("\\u2026") == len(cli.FORMATS)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--numbr=3"], r"unknown option --numbr; did you mean '--number'\?"),
         (["--number", "three"], r"invalid int value: 'three' \(see dcvit test --help\)"),
-        (["word"], r"unexpected argument 'word'"),
     ],
 )
 def test_invalid_options_are_errors(words, message):

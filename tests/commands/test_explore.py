@@ -60,9 +60,7 @@ def test_errors_are_one_line(digits_workdir, tmp_path, capsys):
     digits = ["--workdir", digits_workdir, *out]
     for words, message in [
         ([*digits], "no image files"),
-        ([*digits, IMAGES[0], "--layers", "1"], "--layers: there is no layer 1"),
         ([*digits, IMAGES[0], "--data", "tests"], "did you mean 'test'"),
-        ([*digits, IMAGES[0], "--out", tmp_path / "page.txt"], "--out"),
     ]:
         assert run(*words) == 2, words
         lines = capsys.readouterr().err.splitlines()

@@ -8,7 +8,6 @@ from language_models import chain_model
 from dcvit import cli
 from dcvit import generate as command
 from dcvit.inference import loading
-from dcvit.inference.text_stream import TextStream
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -66,17 +65,3 @@ def test_several_prompts_form_a_batch(say, tmp_path):
     assert err.startswith("14 tokens")
     status, out, _ = say("--prompt", "x", "--temperature", "0", "--tokens", "4", "--format", "json")
     assert json.loads(out) == [{"prompt": "x", "text": "é", "tokens": 4, "ended": "length"}]
-
-
-@pytest.mark.slow
-def test_ctrl_c_completes_the_line_and_ends_the_command(say, monkeypatch):
-    push = TextStream.push
-
-    def interrupted(self, token):
-        if token == ord("g"):
-            raise KeyboardInterrupt
-        return push(self, token)
-
-    monkeypatch.setattr(TextStream, "push", interrupted)
-    status, out, err = say("--prompt", "x", "--temperature", "0")
-    assert (status, out, err) == (130, "xé世🎉 \n", "interrupted\n")

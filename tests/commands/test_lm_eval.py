@@ -160,9 +160,6 @@ def test_a_template_that_fails_is_a_one_line_error(folder, call):
     ("argv", "message"),
     [
         (["--tasks", "color"], "unknown task 'color'; did you mean 'colors'?"),
-        (["--tasks", ","], "--tasks names no task"),
-        (["--tasks", "words", "--limit", "0"], "--limit 0: should be 1 or more"),
-        (["--tasks", "words", "--include_path", "nowhere"], "no folder nowhere"),
         (["--tasks", "words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
     ],
 )

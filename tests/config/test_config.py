@@ -79,13 +79,8 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     [
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
-        ("vit_folder:data_dir=/a,b", [], "'b' is not of the form key=value; quote a value with commas: key='a,b'"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),
-        ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
         ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
-        ("vit_digits", ["wd=1e999"], "config.wd=inf should be finite"),
-        ("vit_digits", ["grad_clip_norm=-1.0"], "config.grad_clip_norm=-1.0 should be finite and above 0"),
-        ("vit_digits", ["wd_mults=[('.*','b')]"], "should be pairs"),
         ("vit_digits", ["wd_mults=[('(', 1.0)]"], "is not a regular expression"),
     ],
 )

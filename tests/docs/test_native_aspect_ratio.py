@@ -17,7 +17,7 @@ FASTER = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_commands_run(tmp_path, monkeypatch, library_promotion, capsys):
     pytest.importorskip("tensorflow")
     image_datasets.image_folder(tmp_path / "pets")
@@ -31,7 +31,7 @@ def test_the_commands_run(tmp_path, monkeypatch, library_promotion, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_code_runs(library_promotion, capsys):
     (code,) = blocks(PAGE, "python", MARK)
     exec(compile(code, str(PAGE), "exec"), {})

@@ -1,4 +1,4 @@
-"""The built site in a real browser: no errors, alternative texts, nothing cut at the width of a telephone, search."""
+"""The built site in a real browser: no errors, alternative texts, nothing cut at the width of a telephone."""
 
 import functools
 import http.server
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,15 +43,6 @@ def show(browser, address, width):
     browser.open(SimpleNamespace(as_uri=lambda: address), width=width)
 
 
-def wait(browser, condition):
-    """Wait until a condition in JavaScript is true, which takes a script or a request of the page."""
-    for _ in range(300):
-        if browser.value(condition):
-            return
-        time.sleep(0.1)
-    raise AssertionError(condition)
-
-
 def errors(browser):
     """Messages of the console, without the icon that browsers request by themselves."""
     return [message for message in browser.messages() if "favicon.ico" not in str(message)]
@@ -67,13 +57,3 @@ def test_pages_have_no_error_no_picture_without_text_and_fit(browser, site):
         assert browser.value(missing) == [], page
         assert browser.value("document.documentElement.scrollWidth") <= width, page
         assert browser.value("document.querySelectorAll('.sidebar-tree a').length") > 20
-
-
-def test_explorer_pages_of_the_models_open_from_the_site(browser, site):
-    show(browser, f"{site}/pretrained.html", 1280)
-    pages = browser.value("[...document.querySelectorAll('a[href^=\"explorer/\"]')].map(a => a.href)")
-    assert len(pages) == 3
-    for page in pages:
-        show(browser, page, 1280)
-        wait(browser, "document.querySelectorAll('#heads canvas').length > 0")
-        assert errors(browser) == []

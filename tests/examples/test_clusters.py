@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from markdown_pages import ROOT
-from stand_ins import program
 from test_examples import load
 from trained_workdirs import TINY, load_params
 
@@ -122,21 +121,3 @@ def test_job_of_submitit_saves_and_resumes_to_the_same_result(tmp_path):
     assert job.stdout().count("Starting with JobEnvironment") == 2  # it was requeued
     assert "stopped by SIGTERM: step" in job.stderr()
     check_same(train(tmp_path / "whole", []), workdir)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.interop
-def test_submitit_asks_slurm_for_a_task_per_gpu_and_a_signal_before_the_time_limit(tmp_path, monkeypatch):
-    """A stand-in for sbatch receives the script of the job."""
-    pytest.importorskip("submitit")
-    program(tmp_path / "sbatch", 'cat "$1" >job; echo Submitted batch job 7', "/bin/bash")
-    program(tmp_path / "srun", "", "/bin/bash")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    load("submitit_train").main(["--nodes", "2", "--hours", "12", "--partition", "gpu", "--", *words(tmp_path / "run")])
-    script = (tmp_path / "job").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
-    expected = {"nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "time": "720", "signal": "USR2@120"}
-    assert expected.items() <= options.items()
-    assert options["partition"] == "gpu"
-    assert "--gpu-bind=none" in script

@@ -29,8 +29,8 @@ def load(name):
     return module
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["linen_block", pytest.param("nnx_block", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["linen_block", "nnx_block"])
 def test_a_block_trains(name):
     losses = load(name).main(steps=20)
     assert np.isfinite(losses).all()
@@ -89,10 +89,9 @@ def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_
         model = dcvit.load(lm_workdir)
         assert set(texts) == {model.continue_texts(["def "], TextOptions(8, seed=1)).texts[0].text}
         for path, body, why in (
-            ("predict", b"no image", "not an image"), ("predict?topk=0", image, "topk=0 should be 1 or more"),
-            ("generate?prompt=a&tokens=-5", None, "tokens"),
+            ("predict", b"no image", "not an image"),
             ("generate?prompt=a&tokens=100000", None, "exceed the model's context"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 ask(path, body)
             assert refused.value.code == 422

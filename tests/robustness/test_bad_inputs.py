@@ -83,13 +83,6 @@ def mentions(line: str, fact: str) -> bool:
     return re.search(f"{start}{re.escape(fact)}{end}", line) is not None
 
 
-@pytest.mark.slow
-def test_compilations_are_recorded(compiled):
-    before = len(compiled)
-    jax.jit(lambda x: jnp.sin(x) + 41)(jnp.ones(3)).block_until_ready()
-    assert len(compiled) > before
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspace, compiled, capsys):
     tfrecord._log_indexing.cache_clear()  # its notice is printed once per process

@@ -4,7 +4,6 @@ import json
 import struct
 
 import corpora
-import numpy as np
 import pytest
 from refusals import refused
 
@@ -29,10 +28,8 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("starts", "documents", "fact"),
         [((2, 8), (0, 1, 2), "sequence 0 has 3 tokens from byte 2, expected from byte 0"),
-         ((-2, 4), (0, 1, 2), "sequence 0 has 3 tokens from byte -2"),
-         ((0, 4), (0, 1, 2), "sequence 1 has 2 tokens from byte 4, expected from byte 6"),
          ((0, 6), (1, 1, 2), "document 0 begins with sequence 1"),
-         ((0, 6), (0, 2, 1), "document 2 begins with sequence 1")],
+        ],
     )  # fmt: skip
     def test_offsets_that_do_not_ascend_within_the_tokens_are_refused(self, tmp_path, starts, documents, fact):
         index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 2, *starts, *documents)
@@ -41,28 +38,14 @@ class TestTokens:
         with refused(ip.InputError, f"{tmp_path / 'a.idx'} is damaged: {fact}"):
             open_text(tmp_path / "a", "megatron", vocab_size=10)
 
-    def test_last_offsets_of_a_long_index_are_checked(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(megatron_format, "CHECKED", 2)
-        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6], [7, 8]])
-        assert len(open_text(prefix, "megatron", vocab_size=10)) == 1
-        content = prefix.with_suffix(".idx").read_bytes()
-        at = 34 + 4 * 4 + 8 * 3
-        prefix.with_suffix(".idx").write_bytes(content[:at] + struct.pack("<q", 10) + content[at + 8 :])
-        with refused(ip.InputError, "sequence 3 has 2 tokens from byte 10"):
-            open_text(prefix, "megatron", vocab_size=10)
-
 
 class TestText:
-    @pytest.mark.parametrize("kind", ["a.txt", "a.jsonl.zst"])
-    def test_text_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch, kind):
-        text = b"x" * 1000
-        if kind == "a.jsonl.zst":
-            text = pytest.importorskip("zstandard").compress(b'{"text": "some words"}\n' * 2000)
-        (tmp_path / kind).write_bytes(text)
-        assert len(open_text(tmp_path / kind))
+    def test_text_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch):
+        (tmp_path / "a.txt").write_bytes(b"x" * 1000)
+        assert len(open_text(tmp_path / "a.txt"))
         monkeypatch.setattr(memory, "available", lambda: 1999)
-        with refused(ip.InputError, kind, "one document" if kind == "a.txt" else "tokens do not fit"):
-            open_text(tmp_path / kind)
+        with refused(ip.InputError, "a.txt", "one document"):
+            open_text(tmp_path / "a.txt")
 
 
 class TestTokenizers:
@@ -70,28 +53,11 @@ class TestTokenizers:
     def _library(self):
         pytest.importorskip("tokenizers")
 
-    def test_error_names_the_file(self, tmp_path):
-        file = corpora.train_tokenizer(tmp_path / "tokenizer.json", "words")
-        content = json.loads(file.read_text())
-        content["model"]["unk_token"] = "absent"
-        file.write_text(json.dumps(content))
-        (tmp_path / "a.txt").write_text("unheard of")
-        with refused(ip.InputError, "tokenizer.json cannot tokeni"):
-            open_text(tmp_path / "a.txt", tokenizer=str(file))
-
-    @pytest.mark.parametrize("content", [b"[" * 100, b'{"decoder": [1]}', b"[]", b"\xff"])
+    @pytest.mark.parametrize("content", [b'{"decoder": [1]}', b"\xff"])
     def test_content_that_is_not_a_tokenizer_is_refused(self, tmp_path, content):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with refused(ip.InputError, "tokenizer.json is not a valid tokenizer.json: "):
             tokenizer.open_tokenizer(str(tmp_path))
-
-    def test_decoder_that_fails_is_refused(self, tmp_path):
-        file = corpora.train_tokenizer(tmp_path / "tokenizer.json")
-        decoder = {"type": "Strip", "content": "a", "start": 0, "stop": 9}
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": decoder}))
-        opened = tokenizer.open_tokenizer(str(file))
-        with refused(ip.InputError, "tokenizer.json cannot decode: ", "index out of bounds"):
-            opened.decode(opened.encode("a"))
 
 
 class TestRecords:
@@ -105,18 +71,7 @@ class TestRecords:
         with refused(ip.InputError, "a.tfrecord", "record 0"):
             tfrecord.TFRecordFile(str(tmp_path / "a.tfrecord"))
 
-    @pytest.mark.parametrize("middle", [1, -(1 << 62)])
-    def test_saved_offsets_that_contradict_the_file_are_not_used(self, tmp_path, middle):
-        path, data, head = tmp_path / "a.tfrecord", b"sixteen of bytes", struct.pack("<Q", 16)
-        path.write_bytes(head + tfrecord._checksum(head) + data + tfrecord._checksum(data))
-        state = tfrecord.file_state(str(path))[1:3]
-        offsets = struct.pack("<2q", *state) + np.array([0, middle, state[0]], "<i8").tobytes()
-        (tmp_path / "a.tfrecord.offsets").write_bytes(offsets)
-        file = tfrecord.TFRecordFile(str(path))
-        assert (len(file), file.read(0)) == (1, data)
-
-    @pytest.mark.parametrize("key", ["pythonClassName", "type"])
-    def test_prepared_data_set_cannot_import_a_module(self, tmp_path, monkeypatch, key):
+    def test_prepared_data_set_cannot_import_a_module(self, tmp_path, monkeypatch):
         pytest.importorskip("tensorflow_datasets")
         folder = tmp_path / "pets/1.0.0"
         folder.mkdir(parents=True)
@@ -125,7 +80,7 @@ class TestRecords:
         (folder / "dataset_info.json").write_text('{"name": "pets", "version": "1.0.0"}')
         features = {
             "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
-            "featuresDict": {"features": {"image": {key: "other_features.Image"}}},
+            "featuresDict": {"features": {"image": {"pythonClassName": "other_features.Image"}}},
         }
         (folder / "features.json").write_text(json.dumps(features))
         with refused(ip.InputError, "other_features.Image"):

@@ -1,14 +1,11 @@
 """Checkpoints are verified before they are loaded, kept as configured, and never left incomplete under their name."""
 
-import gc
 import json
 import logging
 import os
 import resource
 import shutil
-import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -76,15 +73,12 @@ def test_restored_arrays_are_bitwise_equal_and_about_is_returned(three):
     assert steps.about(three / "checkpoints/3") == {"step": 3, "row": {"loss": 1.0}}
 
 
-def test_checksums_are_verified_by_sha256sum_and_files_follow_the_umask(three):
+def test_checksums_are_verified_by_sha256sum(three):
     folder = three / "checkpoints" / "3"
     names = {line.split("  ", 1)[1] for line in (folder / checksums.NAME).read_text().splitlines()}
     existing = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names == existing - {checksums.NAME}
     subprocess.run(["sha256sum", "--quiet", "--strict", "--check", checksums.NAME], cwd=folder, check=True)
-    mask = os.umask(0)
-    os.umask(mask)
-    assert stat.S_IMODE((folder / checksums.NAME).stat().st_mode) == 0o666 & ~mask
     assert json.loads((folder / "about" / "metadata").read_text())["step"] == 3
 
 
@@ -146,28 +140,16 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(workdi
     assert saved_steps(workdir) == [1, 2, 3]
 
 
-def pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def link(path):
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
 DAMAGE = {
     "empty checksums": lambda folder: (folder / checksums.NAME).write_text(""),
     "additional file": lambda folder: (folder / "params" / "d" / "foreign").write_text("x"),
-    "pipe in place of a file": lambda folder: pipe(largest(folder / "params")),
-    "dangling link": lambda folder: link(largest(folder / "params")),
     "checksums of another step": lambda folder: shutil.copy(folder.parent / "1" / checksums.NAME, folder),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_other_damage_is_found_without_blocking(workdir, damage):
+def test_other_damage_is_found(workdir, damage):
     DAMAGE[damage](workdir / "checkpoints" / "3")
     with pytest.raises(CheckpointError, match="is damaged"):
         restoring.latest(workdir)
@@ -243,34 +225,12 @@ def test_file_is_replaced_atomically(tmp_path):
     assert path.read_text() == "old"
 
 
-ABOUT_ERRORS = {
-    "[]": "expected a JSON object with a step",
-    '{"step": 7, "seconds": null}': "'seconds' is of type NoneType",
-    '{"step": 7': "Expecting",
-}
-
-
-@pytest.mark.parametrize(("text", "reason"), ABOUT_ERRORS.items(), ids=range(len(ABOUT_ERRORS)))
-def test_description_of_another_form_is_refused_in_one_line(tmp_path, text, reason):
+def test_description_of_another_form_is_refused_in_one_line(tmp_path):
     (tmp_path / "about").mkdir()
-    (tmp_path / "about" / "metadata").write_text(text)
-    with pytest.raises(CheckpointError, match=f"cannot read {tmp_path}/about/metadata: .*{reason}") as raised:
+    (tmp_path / "about" / "metadata").write_text('{"step": 7, "seconds": null}')
+    with pytest.raises(CheckpointError, match=f"cannot read {tmp_path}/about/metadata: 'seconds' is of type") as raised:
         steps.about(tmp_path)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.weekly
-def test_memory_does_not_grow_with_each_save(tmp_path):
-    """Not even by the 600 objects, mostly in TensorStore's JSON, that Orbax leaks without `orbax_patches`."""
-    checkpointer = Checkpointer(tmp_path)
-    blocks = []
-    for step in range(1, 31):
-        checkpointer.save(step, {"params": {f"w{i}": jnp.ones(2) for i in range(20)}}, {})
-        checkpointer.wait()
-        gc.collect()
-        blocks.append(sys.getallocatedblocks())
-    checkpointer.close()
-    assert (blocks[-1] - blocks[9]) / 20 < 60
 
 
 def test_a_new_name_is_flushed_with_its_folder(tmp_path, monkeypatch):

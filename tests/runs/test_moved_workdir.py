@@ -1,10 +1,9 @@
-"""A workdir, or a file in it, that is removed, moved or replaced during a run stops the run with one line."""
+"""A workdir that is removed or moved during a run stops the run with one line."""
 
 import shutil
 
 import pytest
 
-from dcvit.runs import lock
 from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks
 
@@ -18,30 +17,8 @@ def relink(workdir):
     workdir.symlink_to("copy")
 
 
-def replace_metrics(workdir):
-    text = (workdir / "metrics.jsonl").read_text()
-    (workdir / "metrics.jsonl").rename(workdir / "other")
-    (workdir / "metrics.jsonl").write_text(text)
-
-
-def lock_again(workdir):
-    """Remove the lock, and lock the workdir as a second run does."""
-    (workdir / lock.LOCK).unlink()
-    with lock.WorkdirLock(workdir):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("change", "file"),
-    [
-        (relink, ".lock"),
-        pytest.param(replace_metrics, "metrics.jsonl", marks=pytest.mark.exhaustive),
-        pytest.param(shutil.rmtree, ".lock", marks=pytest.mark.exhaustive),
-        pytest.param(lambda w: (w / "metrics.jsonl").unlink(), "metrics.jsonl", marks=pytest.mark.exhaustive),
-        pytest.param(lock_again, ".lock", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, capsys, monkeypatch, change, file):
+@pytest.mark.parametrize("change", [relink, pytest.param(shutil.rmtree, marks=pytest.mark.exhaustive)])
+def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, capsys, monkeypatch, change):
     started = []
 
     def before_step(self, step):
@@ -53,24 +30,6 @@ def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, cap
     status, workdir = digits_run(ckpt_steps=4)
     assert (status, started) == (2, [1, 2, 3, 4])
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {workdir / file} was removed or replaced during the run")
+    assert err.startswith(f"error: {workdir}/.lock was removed or replaced during the run")
     assert err.count("\n") == 1
     assert saved_steps(workdir) == []
-
-
-@pytest.mark.parametrize(
-    "names", [[".lock"], pytest.param(["metrics.jsonl.new", "config.json.new"], marks=pytest.mark.exhaustive)]
-)
-def test_links_in_a_workdir_never_change_their_targets(digits_run, tmp_path, capsys, names):
-    target = tmp_path / "valuable"
-    target.write_text("content")
-    (tmp_path / "run").mkdir()
-    for name in names:
-        (tmp_path / "run" / name).symlink_to(target)
-    status, workdir = digits_run()
-    assert target.read_text() == "content"
-    if names == [".lock"]:
-        assert (status, capsys.readouterr().err.count("is a symbolic link")) == (2, 1)
-    else:
-        assert status == 0
-        assert not any((workdir / name).exists() for name in names)

@@ -8,7 +8,7 @@ import pytest
 
 from dcvit.parallel import multihost
 from dcvit.runs import progress
-from dcvit.runs.progress import ProgressBar, RunProgress
+from dcvit.runs.progress import RunProgress
 
 TIMING = {"examples_per_second": 100.0, "step_seconds": 0.5, "mfu": 0.25}
 
@@ -16,23 +16,6 @@ TIMING = {"examples_per_second": 100.0, "step_seconds": 0.5, "mfu": 0.25}
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
-
-
-def test_names_are_shown_literally_and_escaped(terminal, capsys):
-    with RunProgress("[/red]:cat:\n", 10) as shown:
-        shown.line("[/red]:cat:\n")
-    out = capsys.readouterr().out
-    assert out.count("[/red]:cat:\\n") >= 2
-
-
-@pytest.mark.parametrize(("lines", "expected"), [(True, "reading: 500 of 1,000  fast  ETA "), (False, "")])
-def test_bar_is_lines_or_nothing_elsewhere(monkeypatch, capsys, lines, expected):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with ProgressBar("reading", 1000, lines=lines) as bar:
-        bar.show(500, status="fast")
-        assert not bar.live
-    out, err = capsys.readouterr()
-    assert (out, err.partition("ETA ")[0] + "ETA " * bool(err)) == ("", expected)
 
 
 @pytest.mark.parametrize("announce", [True, False])

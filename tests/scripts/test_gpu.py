@@ -58,7 +58,7 @@ import dcmha, train, evidence, dcvit.check_kernels, equal_time
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_tools_for_gpus_need_jax_flax_and_optax_only():
     """A machine with a GPU may have no more."""
     path = {"PYTHONPATH": f"{ROOT}/scripts/bench:{ROOT}/scripts/gpu:{ROOT}"}

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from dcvit import cli
 from dcvit.hub.model import open_trained
 from dcvit.inference import harness_tasks
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-from input_pipeline.text import synthetic_tasks
 
 LENGTH = 9
 
@@ -24,7 +22,6 @@ LENGTH = 9
 # Table 4
 
 TEXT = "import os\n\ndef path_of(name):\n    return path_of + os.path_of(name)\n    # path_of name with ten names\n"
-LINES = "".join(f"line {i} of other names\nand names of line {i}\n" for i in range(9))
 
 
 def test_a_word_of_a_cloze_is_in_its_context_which_ends_before_it():
@@ -56,21 +53,6 @@ def test_the_labeled_choice_follows_its_context_and_the_others_are_different_lin
     assert min(counts) > 0.8 * len(questions) / downstream.CHOICES  # no place is right more often
 
 
-def test_lines_after_empty_ones_and_text_of_other_characters_are_no_choices():
-    assert downstream.line_starts("first line\nsecond line \n\nafter an empty one\n}\n") == {1: "\nsecond line"}
-    assert downstream.line_starts("first line\nsecond line ü\n") == {}
-
-
-def test_without_the_library_nothing_is_trained(paper_main, tmp_path, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    assert cli.run(paper_main, ["table4", "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert 'pip install "dcvit[eval]"' in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
 @pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
@@ -93,33 +75,6 @@ def test_tiny_models_are_trained_once_for_the_table_and_figure_4(paper_main, tmp
 
 
 # Tables 5 and 11, Figures 5 to 8
-
-
-def test_table_5_has_means_of_seeds_beside_the_paper(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_context, "train", lambda *_: None)
-    for name, accuracy in (("plain", 50.0), ("DCMHA", 75.0)):
-        for seed in (0, 1):
-            folder = tmp_path / name / f"seed{seed}"
-            folder.mkdir(parents=True)
-            (folder / "shots.json").write_text(json.dumps({"validation": [accuracy + 2 * seed, 4.0]}))
-    plain, composed = in_context.table5(tmp_path, [0, 1], 5).rows
-    assert (plain["accuracy %"], composed["accuracy %"], plain["perplexity"]) == pytest.approx((51.0, 76.0, 4.0))
-    assert composed["± 95 %"] == pytest.approx(12.706, rel=1e-3)  # t of one degree of freedom
-    assert (plain["accuracy %, paper"], composed["accuracy %, paper"]) == (31.9, 39.0)
-
-
-def test_table_11_has_each_pattern_and_relation_with_the_answer_of_the_facts():
-    rows = in_context.table11().rows
-    expected = {(task.pattern, task.relation) for task in synthetic_tasks.TASKS}
-    assert {(row["pattern"], row["relation"]) for row in rows} == expected
-    assert len(rows) == len(expected)
-    for row in rows:
-        facts = [fact.split() for fact in row["example"].rpartition(" .")[0].split(" . ")]
-        if row["relation"] == "the" and row["pattern"] in ("first", "last"):
-            assert row["answer"] == facts[0 if row["pattern"] == "first" else -1][-1]
-        elif row["pattern"] == "same" and row["relation"] == "the":
-            (thing,) = [thing for person, thing in facts if person == row["example"].split()[-2]]
-            assert row["answer"] == thing
 
 
 @functools.cache

@@ -36,9 +36,7 @@ def test_preempted_run_restarts_with_the_same_commit_until_it_fails(sandbox, que
 @pytest.mark.parametrize(
     "words",
     [
-        ["frobnicate"], ["run", *SLICE, *SIZE], ["delete", *SLICE, "--force"],
-        ["start", *SLICE, "--config", "c", "--workdir", "s3://b/w"],
-        ["run", *SLICE, *SIZE, *RUN, "--nfs", "s:/e"],
+        ["frobnicate"], ["start", *SLICE, "--config", "c", "--workdir", "s3://b/w"],
     ],
 )  # fmt: skip
 def test_bad_options_are_one_line(sandbox, words):

@@ -53,7 +53,9 @@ def cutmix_shares(rng, height, width, alpha, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("height", "width", "alpha"), [(7, 12, 1.0), (8, 8, 0.2)])
+@pytest.mark.parametrize(
+    ("height", "width", "alpha"), [(7, 12, 1.0), pytest.param(8, 8, 0.2, marks=pytest.mark.exhaustive)]
+)
 def test_cutmix_pastes_one_box_and_weights_labels_by_its_exact_area(height, width, alpha):
     images, labels = batch_of(height, width)
     mix = jax.jit(jax.vmap(lambda key: augment.cutmix(key, images, labels, alpha)))
@@ -86,7 +88,7 @@ def erased_area(rng, height, width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", augment.REMODES)
+@pytest.mark.parametrize("mode", ["pixel", pytest.param("const", marks=pytest.mark.exhaustive)])
 def test_erasing_replaces_one_rectangle_in_a_part_of_the_images(mode):
     height, width, prob = 16, 24, 0.4
     images = jnp.full((4000, height, width, 1), 9.0)
@@ -107,30 +109,23 @@ def test_erasing_replaces_one_rectangle_in_a_part_of_the_images(mode):
 @pytest.mark.slow
 def test_a_batch_gets_mixup_or_cutmix_with_the_probability_of_a_switch():
     images, labels = batch_of(6, 6)
-
-    def is_cut(options):
-        mixed = jax.jit(jax.vmap(lambda key: options(key, images, labels)[0]))(KEYS[:1000])
-        return np.asarray(mixed == jnp.round(mixed)).all(axis=(1, 2, 3, 4)).mean()
-
-    assert is_cut(Augmentation(mixup=1.0, cutmix=1.0, mixup_switch_prob=0.3)) == pytest.approx(0.3, abs=0.05)
-    assert is_cut(Augmentation(cutmix=1.0)) == 1
-    assert is_cut(Augmentation(mixup=1.0)) == 0
+    options = Augmentation(mixup=1.0, cutmix=1.0, mixup_switch_prob=0.3)
+    mixed = jax.jit(jax.vmap(lambda key: options(key, images, labels)[0]))(KEYS[:1000])
+    is_cut = np.asarray(mixed == jnp.round(mixed)).all(axis=(1, 2, 3, 4))
+    assert is_cut.mean() == pytest.approx(0.3, abs=0.05)
 
 
-def test_the_same_key_gives_the_same_batch_and_other_images_keep_theirs():
-    """An erased rectangle depends on the key and the place in the batch only; without options nothing changes."""
+def test_an_erased_rectangle_depends_on_the_key_and_the_place_in_the_batch_only():
+    """Without options nothing changes."""
     images, labels = batch_of(8, 8)
     key = jax.random.key(3)
     erase = jax.jit(lambda images: augment.erase(key, images, 1.0, "const"))
     assert np.array_equal(erase(images * 2), erase(images) * 2)
     assert Augmentation()(key, images, labels)[0] is images
-    augmented = jax.jit(lambda key: Augmentation(0.2, 1.0, reprob=0.5)(key, images, labels))
-    assert all(map(np.array_equal, augmented(key), augmented(key)))
 
 
 BAD = {
     "mixup_switch_prob=0.3": "set config.mixup and config.cutmix",
-    "remode=const": "set config.reprob",
     "reprob=1.5": "config.reprob=1.5 should be in [0, 1]",
 }
 

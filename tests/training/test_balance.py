@@ -16,8 +16,6 @@ CLASSES = 4
 SINGLE = np.array([0, 0, 0, 1, 2, 2, 3, -1, -1], np.int32)
 MULTI = np.array([[1, 0, -1, 1], [0, 1, 0, -1], [1, 1, 1, 0], [-1, -1, -1, -1], [1, 0, 0, 1]], np.int8)
 
-ONLY = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], np.int8)  # class a has no negative label
-
 
 def labeled(labels, **options):
     source = ListSource([{}], **options)
@@ -44,7 +42,6 @@ def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_la
 @pytest.mark.parametrize(("key", "value", "labels", "message"), [
     ("class_weights", "balanced", None, "has to read its images to know their labels; give 4 numbers"),
     ("class_weights", "balanced", SINGLE[:6], "such as 'd', have no positive label"),
-    ("pos_weight", "balanced", ONLY, "such as 'a', have no negative label"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message):
     source = labeled(labels, class_names=tuple("abcd"))

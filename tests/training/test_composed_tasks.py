@@ -6,11 +6,6 @@ import io
 import pytest
 
 from dcvit import cli, evaluate, generate, train
-from dcvit.config import load as config
-from dcvit.config import values
-from dcvit.hub.model import TrainedModel
-from dcvit.hub.source import ModelSource
-from dcvit.training.setup import load_setup
 from input_pipeline.text.synthetic import Source
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -26,16 +21,6 @@ def evaluated(argv, capsys):
     capsys.readouterr()
     assert cli.run(evaluate.main, ["--workdir", argv[3], "--format", "csv"]) == 0
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-
-
-@pytest.mark.slow
-def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
-    loaded = config.load("lm_synthetic")
-    loaded = values.replaced(loaded, vocab_size=Source().vocab_size)
-    tokenizer = TrainedModel(loaded, ModelSource(tmp_path)).tokenizer()
-    text = " apple . wolf . cello . in initial animal w ;"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.vocab_size == Source().vocab_size == load_setup("lm_synthetic").model.module.vocab_size
 
 
 @pytest.mark.exhaustive

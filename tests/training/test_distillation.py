@@ -1,7 +1,6 @@
 """Distillation: its losses, the teacher's view of a batch, runs that resume, and invalid options."""
 
 import json
-import logging
 import shutil
 
 import jax
@@ -138,7 +137,6 @@ def loaded_state(setup):
 
 VIEWS = {
     "kl": {"distill.temperature": 2.0, "distill.weight": 0.3},
-    "teacher only": {"distill.weight": 1.0, "label_smoothing": 0.0},
     "two heads": {"distill.loss": "hard", **TWO_HEADS},
 }
 
@@ -177,17 +175,6 @@ def test_inference_averages_the_two_heads(teacher):
 
 
 @pytest.mark.slow
-def test_no_gradient_reaches_the_teacher(teacher):
-    setup = small_setup(**{"distill.teacher": teacher})
-    state, (batch, key) = loaded_state(setup), prepared_batch(setup)
-    objective = step.make_objective(setup, setup.model.module)
-    of_teacher = jit(jax.grad(lambda x: objective(state.params, state.replace(teacher=x), batch, key)))(state.teacher)
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(of_teacher)) == 0
-    other = state.replace(teacher=jax.tree.map(lambda x: 2 * x, state.teacher))
-    assert loss_of(setup, state, batch, key) != loss_of(setup, other, batch, key)
-
-
-@pytest.mark.slow
 def test_the_teacher_is_sharded_and_constant_and_not_saved(teacher):
     options = {"distill.teacher": teacher, "model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16}
     options |= {"optax_name": "trace", "optax": {"decay": 0.0}, "schedule": {"decay_type": "constant"}}
@@ -202,7 +189,7 @@ def test_the_teacher_is_sharded_and_constant_and_not_saved(teacher):
     assert {"fsdp", "tensor"} <= {name for axis in kernel.sharding.spec for name in np.ravel(axis)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_parts_of_a_batch_train_the_student_as_the_whole_batch_does(teacher):
     options = {"distill.teacher": teacher, "mixup": 0.3, "input.batch_size": 16, "lr": 0.1}
     options["model.head_zeroinit"] = False  # which would make the gradients of all layers below it zero
@@ -216,7 +203,6 @@ def test_parts_of_a_batch_train_the_student_as_the_whole_batch_does(teacher):
     assert largest > 1e-3
 
 
-@pytest.mark.slow
 def distill(teacher, workdir, *words, **options):
     """Train a tiny student as the command does; return the exit status."""
     return digits_command(workdir, *words, **{"distill.teacher": teacher, "input.pp": FIXED, **options})
@@ -249,20 +235,19 @@ def test_a_student_is_opened_and_evaluated_without_its_teacher(teacher, tmp_path
 @pytest.mark.slow
 def test_another_teacher_is_refused(teacher, tmp_path, capsys):
     mine = shutil.copytree(teacher, tmp_path / "teacher")
-    assert distill(mine, tmp_path / "run", total_steps=3, ckpt_steps=1) == 0
-    for seed, pp, named in ((2, PP, "Transformer/encoder_norm/bias"), (1, PP.replace("-1", "0"), "pp_predict")):
-        shutil.rmtree(mine)
-        save_teacher(mine, pp, seed=seed)
-        capsys.readouterr()
-        assert distill(mine, tmp_path / "run", total_steps=3, ckpt_steps=1) == 2
-        err = capsys.readouterr().err.strip().splitlines()[-1]
-        assert f"config.distill.teacher has another {named} than when the run started" in err, err
+    assert distill(mine, tmp_path / "run", total_steps=1, ckpt_steps=1) == 0
+    shutil.rmtree(mine)
+    save_teacher(mine, seed=2)
+    capsys.readouterr()
+    assert distill(mine, tmp_path / "run", total_steps=1, ckpt_steps=1) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    named = "Transformer/encoder_norm/bias"
+    assert f"config.distill.teacher has another {named} than when the run started" in err, err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("posemb", ["learn", "sincos2d"])
-def test_a_teacher_of_another_image_size_is_adapted(tmp_path, posemb):
-    folder = save_teacher(tmp_path / "teacher", posemb=posemb)
+def test_a_teacher_of_another_image_size_is_adapted(tmp_path):
+    folder = save_teacher(tmp_path / "teacher", posemb="learn")
     setup = small_setup(**{"distill.teacher": folder, "input.pp": f"pad(2)|{FIXED}", "pp_predict": ""})
     images = prepared_batch(setup)[0]["image"]
     assert images.shape[1:] == (12, 12, 1)
@@ -297,31 +282,10 @@ def test_a_distilled_deit_of_transformers_is_a_teacher(tmp_path):
     np.testing.assert_allclose(found, expected, atol=3e-5)
 
 
-def test_class_names_that_are_all_others_are_a_warning(tmp_path, caplog):
-    folder = save_teacher(tmp_path / "teacher", names=[f"digit {i}" for i in range(10)])
-    with caplog.at_level(logging.WARNING):
-        small_setup(**{"distill.teacher": folder})
-    assert "class 0 is 'digit 0' there and '0' in the training data" in caplog.text
-
-
 BAD = {
     "removed": ({"distill.cache": True}, "config.distill has no option 'cache'; removed in 0.3.0"),
-    "loss": ({"distill.loss": "mse"}, "config.distill.loss='mse'; "),
-    "temperature without effect": (
-        {"distill.loss": "hard", "distill.temperature": 2.0}, "temperature=2.0 has no effect with loss='hard'",
-    ),
-    "weight": ({"distill.weight": 0.0}, "config.distill.weight=0.0 should be above 0 and at most 1"),
-    "labels without effect": (
-        {"distill.weight": 1.0, "label_smoothing": 0.1}, "config.label_smoothing=0.1 has no effect",
-    ),
     "sigmoid": ({"loss": "sigmoid_xent"}, "config.distill needs config.loss='softmax_xent', found 'sigmoid_xent'"),
-    "language model": ({"distill.teacher": "text"}, "config.distill.teacher=text: it is a language model"),
     "two heads with rep_size": ({**TWO_HEADS, "model.rep_size": True}, "set config.model.rep_size=False"),
-    "two heads without labels": (
-        {**TWO_HEADS, "distill.weight": 1.0, "label_smoothing": 0.0}, "the class token learns from the labels",
-    ),
-    "size": ({"input.pp": f"pad(1)|{FIXED}", "model.patch_size": (5, 5), "pp_predict": ""},
-             "patch_size=(4, 4) does not divide the image, 10x10"),
     "tensor": (
         {"mesh": (("data", 2), ("tensor", 4)), "sharding_strategy": "tensor", "model.num_heads": 4},
         "tensor 4 does not divide num_heads 2",
@@ -338,9 +302,7 @@ def test_bad_options_are_one_line(name, teacher):
 TEACHERS = {
     "classes": ({"classes": 9}, "it has 9 classes, the training data 10"),
     "numbering": ({"names": [*map(str, range(1, 10)), "0"]}, "it has other classes: class 0 is '1' there and '0' in"),
-    "several labels": ({"multilabel": True}, "it was trained with loss='sigmoid_xent'"),
     "no head": ({"classes": None}, "it is no classifier of images"),
-    "no preprocessing": ({"pp": "decode(1)|resize(8)"}, "should have one value_range"),
 }
 
 
@@ -358,12 +320,6 @@ def test_a_missing_teacher_is_named(tmp_path):
         CheckpointError, match=r"^config.distill.teacher=absent: .*the models of the package are digits"
     ):
         small_setup(**{"distill.teacher": "absent"})
-
-
-def test_language_models_are_refused():
-    from training_runs import small_lm_setup
-
-    assert refusal(small_lm_setup, **{"distill.teacher": "digits"}) == "config.distill is for images"
 
 
 @pytest.mark.slow

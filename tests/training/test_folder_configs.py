@@ -1,6 +1,5 @@
 """configs/vit_folder.py and configs/transfer.py: training on a folder of images, and fine-tuning."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from trained_workdirs import load_params
 
 import input_pipeline
-from dcvit import evaluate, predict, train
+from dcvit import evaluate, train
 from dcvit.cli import run
 from dcvit.config import load as configs
 from dcvit.runs import metrics
@@ -81,22 +80,6 @@ def damaged(pets, tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_predictions_have_the_class_names_of_the_folder(trained, pets, capsys):
-    config = json.loads((trained / "config.json").read_text())
-    assert config["num_classes"] == 3
-    assert "onehot(3)" in config["input"]["pp"]
-    rows = metrics.read(trained / "metrics.jsonl")
-    assert (rows[-1]["step"], rows[-1]["val/n"]) == (6, 12)
-    capsys.readouterr()
-    files = sorted(str(f) for f in (pets / "val").rglob("*.*"))
-    assert run(predict.main, ["--workdir", str(trained), *files, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {row["label"] for row in found} == {"cat", "dog", "fox"}
-    best = [row for row in found if row["rank"] == 1]
-    assert np.mean([row["label"] in row["file"] for row in best]) == pytest.approx(rows[-1]["val/top1"])
-
-
-@pytest.mark.exhaustive
 def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_head(trained, two_classes, tmp_path):
     """Learned position embeddings are resampled."""
     spec = f"configs/transfer.py:init={trained},data_dir={two_classes},res=64"
@@ -133,29 +116,13 @@ def test_fine_tuning_has_the_model_and_the_preprocessing_of_the_run(tmp_path):
 
 
 def test_damaged_image_stops_the_run_at_its_step_and_not_before(damaged, tmp_path, capsys):
-    """Batches are prepared ahead, but a damaged example of the third step does not stop a run of two steps.
-
-    Such a run is not resumed with other data.
-    """
+    """Although batches are prepared ahead."""
     root, image = damaged
     spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,batch_size=8"
     assert command(spec, tmp_path / "three", *FLAT, "total_steps=3", "ckpt_steps=1") == 2
     assert f"error: {image}: broken image" in capsys.readouterr().err
     assert [row["step"] for row in metrics.read(tmp_path / "three" / "metrics.jsonl")] == [0, 1, 2]
     assert saved_steps(tmp_path / "three") == [1, 2]
-
-    other = shutil.copytree(root, tmp_path / "pets")
-    spec = f"configs/vit_folder.py:data_dir={other},variant=ViT-mu/16,res=32,batch_size=8"
-    assert command(spec, tmp_path / "two", *FLAT, "total_steps=2") == 0
-    (other / "train" / "cat" / "000.jpg").rename(tmp_path / "removed.jpg")
-    capsys.readouterr()
-    assert command(spec, tmp_path / "two", *FLAT, "total_steps=2") == 2
-    assert "data" in capsys.readouterr().err
-    (tmp_path / "removed.jpg").rename(other / "train" / "cat" / "000.jpg")
-    for split in ("train", "val"):
-        (other / split / "cat").rename(other / split / "zebra")
-    assert command(spec, tmp_path / "two", *FLAT, "total_steps=2") == 2
-    assert "data" in capsys.readouterr().err
 
 
 def test_damaged_images_are_skipped_and_counted(damaged, tmp_path, capsys):
@@ -168,6 +135,7 @@ def test_damaged_images_are_skipped_and_counted(damaged, tmp_path, capsys):
     assert [row["skipped"] for row in rows[1:]] == sorted(row["skipped"] for row in rows[1:])
 
 
+@pytest.mark.exhaustive
 def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(trained, pets, capsys):
     spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32"
     words = ["--config", spec, "--config.model.num_heads=4", "--config.model.posemb=learn", "--format", "json"]
@@ -181,16 +149,7 @@ def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(tra
 FOLDER = "vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,batch_size=8"
 INVALID = [
     (f"{FOLDER} evals.val.data.data_dir={{wolves}}", "has other classes than the training data: cat, wolf"),
-    (
-        f"{FOLDER} ckpt_best=('val/top5','max')",
-        "config.ckpt_best: no evaluation yields 'val/top5'; did you mean 'val/top1'",
-    ),
-    (
-        "transfer.py:init=x,data_dir={pets},res=32 model.variant=ViT-mu/16",
-        "512: set --config.input.batch_size to 24 or less",
-    ),
     ("transfer.py:init={text},data_dir={pets}", "a model of model_name='lm'; expected 'vit'"),
-    ("transfer.py:init=x", "give either data="),
 ]
 
 

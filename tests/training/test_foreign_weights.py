@@ -86,12 +86,11 @@ def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["params.npz", ""])
-def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, caplog, name):
+def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, caplog):
     folder, _, params = weights
     (tmp_path / "out").mkdir()
     conversion.WRITERS["npz"](open_saved(folder), tmp_path / "out")
-    _, loaded = load_into(settings(tmp_path / "out" / name, norm_epsilon=1e-6))
+    _, loaded = load_into(settings(tmp_path / "out", norm_epsilon=1e-6))
     (record,) = caplog.records
     assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
     jax.tree.map(np.testing.assert_array_equal, loaded, params)

@@ -1,7 +1,5 @@
 """configs/lm_text.py: training on text of one's own, with bytes, a given tokenizer, or one trained on the text."""
 
-import json
-
 import pytest
 
 from dcvit import cli, evaluate, generate, train
@@ -51,21 +49,6 @@ def test_the_end_of_the_text_is_held_out(books, form):
     assert len(held_out) == round(len(rows) * 0.2)
 
 
-def test_trained_tokenizer_is_a_function_of_the_text_and_the_size(books):
-    first, second = (train_tokenizer(str(books), 280) for _ in range(2))
-    assert first == second
-    assert len(json.loads(first)["model"]["vocab"]) == 280
-    assert first != train_tokenizer(str(books / "a.txt"), 280)
-
-
-def test_record_of_a_run_with_its_own_tokenizer_names_no_temporary_file(books):
-    run = setup(f"data_dir={books},context=32,vocab_size=300")
-    assert run.record["input"]["data"]["tokenizer"] == "{workdir}/tokenizer.json"
-    assert run.record["evals"]["validation"]["data"]["tokenizer"] == "{workdir}/tokenizer.json"
-    assert run.record["vocab_size"] == 300
-    assert run.tokenizer == train_tokenizer(str(books), 300)
-
-
 @pytest.mark.exhaustive
 def test_a_moved_workdir_generates_evaluates_and_resumes_with_its_own_tokenizer(books, tmp_path, capsys):
     arguments = f"data_dir={books},context=16,tokenizer=train,vocab_size=300"
@@ -101,10 +84,6 @@ def test_resumed_run_uses_the_tokenizer_of_its_workdir(books, tmp_path):
     [
         ("data_dir=/nowhere", "no files at /nowhere: expected a file, a glob, or a folder of files ending in .txt"),
         ("data_dir={short}", "2 examples of 256 tokens do not fill one batch of 16: set --config.input.batch_size"),
-        (
-            "data_dir={short},context=32,val_fraction=0.001 input.batch_size=8",
-            "part=.* of 15 example.* is empty; give another fraction, or, for text, a shorter context",
-        ),
     ],
 )
 def test_unusable_text_is_an_error_that_says_what_to_set(tmp_path, arguments, message):

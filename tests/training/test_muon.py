@@ -132,7 +132,6 @@ def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
 
 BAD = {
     "optax.ns_steps=0": "optax.ns_steps=0 should be in [1, 20]",
-    "optax.b1=0.9": "config.optax has no option 'b1'; known: beta",
     "optax.mu_dtype=bfloat17": "bfloat17",
 }
 

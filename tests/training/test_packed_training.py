@@ -130,10 +130,7 @@ def test_metrics_count_the_tokens_that_are_kept_and_dropped(setup):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"input.pack": {"images": 4, "row": 2, "tokens": 13}}, "row"),
         ({"input.pack": {"images": 4, "rows": 2, "tokens": 11}}, "less than max_tokens=12 of the op patches"),
-        ({"input.pack": {"images": 5, "rows": 3, "tokens": 13}}, "not a multiple of pack.images 5"),
-        ({"input.pp": "value_range(-1, 1)|onehot(10)"}, "add the op patches to config.input.pp"),
         ({"mixup": 0.2, "reprob": 0.5}, "config.mixup=0.2, config.reprob=0.5 is for images of one size"),
         ({"model.patch_size": (4, 4)}, "patch_size=(4, 4), but the op patches yields patches of 4 pixels"),
     ],

@@ -17,22 +17,14 @@ from dcvit.training import plan, setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
-FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits"}, "pp": ""}
-
 
 BAD = {
     "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
-    "complete optimizer": ({"optax_name": "adamw"}, "use the transformation 'scale_by_adam', with the learning rate"),
-    "negative optimizer argument": ({"optax.eps": -1}, "config.optax.eps=-1 should be finite and not negative"),
     "batch": ({"input.batch_size": 60}, "is not a multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
-    "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
-    "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
     "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
-    "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
-    "text": ({"input.data": {"kind": "stdlib"}}, "preprocessing needs 'image', the example has tokens"),
     "no total": ({"total_steps": 0}, "set one of total_steps"),
 }
 
@@ -50,12 +42,6 @@ BAD_TEXT = {
     "too small a vocabulary": ({"vocab_size": 200}, "has 257 tokens, config.vocab_size=200"),
     "context above the model's": ({"model.context": 8}, "config.model.context=8 is less than the data's 24"),
     "images for a language model": ({"input.data": {"kind": "digits"}}, "holds no text"),
-    "an image evaluator": ({"evals.validation.type": "classification"}, "known: perplexity"),
-    "erasing": ({"reprob": 0.1}, "config.reprob=0.1 is for images"),
-    "rows to evaluate above the learned positions": (
-        {"model.position": "learned", "evals.validation.data.context": 30},
-        "30 tokens are more than the model's",
-    ),
 }
 
 

@@ -13,8 +13,7 @@ from dcvit.config import values
 from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training import hooks, resume
-from dcvit.training.trainer import Trainer
+from dcvit.training import resume
 from dcvit.weights.export import conversion
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -34,9 +33,9 @@ def complete(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory):
-    """The workdir of a run with frozen parameters, a profile, TensorBoard if it is installed, and no intervals."""
+    """The workdir of a run with a profile, TensorBoard if it is installed, and no intervals."""
     workdir = tmp_path_factory.mktemp("special") / "run"
-    options = {"model.depth": 0, "frozen": ["embedding/.*"], "ckpt_keep": 2, "profile": (2, 3), "tensorboard": True}
+    options = {"model.depth": 0, "profile": (2, 3), "tensorboard": True}
     assert digits_command(workdir, **options, log_steps=0, **{"evals.test.log_steps": 0}) == 0
     return workdir
 
@@ -78,33 +77,6 @@ def test_interrupted_run_resumes_to_the_same_bits(complete, digits_run, monkeypa
 
 
 @pytest.mark.exhaustive
-def test_stop_during_the_last_evaluation_loses_neither_step_nor_row(complete, digits_run, monkeypatch):
-    """A signal calls `stop` from another thread; here an evaluation calls it and does not return."""
-    real_run, real_record = Trainer.run_steps, hooks.MetricsHook._record
-    trainers = []
-
-    def run_steps(self, state):
-        trainers.append(self)
-        real_run(self, state)
-
-    def record(self, step, *args):
-        if step == 6:
-            assert trainers[0].stop() == "step 6 is saved"
-            raise KeyboardInterrupt
-        real_record(self, step, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run_steps", run_steps)
-        patch.setattr(hooks.MetricsHook, "_record", record)
-        status, workdir = digits_run("stopped", ckpt_steps=100, **RANDOM)
-    assert status == 130
-    assert saved_steps(workdir) == [6]
-    assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
-    assert digits_run("stopped", ckpt_steps=100, **RANDOM)[0] == 0
-    assert same_runs(workdir, complete)
-
-
-@pytest.mark.exhaustive
 def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_path, monkeypatch):
     """The model is composed. Equal seeds give equal runs."""
     with interrupted_before(monkeypatch, 5):
@@ -113,13 +85,6 @@ def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_pat
     assert same_runs(lm_workdir, tmp_path / "interrupted")
     rows = metrics.read(lm_workdir / "metrics.jsonl")
     assert rows[-1]["validation/bits_per_byte"] < rows[0]["validation/bits_per_byte"] <= 8.1
-
-
-@pytest.mark.exhaustive
-def test_frozen_parameters_do_not_change(special):
-    earlier, end = (load_params(special / "checkpoints" / step) for step in ("3", "6"))
-    assert same(end["embedding"], earlier["embedding"])
-    assert not same(end["head"], earlier["head"])
 
 
 def test_run_starts_from_the_parameters_of_another_run_but_for_those_that_are_not_loaded(complete, digits_run):
@@ -160,15 +125,6 @@ def test_run_starts_from_the_converted_model_in_its_workdir_and_keeps_it(complet
 
 def test_profile_is_recorded_for_the_given_steps(special):
     assert list((special / "profile").rglob("*.xplane.pb"))
-
-
-@pytest.mark.exhaustive
-def test_profile_is_recorded_if_it_started_before_an_interruption(digits_run, monkeypatch):
-    with interrupted_before(monkeypatch, 2):
-        assert digits_run(ckpt_steps=1, **{"model.depth": 0})[0] == 130
-    status, workdir = digits_run(profile=(1, 100), ckpt_steps=1, **{"model.depth": 0})
-    assert status == 0
-    assert list((workdir / "profile").rglob("*.xplane.pb"))
 
 
 def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
