@@ -118,14 +118,14 @@ WITHOUT_KERNEL = {
     **dict.fromkeys((name for name in CASES if name.startswith("plain")), "blockwise"),
     **dict.fromkeys(("DC, folded", "plain"), "cudnn"),
 }
-DEFAULT = {"DC", "DC, not causal", "DC, segments", "DC, static", "DC, folded", "plain", "plain, float32"}
+DEFAULT = {"DC", "DC, segments", "DC, static", "DC, folded", "plain", "plain, float32"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
     [pytest.param(name, "trust", marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in CASES]
-    + [("DC", "off"), exhaustive("DC, heads of 256", "off"), exhaustive("DC, batch of 8", "off")],
+    + [exhaustive(name, "off") for name in ("DC", "DC, heads of 256", "DC, batch of 8")],
 )
 def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(name, policy):
     """With verified kernels, and without any."""
