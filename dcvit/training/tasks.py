@@ -177,8 +177,7 @@ class ImageTask:
             if self.distillation is None:
                 found = of_labels(logits)
             else:
-                both = heads_of(net, params, logits, cast(Outputs, out))
-                found = self.distillation.loss(of_labels, both, batch[TEACHER])
+                found = self.distillation.loss(of_labels, heads_of(net, params, logits, out), batch[TEACHER])
             return jnp.mean(found)
 
         return loss_of

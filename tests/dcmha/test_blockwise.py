@@ -18,16 +18,12 @@ CASES = {
         "queries": 33, "keys": 90, "groups": 2, "key_heads": 2, "causal": True, "branches": "qkpgs",
     },
     "window, fewer keys, key padding": {"queries": 70, "keys": 33, "window": 9, "mask": (2, 1, 1, 33)},
-    "causal, many runs": {"queries": 330, "causal": True},
-    "no mask": {"queries": 70},
-    "window wider than the keys": {"queries": 70, "keys": 33, "window": 50},
     "window of 1, mask, query-wise": {"queries": 37, "window": 1, "mask": (2, 1, 37, 37), "branches": "qpg"},
     "more keys, fully masked rows, static": {"queries": 33, "keys": 90, "mask": (1, 1, 33, 1), "branches": "s"},
     "plain": {"queries": 50, "window": 20, "branches": None},
     "segments, shared keys, groups": {
         "queries": 330, "causal": True, "segments": 6, "groups": 2, "key_heads": 2, "branches": "qkpgs",
     },
-    "segments, window": {"queries": 210, "window": 100, "segments": 2, "branches": "qg"},
     "last queries, causal": {"queries": 70, "keys": 330, "first_query": 260, "causal": True},
     "last queries, window": {"queries": 70, "keys": 90, "first_query": 20, "window": 20, "branches": "qkpgs"},
     "last queries, causal, segments, shared keys": {
@@ -93,15 +89,13 @@ def test_several_blocks_equal_the_reference_in_output_and_gradients(name, small_
         ({"queries": 700, "causal": True, "segments": 9}, [256, 512, 700]),
         exhaustive({"queries": 90, "keys": 700, "segments": 3}, [256, 512, 700]),
         exhaustive({"queries": 500, "window": 300, "segments": 4}, [256, 363]),
-        exhaustive({"queries": 2100, "causal": True, "segments": 1}, None),
     ],
 )
 def test_segments_equal_the_reference_to_rounding(x64, case, sizes):
     case = {"heads": 2, "batch": 2, "rank": 1, "dtype": jnp.float64, **case}
     args, options = random_case(**case)
-    if sizes is not None:
-        most = min(args[1].shape[1], (options["window"] or 10**6) + blockwise.GROUP - 1)
-        assert blockwise.document_sizes(most) == sizes
+    most = min(args[1].shape[1], (options["window"] or 10**6) + blockwise.GROUP - 1)
+    assert blockwise.document_sizes(most) == sizes
     found, right = (output_and_gradients(on_arrays(f), args, options) for f in (blockwise.run, reference.run))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         assert x.dtype == jnp.float64
@@ -159,12 +153,6 @@ def test_gradients_of_a_batch_by_vmap_are_those_of_each(small_blocks):
     first, second = (jax.jit(jax.grad(loss, (0, 1)))(row, others) for row in rows)
     expected = jnp.stack([first[0], second[0]]), jax.tree.map(jnp.add, first[1], second[1])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
-
-
-def test_forward_mode_is_refused():
-    (q, k, v, *_), options = random_case(8, branches=None)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: on_arrays(blockwise.run)(q, k, v, **options), (q,), (q,))
 
 
 @pytest.mark.slow

@@ -15,16 +15,14 @@ from dcvit.dcmha.inputs import UnsupportedError
 CASES = {
     "one key": {"keys": 1},
     "masks, batch 5": {"keys": 21, "batch": 5, "mask": (5, 1, 1, 21)},
-    "shared mask": {"keys": 12, "batch": 2, "mask": (1, 1, 1, 12), "branches": "qg", "post": "kp"},
     "groups, shared keys": {"keys": 33, "heads": 8, "key_heads": 2, "groups": 2, "branches": "qkpgs"},
     "one key head, plain": {"keys": 16, "heads": 4, "key_heads": 1, "branches": None},
     "static": {"keys": 9, "heads": 4, "branches": "s", "mask": (1, 1, 1, 9)},
     "key-wise, rank 3": {"keys": 40, "branches": "kpg", "rank": 3},
     "window": {"keys": 5, "branches": "g", "window": 2},
-    "pre only": {"keys": 18, "branches": "qkg", "post": None},
     "post only": {"keys": 18, "branches": None, "post": "qkpg"},
 }
-IN_EXHAUSTIVE = ("shared mask", "masks, batch 5", "one key head, plain", "pre only")  # other cases cover them
+IN_EXHAUSTIVE = ("masks, batch 5", "one key head, plain")  # other cases cover them
 attention = on_arrays(decode.run)
 
 
@@ -52,9 +50,8 @@ def test_output_equals_the_reference(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["groups, shared keys", *map(exhaustive, ("masks, batch 5", "one key head, plain"))])
-def test_bfloat16_is_close_to_float32(name):
-    args, options = random_case(1, **CASES[name], dtype=jnp.bfloat16)
+def test_bfloat16_is_close_to_float32():
+    args, options = random_case(1, **CASES["groups, shared keys"], dtype=jnp.bfloat16)
     ((_, error),) = compare(args, **options)
     assert error < 2e-2
 

@@ -1,7 +1,4 @@
-"""Memory of attention on GPUs by automatic choice: the largest array of a traced program, for long rows.
-
-`python tests/dcmha/test_gpu_memory.py` prints the table of docs/performance.md; run it in the folder `tests`.
-"""
+"""Memory of attention on GPUs by automatic choice: the largest array of a traced program, for long rows."""
 
 import unittest
 from unittest import mock
@@ -12,6 +9,7 @@ import pytest
 from attention_cases import call_of
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType
+from marks import exhaustive
 from pallas_checks import weights_like
 
 from dcvit.dcmha import ComposeWeights, device, plan, selection
@@ -27,29 +25,19 @@ BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
 CASES = {
     "DC": ("qk", BFLOAT16, {}),
     "DC, float32": ("qk", FLOAT32, {}),
-    "DC, float16": ("qk", jnp.float16, {}),
     "DC, not causal": ("qk", BFLOAT16, {"causal": False}),
     "DC, window of 256": ("qk", BFLOAT16, {"window": 256}),
     "DC, segments": ("qk", BFLOAT16, {"segments": True}),
     "DC, mask of pairs": ("qk", BFLOAT16, {"mask": (1, 1, TOKENS, TOKENS)}),
-    "DC, mask of keys": ("qk", BFLOAT16, {"mask": (1, 1, 1, TOKENS)}),
     "DC, static": ("qks", BFLOAT16, {}),
-    "static": ("s", BFLOAT16, {}),
-    "DC, rank 4": ("qk", BFLOAT16, {"rank": 4}),
     "DC, rank 8": ("qk", BFLOAT16, {"rank": 8}),
-    "DC, query-wise": ("q", BFLOAT16, {}),
-    "DC, key-wise": ("k", BFLOAT16, {}),
     "DC, 4 groups": ("qk", BFLOAT16, {"groups": 4}),
-    "DC, 4 key heads": ("qk", BFLOAT16, {"key_heads": 4}),
     "DC, folded": ("q", BFLOAT16, {"groups": 4, "key_heads": 4}),
-    "DC, folded, float32": ("q", FLOAT32, {"groups": 4, "key_heads": 4}),
     "DC, heads of 256": ("qk", BFLOAT16, {"width": 256}),
     "DC, a part of the queries": ("qk", BFLOAT16, {"queries": 8192, "first_query": 24_576}),
     "DC, batch of 8": ("qk", BFLOAT16, {"batch": 8}),
     "plain": ("", BFLOAT16, {}),
     "plain, float32": ("", FLOAT32, {}),
-    "plain, float32, batch of 8": ("", FLOAT32, {"batch": 8}),
-    "plain, window of 256": ("", BFLOAT16, {"window": 256}),
     "plain, segments": ("", BFLOAT16, {"segments": True}),
     "plain, mask of pairs": ("", BFLOAT16, {"mask": (1, 1, TOKENS, TOKENS)}),
 }
@@ -126,18 +114,18 @@ def bytes_of(x):
 
 # Calls whose implementation depends on no verdict: the kernels do not support them, or cuDNN computes them.
 WITHOUT_KERNEL = {
-    **dict.fromkeys(
-        ("DC, float32", "DC, float16", "DC, static", "static", "DC, rank 8", "DC, folded, float32",
-         "DC, a part of the queries", *(name for name in CASES if name.startswith("plain"))), "blockwise",
-    ),
-    **dict.fromkeys(("DC, folded", "plain", "plain, window of 256"), "cudnn"),
-}  # fmt: skip
+    **dict.fromkeys(("DC, float32", "DC, static", "DC, rank 8", "DC, a part of the queries"), "blockwise"),
+    **dict.fromkeys((name for name in CASES if name.startswith("plain")), "blockwise"),
+    **dict.fromkeys(("DC, folded", "plain"), "cudnn"),
+}
+DEFAULT = {"DC", "DC, segments", "DC, static", "DC, folded", "plain", "plain, float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [pytest.param(n, "trust", marks=[pytest.mark.slow] if WITHOUT_KERNEL.get(n) == "blockwise" else []) for n in CASES]
-    + [pytest.param(n, "off", marks=pytest.mark.slow) for n in CASES if n not in WITHOUT_KERNEL],
+    [pytest.param(name, "trust", marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in CASES]
+    + [exhaustive(name, "off") for name in ("DC", "DC, heads of 256", "DC, batch of 8")],
 )
 def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(name, policy):
     """With verified kernels, and without any."""
@@ -154,10 +142,3 @@ def test_long_rows_are_not_given_to_the_reference_on_a_mesh_of_gpus(queries, imp
     with jax.set_mesh(mesh), mock.patch.object(device, "platform", return_value="gpu"):
         placement = sharded_attention.place(call, implementation=None, dropout=None)
     assert (placement.implementation, placement.heads) == (implementation, None)
-
-
-if __name__ == "__main__":
-    for name in CASES:
-        (chosen, largest), (other, second) = measure(name), measure(name, "off")
-        print(f"| {name} | `{chosen}` | {bytes_of(largest) / 2**20:,.0f} | {largest.str_short(True)}", end="")
-        print(f" | `{other}` | {bytes_of(second) / 2**20:,.0f} |", flush=True)

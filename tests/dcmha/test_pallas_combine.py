@@ -44,7 +44,6 @@ def output_and_gradients(interpret, *args):
     [
         (300, 2, 4, 16, False),
         (384, 2, 3, 16, True),
-        exhaustive(512, 1, 2, 80, False),
         exhaustive(257, 4, 1, 32, False),
     ],
 )
@@ -67,9 +66,8 @@ def test_bfloat16_is_rounded_once():
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [((256, 1, 2, 16), jnp.float32), ((300, 1, 9, 16), jnp.float32), ((300, 1, 2, 24), jnp.float32),
-     ((300, 1, 2, 16), jnp.float16)],
-)  # fmt: skip
+    [((256, 1, 2, 16), jnp.float32), ((300, 1, 2, 16), jnp.float16)],
+)
 def test_cases_without_a_kernel_say_so(sizes, dtype):
     x, w, _ = vectors_and_weights(*sizes, dtype)
     with pytest.raises(UnsupportedError, match="the TPU kernels"):

@@ -69,11 +69,8 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
 
 PARTS = {  # case, bytes of the workspace, and parts of the backward pass: examples, queries
     "causal blocks of two lengths": ({"queries": 196, "keys": 190, "causal": True}, 2**30, (1, 64)),
-    "more queries than keys": ({"queries": 196, "keys": 70, "causal": True, "key_heads": 1}, 2**30, (1, 64)),
-    "local blocks": ({"queries": 260, "window": 70, "segments": 4, "batch": 2}, 2**30, (2, 64)),
     "local blocks after keys": ({"queries": 260, "keys": 90, "window": 70, "mask": (1, 1, 1, 90)}, 2**30, (1, 64)),
     "examples": ({"queries": 70, "batch": 6, "segments": 3, "mask": (1, 1, 70, 70)}, 4_000_000, (3, 128)),
-    "examples with masks": ({"queries": 70, "batch": 6, "mask": (6, 1, 70, 1)}, 4_000_000, (3, 128)),
     "queries": ({"queries": 300, "keys": 200, "mask": (1, 1, 300, 200), "batch": 2}, 2_500_000, (1, 128)),
     "groups": ({"queries": 130, "heads": 8, "groups": 4, "key_heads": 4, "batch": 2, "segments": 3}, 2**30, (2, 192)),
 }
@@ -111,7 +108,7 @@ def test_the_parts_of_a_layer_give_its_output_and_gradients(name, in_jax, monkey
     assert sizes[-1] == expected
 
 
-@pytest.mark.parametrize("place", ["q", "k", "k1", "kg", "qg"])
+@pytest.mark.parametrize("place", ["q", "k", "k1"])
 def test_nan_reaches_the_queries_that_attend_with_it_through_all_rectangles(place, in_jax, monkeypatch):
     monkeypatch.setattr(tiling, "ROWS_WINDOW", 64)
     found = queries_with_nan(api.run, place, 300, 150, 70, rank=1)
@@ -119,7 +116,7 @@ def test_nan_reaches_the_queries_that_attend_with_it_through_all_rectangles(plac
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("place", ["q", "k", "k1", "kg", "qg"])
+@pytest.mark.parametrize("place", ["q", "k"])
 def test_nan_reaches_the_queries_that_attend_with_it_in_the_kernels(place, monkeypatch):
     monkeypatch.setattr(tiling, "WARPGROUPS", 1)
     with interpreted():
@@ -132,9 +129,6 @@ def test_a_layer_whose_smallest_part_does_not_fit_is_refused_with_the_numbers():
     message = "need 2,.* MiB for 64 queries of one example, 32 heads and 262,144 keys, found a limit of 1,024 MiB"
     with pytest.raises(UnsupportedError, match=message):
         tiling.check_supported(call_of(Inputs(q, k, v, *weights), Options(causal=True)))
-
-
-LOWERED = [("DCViT-S", 196, None), ("DCPythia-2.8B", 256, 10**6), ("DCPythia-6.9B", 256, 256)]  # tokens, window
 
 
 def layer(preset, tokens, dtype=jnp.bfloat16):
@@ -157,12 +151,10 @@ def for_cuda(function, *args):
     return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "tokens", "window"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if index == 0 else pytest.mark.weekly)
-        for index, case in enumerate(LOWERED)
-    ],
+    [("DCViT-S", 196, None), pytest.param("DCPythia-6.9B", 256, 256, marks=pytest.mark.weekly)],
 )
 def test_all_kernels_are_lowered_for_cuda(preset, tokens, window):
     args = layer(preset, tokens)
@@ -187,7 +179,7 @@ def launches(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 256])
-@pytest.mark.parametrize("tokens", [2048, 5000, 8192, 32_768, 131_072])
+@pytest.mark.parametrize("tokens", [2048, 5000, 131_072])
 def test_the_number_of_kernels_does_not_grow_with_the_length(tokens, window, launches):
     q, k, v, *weights = layer("DCPythia-1.4B", tokens)
     jax.eval_shape(lambda *x: forward_and_backward(x[0], *x, causal=True, window=window), q, k, v, *weights)
@@ -214,13 +206,10 @@ def test_every_preset_with_dynamic_composition_is_supported():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"branches": "s", "post": None}, "do not support a static projection"),
         ({"branches": None, "post": "s"}, "do not support a static projection"),
         ({"rank": 5}, "ranks up to 4, found 5"),
         ({"dtype": jnp.float32}, "bfloat16, found float32"),
         ({"branches": None}, "need a composition"),
-        ({"head_dim": 512}, "up to 256 dimensions, found 512"),
-        ({"heads": 128}, "up to 64 heads, found 128"),
     ],
 )
 def test_unsupported_cases_raise_a_reason_of_one_line(change, message):

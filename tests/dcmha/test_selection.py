@@ -30,21 +30,12 @@ def with_arrays(call, **arrays):
     return dataclasses.replace(call, inputs=call.inputs._replace(**arrays))
 
 
-def wrong_gradient(call):
-    v = call.inputs.v
-    return correct(with_arrays(call, v=1.2 * v - jax.lax.stop_gradient(0.2 * v)))
-
-
 def ignores_causality(call):
     return correct(dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False, window=None)))
 
 
 def ignores_segments(call):
     return correct(with_arrays(call, segments=None))
-
-
-def exhausts_vmem(call):
-    raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
 
 
 def slow(call):
@@ -84,20 +75,12 @@ def outcome(policy="verify", **options):
     return [*found.chosen.values()]
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [  # by default, test_verification has kernels that are wrong, slow or do not compile
-        ignores_causality,
-        *(pytest.param(f, marks=pytest.mark.slow) for f in (wrong_gradient, exhausts_vmem, slow)),
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(kernel, chip, caplog):
-    chip(kernel)
+def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(chip, caplog):
+    chip(ignores_causality)
     (name,) = outcome(causal=True)
     assert name != "pallas_tpu"
     lines = [m for m in caplog.messages if "pallas_tpu is not used" in m]
-    assert len(lines) == (kernel is not slow), caplog.messages
+    assert len(lines) == 1, caplog.messages
 
 
 def test_a_correct_kernel_is_used_if_it_is_the_fastest(chip, monkeypatch, caplog):
@@ -132,42 +115,38 @@ def test_calls_with_segments_are_verified_with_segments(chip):
 def test_a_wrong_last_row_of_a_long_text_is_noticed_in_bfloat16(chip, caplog):
     """The norm of causal outputs falls with the position, so that a single row hardly counts in that of all."""
     chip(lambda call: correct(call).at[:, -1].set(0))
-    args, options = random_case(256, dtype=jnp.bfloat16, causal=True)
+    args, options = random_case(128, dtype=jnp.bfloat16, causal=True)
     chosen = dcmha.verify(lambda *x: dcmha.attention(*x, **options), *args)
     assert [name for name in chosen.values() if name not in ("", "pallas_tpu")]
     assert "wrong: the largest relative error" in caplog.text
 
 
-@pytest.mark.parametrize("policy", ["known", "off"])
-def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip):
+def test_a_tpu_program_without_a_verdict_has_no_kernel(chip):
     for composition in ("qkpg", "qp"):  # with key-wise branches, and folded, whose heads another kernel combines
         args, options = random_case(300, 300, branches=composition)
         lowered = {}
-        for chosen in (policy, "trust"):
+        for chosen in ("known", "trust"):
             with selecting(Selection(chosen)):
                 program = jax.jit(lambda *x, o=options: dcmha.attention(*x, **o)).trace(*args)
                 lowered[chosen] = program.lower(lowering_platforms=("tpu",)).as_text()
         assert "tpu_custom_call" in lowered["trust"]
-        assert "tpu_custom_call" not in lowered[policy]
+        assert "tpu_custom_call" not in lowered["known"]
 
 
-@pytest.mark.parametrize("fast", ["sum", "einsum"])
-def test_the_form_that_combines_heads_on_a_gpu_is_measured(fast, chip, monkeypatch):
+def test_the_form_that_combines_heads_on_a_gpu_is_measured(chip, monkeypatch):
     """Without a verdict, it is the sum."""
     monkeypatch.setattr(device, "platform", lambda: "gpu")
     x, w = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 16, 2, 2, 2))
-    forms = {"sum": "combine_heads", "einsum": "multiply_heads"}
-    delayed = forms["einsum" if fast == "sum" else "sum"]
-    exact = getattr(folded, delayed)
+    exact = folded.combine_heads
 
     def delay(x, w):
         wait = jax.pure_callback(lambda: (time.sleep(0.05), np.float32(0))[1], jax.ShapeDtypeStruct((), jnp.float32))
         return exact(x, w) + wait
 
-    monkeypatch.setattr(folded, delayed, delay)
+    monkeypatch.setattr(folded, "combine_heads", delay)
     used = {}
-    for policy in ("known", "off", "trust", "verify"):
+    for policy in ("known", "verify"):
         with selecting(Selection(policy)):
             program = str(jax.make_jaxpr(lambda x, w: plan.combine_heads(x, w))(x, w))
         used[policy] = "einsum" if "dot_general" in program else "sum"
-    assert used == {"known": "sum", "off": "sum", "trust": "sum", "verify": fast}
+    assert used == {"known": "sum", "verify": "einsum"}

@@ -3,12 +3,8 @@
 The candidates are functions that misbehave as kernels on a chip can: what examines and selects them is not mocked.
 """
 
-import contextlib
 import contextvars
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 
 import jax
@@ -53,14 +49,6 @@ def slow(x):
     return callback(lambda: (time.sleep(0.05), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
 
 
-calls = iter(range(1000))
-
-
-def changes(x):
-    number = jax.pure_callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
-    return right(x) * (1 + 1e-6 * number)
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """An empty folder of verdicts, in a process that has verified nothing."""
@@ -101,11 +89,10 @@ def verdict(case, name):
         (lambda x: right(x) * 1.01, "wrong", "relative error"),
         (lambda x: right(x) * jnp.nan, "wrong", "nan"),
         (with_wrong_gradient, "wrong", "relative error"),
-        (changes, "wrong", "7 of 7 repetitions differ"),
         (does_not_compile, "failed", "compiling raised RuntimeError: Mosaic failed to compile"),
         (lambda x: callback(lambda: 1 / 0, x), "failed", "running raised"),
     ],
-    ids=["value", "nan", "gradient", "nondeterministic", "compilation", "running"],
+    ids=["value", "nan", "gradient", "compilation", "running"],
 )
 def test_a_kernel_that_does_not_pass_is_not_selected(kernel, status, reason, caplog):
     one = case(kernel)
@@ -127,17 +114,6 @@ def test_the_fastest_that_passed_is_selected_and_is_not_verified_again():
     examined = verdict(both, "fast")
     assert order(both) == ("fast", "plain"), "the verdict is known to code that verifies nothing"
     assert verdict(both, "fast") == examined
-
-
-def test_verification_works_while_a_function_is_traced():
-    one = case(lambda x: right(x) * 2)
-
-    @jax.jit
-    def program(x):
-        assert verified(one)[0] == ("plain",)
-        return x + 1
-
-    assert program(1.0) == 2
 
 
 def test_without_a_verdict_no_kernel_is_selected_and_one_line_says_what_to_run(caplog):
@@ -172,18 +148,6 @@ def test_the_environment_sets_the_policy_outside_of_selecting(policy, names, ver
         assert order(case(wrong)) == ("plain",)
 
 
-def test_the_library_uses_verdicts_that_exist_and_commands_verify(cache):
-    one = case(right, plain=slow)
-    assert without_selection(lambda: order(one)) == ("plain",)
-    assert not cache.exists()
-    selection.set_default("verify")
-    other = dataclasses.replace(one, key="other")
-    assert without_selection(lambda: order(other)) == ("right", "plain")
-    selection.set_default("known")
-    selection._DEFAULT.chosen.clear()
-    assert without_selection(lambda: order(other)) == ("right", "plain")
-
-
 def test_verified_calls_are_used_in_the_same_process():
     """Also if the library has traced the call before, without a verdict."""
     one = case(right, plain=slow)
@@ -216,15 +180,6 @@ def test_processes_agree_by_the_function_that_shares_choices():
     assert asked == ["matmul"]
 
 
-def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
-    """As after a process that ended between them."""
-    store().write("matmul", "slow", passed(1e9))
-    with selecting(Selection("known")):
-        assert order(case(slow)) == ("plain",)
-    assert verified(case(slow))[0] == ("plain",)
-    assert verdict(case(slow), "plain").passed
-
-
 def test_a_reference_that_fails_selects_no_kernel_and_leaves_no_verdict(caplog):
     def exhausts(x):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -234,31 +189,6 @@ def test_a_reference_that_fails_selects_no_kernel_and_leaves_no_verdict(caplog):
     assert "cannot verify kernels for matmul" in caplog.text
     assert store().read("matmul") == {}
     assert verified(case(exhausts))[0] == ("plain",)
-
-
-def test_threads_have_the_settings_of_the_caller():
-    settings = {
-        "default_matmul_precision": "highest", "enable_x64": True, "default_prng_impl": "rbg",
-        "numpy_rank_promotion": "warn", "numpy_dtype_promotion": "standard",
-    }  # fmt: skip
-    found = []
-
-    def current():
-        return {name: getattr(jax.config, f"jax_{name}") for name in settings}
-
-    def looks(x):
-        found.append(current())
-        return right(x)
-
-    before = current()
-    assert all(before[name] != value for name, value in settings.items())
-    with contextlib.ExitStack() as stack:
-        for name, value in settings.items():
-            stack.enter_context(getattr(jax, name)(value))
-        verified(case(looks))
-    assert found
-    assert all(one == settings for one in found)
-    assert verdict(case(looks), "looks").passed
 
 
 def test_a_kernel_whose_compilation_blocks_is_left_behind():
@@ -272,47 +202,9 @@ def test_a_kernel_whose_compilation_blocks_is_left_behind():
     assert (found.status, found.seconds) == ("timed out", 1)
 
 
-def test_a_failure_is_tried_again_with_a_longer_limit():
-    one = case(right, plain=slow)
-    store().write("matmul", "right", Verdict("timed out", reason="before", seconds=30))
-    assert verified(one, seconds=30)[0] == ("plain",)
-    assert verified(one, seconds=31)[0] == ("right", "plain")
-    assert verdict(one, "right").passed
-
-
 def test_what_is_wrong_stays_wrong():
     store().write("matmul", "right", Verdict("wrong", 0.5, reason="wrong", seconds=1))
     assert verified(case(right, plain=slow))[0] == ("plain",)
-
-
-def test_programs_without_gradients_use_what_is_fastest_without():
-    @jax.custom_vjp
-    def with_slow_gradient(a, b):
-        return a @ b
-
-    with_slow_gradient.defvjp(
-        lambda a, b: (a @ b, (a, b)),
-        lambda kept, d: (d @ kept[1].T + pause(0.05), kept[0].T @ d),
-    )
-
-    def pause(seconds):
-        wait = lambda: (time.sleep(seconds), np.float32(0))[1]  # noqa: E731
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32))
-
-    def fast_forward(x):
-        return jnp.where(x["mask"][0], with_slow_gradient(x["a"], x["b"]), 0.0)
-
-    def plain(x):
-        return right(x) + pause(0.02)
-
-    one = case(fast_forward, plain=plain)
-    assert verified(one) == (("plain",), {"matmul": "plain"})
-    with selecting(Selection("known", forward_only=True)):
-        assert order(one) == ("fast_forward", "plain")
-    selection.set_default("known", forward_only=True)
-    assert without_selection(lambda: order(one)) == ("fast_forward", "plain")
-    selection.set_default("known")
-    assert without_selection(lambda: order(one)) == ("plain",), "the choices of both kinds are apart"
 
 
 def test_a_kernel_that_blocks_the_device_ends_the_program_once():
@@ -328,49 +220,7 @@ def test_a_kernel_that_blocks_the_device_ends_the_program_once():
     assert verified(one)[0] == ("plain",)
 
 
-def test_a_kernel_that_ends_its_process_is_tried_twice(cache, caplog):
-    code = """
-import os, sys
-sys.path.insert(0, "tests/dcmha")
-from test_verification import *
-def ends(x):
-    return callback(lambda: os._exit(3), jax.lax.stop_gradient(x))
-for _ in range(2):
-    if not (child := os.fork()):  # JAX's backend has not been started
-        verified(case(ends))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "3\n3\n", run.stderr
-
-    def ends(x):
-        raise AssertionError("it is tried again")
-
-    assert verified(case(ends))[0] == ("plain",)
-    assert "it ended its process twice" in caplog.text
-
-
-def test_a_plain_implementation_that_is_slow_is_no_hung_device():
-    def sluggish(x):
-        return callback(lambda: (time.sleep(0.15), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
-
-    assert verified(case(right, plain=sluggish), seconds=1)[0] == ("right", "plain")
-
-
-def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached_one(monkeypatch):
-    selection.set_default("verify")
-    other = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=other)
-
-    def lowered():
-        with jax.sharding.use_abstract_mesh(mesh):
-            return order(case(right, plain=slow))
-
-    both = lambda: (lowered(), order(case(right, plain=slow)), lowered())  # noqa: E731
-    assert without_selection(both) == (("plain",), ("right", "plain"), ("plain",))
-
-
-@pytest.mark.parametrize("change", ["jax", "code"])
+@pytest.mark.parametrize("change", ["device", "jax", "code"])
 def test_verdicts_of_another_environment_do_not_count(change):
     here = verdicts.environment(jax.local_devices()[0])
     Verdicts({**here, change: "other"}).write("matmul", "right", passed(1e-9))
@@ -378,21 +228,13 @@ def test_verdicts_of_another_environment_do_not_count(change):
         assert order(case(right)) == ("plain",)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"passed"', '"perfect"'),
-        lambda text: json.dumps({**json.loads(text), "format": 0}),
-    ],
-    ids=["cut", "status", "format"],
-)
-def test_a_damaged_file_is_ignored_with_one_line_and_replaced(damage, cache, caplog):
+def test_a_damaged_file_is_ignored_with_one_line_and_replaced(cache, caplog):
     verdicts_of_right = [(name, passed(1.0 + (name == "plain"))) for name in ("right", "plain")]
     for name, found in verdicts_of_right:
         store().write("matmul", name, found)
     (path,) = cache.glob("*.json")
-    path.write_text(damage(path.read_text()))
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
     with selecting(Selection("known")):
         assert order(case(right)) == ("plain",)
     assert [m for m in caplog.messages if str(path) in m]

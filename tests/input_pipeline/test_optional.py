@@ -53,14 +53,6 @@ def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkey
         use(tmp_path)
 
 
-def test_a_late_module_is_imported_when_a_name_in_it_is_used():
-    assert optional.Late("math").isqrt(9) == 3
-    missing = optional.Late("no_such_library.part")
-    assert not hasattr(missing, "__wrapped__")  # as `inspect` asks any object
-    with pytest.raises(ip.MissingLibraryError, match=r"^this needs no_such_library, .* pip install"):
-        missing.name  # noqa: B018
-
-
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795325675.727208    7350 port.cc:153] oneDNN custom operations are on. You may see slightly different
@@ -81,14 +73,3 @@ def test_only_start_up_messages_are_removed_also_where_the_context_fails(capfd, 
             raise ImportError("broken")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == ERRORS + "after\n"
-
-
-@pytest.mark.slow
-def test_nothing_is_redirected_without_stderr(monkeypatch):
-    def closed(descriptor):
-        raise OSError(9, "Bad file descriptor")
-
-    monkeypatch.setattr(os, "dup", closed)
-    before = os.fstat(2)
-    with remove_lines(START_UP_MESSAGE):
-        assert os.path.samestat(os.fstat(2), before)

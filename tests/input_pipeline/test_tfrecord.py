@@ -52,15 +52,13 @@ def test_index_of_a_read_only_folder_is_stored_in_the_cache_folder(path, tmp_pat
     np.testing.assert_array_equal(tfrecord.TFRecordFile(str(path)).offsets, first)
 
 
-@pytest.mark.parametrize("change", ["shorter", "touched", "damaged index", "empty index"])
+@pytest.mark.parametrize("change", ["shorter", "damaged index"])
 def test_index_is_computed_again_after_a_change_of_the_file_or_the_index(path, change):
     before = tfrecord.TFRecordFile(str(path)).offsets
     index = path.with_name(path.name + ".offsets")
     if change == "shorter":
         os.truncate(path, int(before[-2]))
-    elif change == "touched":
-        os.utime(path, ns=(1, 1))
     else:
-        index.write_bytes(index.read_bytes()[:24] + bytes(8) if change == "damaged index" else b"")
+        index.write_bytes(index.read_bytes()[:24] + bytes(8))
     after = tfrecord.TFRecordFile(str(path)).offsets
     np.testing.assert_array_equal(after, before[:-1] if change == "shorter" else before)

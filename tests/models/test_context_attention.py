@@ -21,14 +21,12 @@ CASES = {
     "window wider than a device": {"window": 20, "segments": 3},
     "plain": {"causal": True, "branches": None},
     "folded": {"causal": True, "branches": "qpg", "key_heads": 2, "groups": 2},
-    "groups, segments, window": {"window": 8, "segments": 3, "groups": 2},
 }
 # Devices along data, fsdp, context and tensor. Heads composed across "tensor" split the tokens instead.
 MESHES = [(1, 1, 8, 1), (1, 2, 2, 2), (2, 2, 2, 1)]
 # The number of the mesh of each case. Those that are not in DEFAULT run weekly.
 PAIRS = {
     "causal, segments, shared keys": 1, "window": 1, "window wider than a device": 0, "plain": 0, "folded": 2,
-    "groups, segments, window": 2,
 }  # fmt: skip
 DEFAULT = ("plain", "window", "causal, segments, shared keys")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from marks import exhaustive
 
@@ -161,21 +161,6 @@ def test_metadata_of_nnx_initializers_arrive_on_the_parameters_and_split_them():
             assert found.get_metadata() == expected.get_metadata()
             assert found[...].sharding == expected[...].sharding
             assert not found[...].sharding.is_fully_replicated
-
-
-@pytest.mark.exhaustive
-def test_shardings_of_an_nnx_call_are_those_of_the_output():
-    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        x = jax.device_put(inputs(), P("a"))
-        layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0))
-        by_width, by_head = P("a", None, None, "b"), P("a", None, None, "b", None)
-        for sharding in (by_width, NamedSharding(jax.sharding.get_abstract_mesh(), by_width)):
-            call = nnx.jit(lambda layer, x, spec=sharding: layer(x, out_sharding=spec, qkv_sharding=by_head))
-            out = call(layer, x)
-            assert jax.typeof(out).sharding.spec == by_width
-        expected = nnx.jit(lambda layer, x: layer(x))(layer, x)
-        np.testing.assert_allclose(jax.device_get(out), jax.device_get(expected), atol=1e-5)
 
 
 @pytest.mark.exhaustive

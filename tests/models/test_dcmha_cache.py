@@ -13,7 +13,6 @@ from dcvit.models import dcmha, dcmha_nnx
 FIELDS = {
     "composed": {},
     "groups, static, shared keys": {"groups": 2, "static": True, "num_key_heads": 2},
-    "post, query-wise": {"compose": "post", "branches": "q"},
     "window": {"window": 3},
     "norms, plain": {"compose": None, "normalize_qk": True},
 }
@@ -44,7 +43,6 @@ def decode(layer, variables, x, **options):
     [
         ("composed", (2,)),
         exhaustive("groups, static, shared keys", (2, 3)),
-        exhaustive("post, query-wise", ()),
         exhaustive("window", (2,)),
         exhaustive("norms, plain", (2, 3)),
     ],
@@ -96,11 +94,6 @@ def test_nnx_cache_is_that_of_flax_and_composes():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), nnx.state(layer), nnx.state(library))
     np.testing.assert_allclose(outs[2], composed(x, decode=False, is_causal=True), atol=2e-6)
     assert composed.cached_pre_k1.shape == (2, 5, 2, 4)
-    composed.init_cache(x.shape, jnp.bfloat16)
-    dtypes = {a.dtype for a in jax.tree.leaves(nnx.state(composed, nnx.Cache))}
-    assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
-    again = jnp.concatenate([step(composed, x[:, i : i + 1]) for i in range(5)], axis=1)
-    np.testing.assert_allclose(again, outs[2], atol=0.02)
 
 
 @pytest.mark.exhaustive
@@ -125,11 +118,8 @@ def test_a_cache_is_split_as_the_inputs_on_an_explicit_mesh():
     np.testing.assert_allclose(jax.device_get(found), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 1, 16)])
-def test_a_call_with_other_inputs_than_one_token_of_each_example_is_refused(shape):
+def test_a_call_with_other_inputs_than_one_token_of_each_example_is_refused():
     layer, x = dcmha.DCMHA(2, decode=True, compose=None), inputs(2)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"decode=True takes inputs of shape \(2, 1\) before the width, found"):
-        jax.eval_shape(lambda v: layer.apply(v, jnp.ones(shape), mutable=["cache"]), variables)
-    with pytest.raises(ValueError, match=r"found \[\(2, 1\), \(2, 5\)\]"):
-        jax.eval_shape(lambda v: layer.apply(v, x[:, :1], x, mutable=["cache"]), variables)
+        jax.eval_shape(lambda v: layer.apply(v, jnp.ones((2, 2, 16)), mutable=["cache"]), variables)

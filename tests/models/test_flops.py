@@ -87,19 +87,15 @@ def counted(of, net, example, tokens):
 PLAIN = [
     {},
     {"pool_type": "tok", "rep_size": True},
-    {"pool_type": "map", "rep_size": 10},
     {"pool_type": "0", "scan": True, "depth": 2},
-    {"qk_norm": "rmsnorm", "groups": 5},
     {"pool_type": "tok+gap", "registers": 2, "layer_scale": 0.1},
     {"pool_type": "map", "registers": 3, "mlp": "swiglu"},
 ]
 COMPOSED = [
     {"compose": "both", "depth": 2},
     {"compose": "post", "branches": "q"},
-    {"compose": "both", "branches": "k", "rank": 1},
     {"compose": "both", "gate": False, "rank": 3},
     {"compose": "both", "static": True, "groups": 2},
-    {"compose": "both", "pool_type": "map", "rank": 3, "groups": 3},
     {"compose": "both", "pool_type": "tok", "scan": True, "depth": 2, "registers": 2},
 ]
 
@@ -112,7 +108,6 @@ FOLDED = [
 FOLDED = [{"compose": "both", "implementation": "folded", **fields} for fields in FOLDED]
 NAMED = [
     {"compose": "both", "depth": 3, "compose_layers": (0, -1), "heads": "lightweight"},
-    {"compose": "both", "depth": 3, "compose_layers": (-1,), "scan": True},
     {"heads": "talking"},
     {"heads": "mta", "groups": 2},
     {"heads": "gated", "implementation": "folded"},
@@ -120,20 +115,17 @@ NAMED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [*PLAIN, *map(exhaustive, COMPOSED[:-2]), *COMPOSED[-2:], *FOLDED, *NAMED], ids=str)
+@pytest.mark.parametrize(
+    "fields", [*PLAIN, *map(exhaustive, COMPOSED[:-2]), *COMPOSED[-2:], FOLDED[0], *NAMED], ids=str
+)
 def test_every_product_of_the_program_is_counted(fields):
     net = small(**fields)
     tokens = 15 + net.pool_type.startswith("tok") + net.registers
     assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), tokens)
 
 
-def test_models_without_classes_have_no_head():
-    net = small(compose="both").clone(num_classes=None)
-    assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), 15)
-
-
 # G multiply-adds at 224 with a class token: S/16 as commonly given, the others of torchvision's table of weights.
-PUBLISHED = [("S/16", 4.6), ("B/32", 4.41), ("B/16", 17.56), ("L/32", 15.38), ("L/16", 61.55)]
+PUBLISHED = [("S/16", 4.6), ("B/32", 4.41), ("L/16", 61.55)]
 
 
 @pytest.mark.parametrize(("variant", "macs"), PUBLISHED)
@@ -142,17 +134,9 @@ def test_published_sizes(variant, macs):
     assert vit_flops(net, (224, 224, 3)) / 2e9 == pytest.approx(macs, abs=0.01)
 
 
-def kernels_of(net, example):
-    """Return the size of the kernels of a model with one layer, by the first part of their names."""
-    params = jax.eval_shape(net.clone(depth=1).init, jax.random.key(0), example)["params"]
-    leaves = jax.tree.leaves_with_path(params)
-    return {top: sum(x.size for p, x in leaves if p[0].key == top and p[-1].key == "kernel") for top in params}
-
-
 PLAIN_LMS = [
     {},
     {"mlp": "gelu", "mlp_dim": None, "use_bias": True},
-    {"mlp": "gelu_tanh", "position": "learned", "norm": "layernorm", "tied": True},
     {"num_key_heads": 2, "qk_norm": "rmsnorm"},
     {"num_key_heads": 1, "parallel": True, "rotary_fraction": 0.5},
     {"window_pattern": "3:1", "window": 5, "depth": 5, "scan": True},
@@ -162,7 +146,6 @@ COMPOSED_LMS = [
     {"compose": "both"},
     {"compose": "pre", "branches": "q", "num_key_heads": 3},
     {"compose": "post", "branches": "k", "static": True, "window_pattern": "1:1", "window": 4, "depth": 2},
-    {"compose": "both", "gate": False, "rank": 3, "groups": 2},
     {"compose": "both", "static": True, "rank": 1, "groups": 6, "window_pattern": "1:1", "depth": 2, "scan": True},
 ]
 
@@ -183,15 +166,13 @@ def test_every_product_of_the_language_model_is_counted(fields):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_pairs")
-@pytest.mark.parametrize(
-    "fields", [PLAIN_LMS[1], PLAIN_LMS[4], *map(exhaustive, COMPOSED_LMS[:2]), COMPOSED_LMS[2]], ids=str
-)
+@pytest.mark.parametrize("fields", [PLAIN_LMS[1], exhaustive(COMPOSED_LMS[0]), COMPOSED_LMS[2]], ids=str)
 def test_a_backward_pass_has_twice_the_products(fields):
     net = small_lm(**fields)
     assert training_flops(net, a_row()) == counted(gradient_of, net, a_row(), ROW)
 
 
-@pytest.mark.parametrize(("length", "window"), [(1, None), (12, None), (7, 1), (7, 6), (7, 7), (7, 8), (12, 40)])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (12, None), (7, 1), (7, 7), (12, 40)])
 def test_visible_pairs_equal_the_mask(length, window):
     query, key = np.mgrid[:length, :length]
     mask = (key <= query) & (key > query - (window or length))
@@ -212,14 +193,3 @@ def test_masked_pairs_do_not_count(fields):
     for pattern, layers in local.items():
         masked = 7 * causal + layers * windowed
         assert lm_flops(net.clone(window_pattern=pattern), ROW) == all_pairs - masked * pair
-
-
-@pytest.mark.slow
-def test_training_equals_the_formula_of_palm():
-    """6·N + 12·L·H·D·T for each token (Appendix B). N: kernels and 49 norms. Causality halves the second term."""
-    net, length = lm.Model(50257, preset="Transformer++-405M"), 2048
-    kernels = kernels_of(net, a_row(length))
-    multiplied = 24 * kernels["Transformer"] + kernels["head"]
-    each = training_flops(net, a_row(length)) / length
-    assert each == 6 * multiplied + 12 * 24 * 1024 * (length + 1) / 2
-    assert each == pytest.approx(6 * (multiplied + 49 * 1024) + 12 * 24 * 1024 * length / 2, rel=1e-3)

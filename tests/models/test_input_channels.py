@@ -64,10 +64,11 @@ def test_without_a_rule_the_error_names_it(rgb):
 
 @pytest.mark.parametrize(
     ("channels", "options", "match"),
-    [(3, {"channels": "repeat"}, "no effect: both have 3 channels"),
-     (4, {"channels": "repeat", "dont_load": ["embedding/.*"]}, "no effect: dont_load names"),
-     (4, {"channels": "sum"}, "channels='sum'; known: repeat, mean")],
-)  # fmt: skip
+    [
+        (3, {"channels": "repeat"}, "no effect: both have 3 channels"),
+        (4, {"channels": "sum"}, "channels='sum'; known: repeat, mean"),
+    ],
+)
 def test_a_rule_without_effect_is_refused(rgb, channels, options, match):
     with pytest.raises(ConfigError, match=match):
         vit.load(shapes(channels), rgb[0], {}, **options)

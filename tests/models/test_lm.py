@@ -66,12 +66,10 @@ class TestForward:
             ("DCFormer++-405M", dict(
                 depth=1, static=True, projection=False, gate=False, tied=True, norm="layernorm", use_bias=True,
             )),
-            ("DCFormer++-405M", dict(compose="post", window_pattern="3:1", depth=3)),
             ("DCFormer++-405M", dict(
                 depth=1, num_key_heads=1, rotary_fraction=0.5, rotary_base=100.0, mlp="gelu", parallel=True,
                 qk_norm=None,
             )),
-            exhaustive("DCFormer-405M", dict(depth=1, gate=False, compose="post", num_key_heads=2)),
         ],
         ids=str,
     )  # fmt: skip
@@ -111,20 +109,16 @@ class TestReach:
         return lambda params: np.asarray(strength(params))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("preset", ["DCFormer++-405M", exhaustive("DCPythia-2.8B")])
-    def test_logits_depend_on_every_earlier_token_and_on_no_later_one(self, preset):
+    def test_logits_depend_on_every_earlier_token_and_on_no_later_one(self):
         """With both layers, all earlier tokens count; with the local layer alone, those of its window."""
-        net, params = make_lm(preset, window_pattern="1:1")
+        net, params = make_lm("DCFormer++-405M", window_pattern="1:1")
         reach = self.reach(net)
         np.testing.assert_array_equal(reach(params) > 0, np.tri(LENGTH, dtype=bool))
         for layer, window in enumerate((WINDOW, None)):
             np.testing.assert_array_equal(reach(silenced(params, [layer])) > 0, visible(window), err_msg=f"{layer}")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("pattern", "depth", "scan"),
-        [("1:1", 3, True), exhaustive("3:1", 6, False)],
-    )
+    @pytest.mark.parametrize(("pattern", "depth", "scan"), [("1:1", 3, True), exhaustive("3:1", 6, False)])
     def test_each_layer_has_the_window_of_its_place_in_the_pattern(self, pattern, depth, scan):
         """Layers are tested one at a time, with the attention of all others silenced, then all local layers together.
 
@@ -184,7 +178,6 @@ class TestScan:
         ("remat", "fields"),
         [
             ("full", dict(preset="Transformer++-405M", window_pattern="1:1", depth=3)),
-            exhaustive("attention", dict(preset="DCPythia-2.8B", compose="post", window_pattern="none", depth=2)),
             exhaustive("dots", dict(preset="Transformer-405M", window_pattern="3:1", depth=6)),
         ],
         ids=str,
@@ -197,13 +190,7 @@ class TestScan:
         assert_trees_close((out, blocks, unstack_blocks(gradient)), expected)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("pattern", "depth"),
-        [
-            *(("none", 0), ("none", 2), ("1:1", 5), ("3:1", 2)),
-            exhaustive("3:1", 11),
-        ],
-    )
+    @pytest.mark.parametrize(("pattern", "depth"), [("none", 0), ("1:1", 5), ("3:1", 2)])
     def test_parameters_convert_in_both_directions(self, pattern, depth):
         period = len(PATTERNS[pattern])
         _, unrolled = make_lm(window_pattern=pattern, depth=depth, width=8, mlp_dim=4)
@@ -218,12 +205,8 @@ class TestScan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "fields"),
-    [("DCFormer++-405M", {"depth": 1}), exhaustive("DCPythia-2.8B", {"scan": True, "window_pattern": "none"})],
-)
-def test_bfloat16_is_near_float32_with_parameters_gradients_and_logits_in_float32(preset, fields):
-    (net, params), tokens = make_lm(preset, **fields), make_tokens()
+def test_bfloat16_is_near_float32_with_parameters_gradients_and_logits_in_float32():
+    (net, params), tokens = make_lm("DCFormer++-405M", depth=1), make_tokens()
     params, rounded = jax.tree.map(lambda x: x / 2, params), net.clone(dtype_mm="bfloat16")
     narrow, blocks, gradient = gradients(rounded, params, tokens)
     assert {x.dtype for x in jax.tree.leaves(blocks)} == {jnp.dtype("bfloat16")}
@@ -244,9 +227,7 @@ class TestDocuments:
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("preset", "depth"), [("Transformer-405M", 1), ("DCFormer++-405M", 2), exhaustive("DCPythia-2.8B", 2)]
-    )
+    @pytest.mark.parametrize(("preset", "depth"), [("Transformer-405M", 1), ("DCFormer++-405M", 2)])
     def test_documents_of_a_packed_row_have_the_logits_that_they_have_alone(self, preset, depth):
         net, params = make_lm(preset, end_of_text=0, depth=depth)
         rows = np.array(self.ROWS, np.int32)
@@ -261,10 +242,9 @@ class TestDocuments:
             assert part.start == 0 or np.abs(across[i, part] - expected).max() > 0.05
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("compose", ["both", exhaustive(None)])
-    def test_no_array_of_a_training_step_is_as_large_as_a_mask_of_the_documents(self, compose):
+    def test_no_array_of_a_training_step_is_as_large_as_a_mask_of_the_documents(self):
         length = 320
-        net, params = make_lm(context=length, compose=compose, end_of_text=0, depth=1)
+        net, params = make_lm(context=length, compose="both", end_of_text=0, depth=1)
         gradient = jit(jax.grad(lambda p, tokens: jnp.sum(net.apply({"params": p}, tokens)[0])))
         text = gradient.lower(params, make_tokens(1, length)).compile().as_text()
         sizes = [[int(n) for n in sides.split(",")] for sides in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)]

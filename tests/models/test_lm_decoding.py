@@ -28,10 +28,7 @@ MODELS = {
 MORE_MODELS = {
     "query-wise, static": GPT3 | GLOBAL | {"compose": "both", "branches": "q", "static": True},
     "plain, documents, one key head": GPT3 | {"window_pattern": "1:1", "end_of_text": 0, "num_key_heads": 1},
-    "key-wise after the softmax, rank 1": LLAMA | GLOBAL | {"compose": "post", "branches": "k", "rank": 1},
-    "gates after the softmax": LLAMA | LOCAL | {"compose": "post", "projection": False, "end_of_text": 0},
     "projections, rank 4": GPT3 | DC | LOCAL | {"gate": False, "rank": 4, "num_key_heads": 2},
-    "static only": PYTHIA | GLOBAL | {"compose": "both", "projection": False, "gate": False, "static": True},
     "1:1, scanned, recomputed, and a rest": LLAMA | DC | {"compose": "post", "depth": 3, "scan": True, "remat": "full"},
 }
 DEEPEST, DOCUMENTS = "local and global layer, grouped query keys", "documents, scanned"
@@ -171,7 +168,6 @@ def sizes(fields, **more):
     [
         ({"rank": 4, "num_heads": 8}, 2 * (2 * 4 + 1) * 8),
         ({"compose": "post", "gate": False}, 4 * 4),
-        ({"projection": False}, 2 * 4),
         ({"branches": "q"}, 0),
         ({"groups": 2}, 2 * 5 * 4),
     ],
@@ -182,12 +178,3 @@ def test_key_wise_weights_of_a_token_are_cached_and_a_window_limits_the_slots(fi
     assert sizes(DC, **fields) == [(kv, composed, WINDOW), (kv, composed, CONTEXT)]
     shared = kv // fields.get("num_heads", TINY["num_heads"])
     assert [size[0] for size in sizes(DC, **fields, num_key_heads=1)] == [shared] * 2
-
-
-@pytest.mark.slow
-def test_the_number_of_slots_follows_the_window_pattern():
-    slots = lambda **fields: [size[2] for size in sizes(DC, **fields)]  # noqa: E731
-    assert slots(window_pattern="none") == [CONTEXT] * 2
-    assert slots(window_pattern="3:1", depth=5) == [WINDOW, CONTEXT, WINDOW, WINDOW, WINDOW]
-    assert slots(window_pattern="7:1", depth=8) == [WINDOW, CONTEXT, *[WINDOW] * 6]
-    assert slots(window=2 * CONTEXT) == [CONTEXT] * 2

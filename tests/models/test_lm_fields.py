@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import lm_oracle
 import numpy as np
 import pytest
-from marks import exhaustive
 from small_models import (
     LENGTH,
     VOCAB,
@@ -75,17 +74,13 @@ class TestRotary:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "key_heads"),
-    [("DCFormer++-405M", 2), exhaustive("Transformer-405M", 1)],
-)
-def test_neighboring_query_heads_share_a_key_head(preset, key_heads):
+def test_neighboring_query_heads_share_a_key_head():
     """Repeated keys and values in a model without grouped queries give the same logits."""
-    (net, params), tokens = make_lm(preset, num_key_heads=key_heads, depth=1), make_tokens()
+    (net, params), tokens = make_lm("DCFormer++-405M", num_key_heads=2, depth=1), make_tokens()
 
     def repeated(path, x):
         shared = name_of(path).endswith(("key/kernel", "key/bias", "value/kernel", "value/bias"))
-        return jnp.repeat(x, 4 // key_heads, axis=-2) if shared else x
+        return jnp.repeat(x, 2, axis=-2) if shared else x
 
     repeated_params = jax.tree_util.tree_map_with_path(repeated, params)
     expected = logits_of(net.clone(num_key_heads=None), repeated_params, tokens)
@@ -136,7 +131,7 @@ class TestLoad:
         return save_npz(tmp_path / "model.npz", {"params": saved})
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("period", [None, 2, exhaustive(4)])
+    @pytest.mark.parametrize("period", [None, 2])
     def test_checkpoints_load_into_any_layout(self, file, params, period):
         wanted = stack_blocks(params, period) if period else params
         loaded = lm.load(jax.tree.map(np.zeros_like, wanted), file, {})
@@ -164,7 +159,7 @@ class TestLoad:
 @pytest.mark.parametrize("pattern", [1, 2])
 def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(pattern):
     """Among all groups whose repetitions have the same windows and composition; of equal numbers, the shortest."""
-    for depth in range(1, 7):
+    for depth in range(1, 6):
         for layers in (*itertools.chain(*(itertools.combinations(range(depth), n + 1) for n in range(depth))), None):
             kinds = [(i % pattern, layers is None or i in layers) for i in range(depth)]
             found = []
@@ -183,18 +178,9 @@ def test_a_scan_compiles_the_fewest_layers_for_every_subset_that_composes(patter
     ("fields", "message"),
     [
         ({"norm": "other"}, "norm='other'; known: "),
-        ({"width": 0}, "width=0 should be 1 or more"),
-        ({"prefill_window": 9, "window_pattern": "none"}, "prefill_window=9 has no effect with window_pattern='none'"),
-        ({"mlp_dim": 40, "mlp_groups": 16}, "mlp_groups=16 does not divide mlp_dim=40"),
-        ({"rotary_fraction": 1.5}, r"rotary_fraction should be in \(0, 1\]"),
-        ({"rotary_base": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
-        ({"rotary_scaling": (2.0, 4.0, 4.0, 32)}, r"should be \(factor,\) or \(factor, low, high, context\)"),
         ({"position": "learned", "context": 11}, "12 tokens are more than the model's context of 11"),
-        ({"num_heads": 3}, "num_heads=3 does not divide width=32"),
         ({"end_of_text": VOCAB}, "end_of_text=17 should be 0 or more, below vocab_size=17"),
-        ({"compose": "all"}, "compose='all'"),
         ({"compose": "both", "gate": False, "projection": False}, "composes nothing"),
-        ({"implementation": "flash"}, "unknown implementation 'flash'"),
     ],
     ids=str,
 )

@@ -61,9 +61,8 @@ def test_table_3_counts_the_matrices_of_the_transformer(size, layers, width, hea
 @pytest.mark.parametrize(
     ("preset", "vocab", "number"),
     [  # of Pythia, as padded when they were trained, and of LLaMA
-        ("Pythia-2.8B", 50_304, 2_775_208_960), ("Pythia-6.9B", 50_432, 6_857_302_016),
-        ("Pythia-12B", 50_688, 11_846_072_320), ("Transformer++-6.9B", 32_000, 6_738_415_616),
-        ("Transformer++-13B", 32_000, 13_015_864_320), ("Transformer++-33B", 32_000, 32_528_943_616),
+        ("Pythia-6.9B", 50_432, 6_857_302_016), ("Transformer++-6.9B", 32_000, 6_738_415_616),
+        ("Transformer++-33B", 32_000, 32_528_943_616),
     ],
 )  # fmt: skip
 def test_models_with_published_vocabularies_have_the_published_numbers_of_parameters(preset, vocab, number):
@@ -110,8 +109,6 @@ TABLE_9 = {  # fields, and the parameters that they add to each layer, without Q
     "dyn. gate": (dict(projection=False), 4 * GATE),
     "all": (dict(static=True), 4 * (1024 * 64 + 64**2 + GATE) + 2 * 16**2),
     "key-wise": (dict(branches="k"), 2 * (1024 * 64 + 64**2 + GATE)),
-    "post comp.": (dict(compose="post"), 2 * (1024 * 64 + 64**2 + GATE)),
-    "R=4": (dict(rank=4), 4 * (1024 * 128 + 128**2 + GATE)),
     "eight groups, all": (dict(groups=8, static=True), 4 * (1024 * 64 + 8 * 8**2 + GATE) + 2 * 8 * 2**2),
 }
 
@@ -124,19 +121,9 @@ def test_every_ablation_of_table_9_traces_and_adds_its_own_parameters(fields, ad
 
 
 @pytest.mark.slow
-def test_33b_with_7_1_has_four_layers_after_the_scanned_groups():
-    net = make("DCFormer++-33B", window_pattern="7:1", compose=None, scan=True, implementation="reference")
-    params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
-    assert {f"decoderblock_{i}" for i in range(56, 60)} | {"group", "decoder_norm"} == params["Transformer"].keys()
-    assert {x.shape[0] for x in jax.tree.leaves(params["Transformer"]["group"])} == {7}
-    assert sum(x.size for x in jax.tree.leaves(params)) == count(net)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "scan", "std", "out_std"),
     [
-        exhaustive("Transformer++-1.4B", False, 0.006, 0.006),
         ("DCPythia-6.9B", False, math.sqrt(2 / (5 * 4096)), 2 / 32 / math.sqrt(4096)),
         exhaustive("Pythia-12B", True, math.sqrt(2 / (5 * 5120)), 2 / 36 / math.sqrt(5120)),
     ],
@@ -161,10 +148,3 @@ def test_initial_values_have_the_standard_deviation_of_the_recipe(preset, scan, 
         spread = expected.get(name, out_std if owner == "out" else std)
         assert values.std() == pytest.approx(spread, rel=4 / math.sqrt(2 * values.size)), jax.tree_util.keystr(path)
         assert abs(values.mean()) < 4 * spread / math.sqrt(values.size)
-
-
-@pytest.mark.slow
-def test_fields_override_the_preset_without_changing_it():
-    assert lm.Model(VOCAB, preset="DCFormer-405M", rank=4, depth=3).depth == 3
-    assert lm.Model(VOCAB, preset="DCFormer-405M").rank == 2
-    assert lm.Model(VOCAB) == lm.LM(VOCAB)

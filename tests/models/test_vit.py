@@ -88,16 +88,6 @@ def test_key_wise_weights_come_from_the_keys_in_cross_attention():
     assert not np.allclose(evaluate(module, {**params, **without}, x_q, x_kv), out)
 
 
-@pytest.mark.slow
-def test_qk_norm_makes_the_output_independent_of_the_scale_of_the_projections():
-    x = jax.random.normal(jax.random.key(0), (2, 5, 16))
-    module = Attention(4, qk_norm="layernorm")
-    params = attention_params(module, x)
-    assert params["query_norm"].keys() == {"scale"}
-    scaled = {**params, "query": jax.tree.map(lambda p: 100 * p, params["query"])}
-    np.testing.assert_allclose(evaluate(module, scaled, x), evaluate(module, params, x), rtol=1e-3, atol=1e-5)
-
-
 def gradients(params, train=False, **fields):
     """Return the logits and gradients of a small DCViT."""
     net = vit.Model(7, **{**SMALL, "compose": "both", **fields})
@@ -125,7 +115,6 @@ def params():
     [
         ("full", False, "pre"),
         exhaustive("full_but_attention", True, None),
-        exhaustive("dots", False, "post"),
     ],
 )
 def test_rematerialization_changes_no_result_even_with_dropout(remat, scan, compose):
@@ -192,8 +181,6 @@ def test_the_head_of_a_distilled_model_takes_class_token_and_first_register():
     params = random_params(param_shapes(net, IMAGES), std=0.3)
     _, out = evaluate(net, params, IMAGES)
     np.testing.assert_allclose(out["head_input"], out["encoded"][:, :2].reshape(2, -1), atol=1e-6)
-    with pytest.raises(ValueError, match="'tok\\+reg' needs a register, found registers=0"):
-        param_shapes(net.clone(registers=0), IMAGES)
 
 
 def test_class_token_and_registers_precede_the_patches_and_registers_are_not_pooled():
@@ -212,31 +199,26 @@ def test_class_token_and_registers_precede_the_patches_and_registers_are_not_poo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pool", "compose", "remat"),
-    [("map", "pre", "none"), exhaustive("gap", None, "full")],
-)
-def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_new_parameter(pool, compose, remat):
+def test_scanned_and_unrolled_layers_are_equal_and_the_gradient_reaches_every_new_parameter():
     """LayerScale, gate and registers change the logits."""
-    fields = dict(pool_type=pool, compose=compose, registers=2, layer_scale=0.5, mlp="swiglu", norm_epsilon=1e-3)
+    fields = dict(pool_type="map", compose="pre", registers=2, layer_scale=0.5, mlp="swiglu", norm_epsilon=1e-3)
     start = random_params(param_shapes(vit.Model(7, **SMALL, **fields), IMAGES), std=0.3)
     logits, grads = gradients(start, **fields)
-    scanned_logits, scanned = gradients(stack_blocks(start), scan=True, remat=remat, **fields)
+    scanned_logits, scanned = gradients(stack_blocks(start), scan=True, **fields)
     np.testing.assert_allclose(scanned_logits, logits, rtol=1e-5, atol=1e-5)
     assert_trees_close(unstack_blocks(scanned), grads, rtol=1e-3, atol=1e-4)
     assert jax.tree.structure(unstack_blocks(stack_blocks(start))) == jax.tree.structure(start)
     new = {name: leaf for name, leaf in by_name(grads).items() if re.search("layer_scale|gate|registers", name)}
-    assert len(new) == 1 + 2 * 4 + 2 * (pool == "map")
+    assert len(new) == 1 + 2 * 4 + 2
     assert all(np.abs(leaf).max() > 0 for leaf in new.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [(1, 3), (-1,)])
-def test_scanned_groups_of_blocks_have_the_drop_rates_of_their_numbers(layers, monkeypatch):
+def test_scanned_groups_of_blocks_have_the_drop_rates_of_their_numbers(monkeypatch):
     """They are those of unrolled blocks. A branch is multiplied by 1 + rate instead of dropped at random."""
     residual = lambda self, y, segments, rate: y if rate is None else y * (1 + rate)  # noqa: E731
     monkeypatch.setattr(encoder.Encoder1DBlock, "_residual", residual)
-    net = vit.Model(7, **{**SMALL, "depth": 5}, compose="both", compose_layers=layers, stochastic_depth=0.8)
+    net = vit.Model(7, **{**SMALL, "depth": 5}, compose="both", compose_layers=(1, 3), stochastic_depth=0.8)
     params, scanned = random_params(param_shapes(net, IMAGES), std=0.3), net.clone(scan=True)
     logits = evaluate(net, params, IMAGES)[0]
     stacked = stack_blocks(params, scanned.scan_layout()[0])
@@ -283,7 +265,6 @@ def test_variants_by_name():
     ("fields", "message"),
     [
         ({"patch_size": (3, 3)}, r"patch_size=\(3, 3\) does not divide the image, 8x8"),
-        ({"width": 18, "num_heads": 2, "posemb": "sincos2d"}, "multiple of 4"),
         ({"layer_scale": -0.1}, "layer_scale=-0.1 should"),
     ],
 )
@@ -309,14 +290,6 @@ class TestTraining:
             for i in range(3)
         ]
         np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
-
-    @pytest.mark.slow
-    def test_layers_drop_independently(self):
-        encoder = self.blocks(dropout=0.5, scan=True)["encoder"]
-        masks = [np.asarray(encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]) for i in range(3)]
-        for mask in masks:
-            assert mask.mean() == pytest.approx(0.5, abs=0.02)
-        assert (masks[0] == masks[1]).mean() == pytest.approx(0.5, abs=0.02)
 
     def test_dropout_follows_the_position_embedding(self):
         net = vit.Model(None, **{**SMALL, "depth": 0, "dropout": 0.5})

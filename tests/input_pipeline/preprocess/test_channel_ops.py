@@ -70,10 +70,9 @@ def test_ranges_of_each_channel_are_those_of_numpy_in_float64(dtype):
         apply("value_range(0, 1, 0, (1, 2, 3, 4))", image)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("uint8", 256), ("uint16", -1)])
-def test_pad_with_a_value_that_the_dtype_does_not_hold_is_refused(dtype, value):
-    with pytest.raises(ip.ReadingError, match=f"the image is {dtype}, which does not hold the value"):
-        apply(f"pad(1, {value})", np.zeros((2, 2, 2), dtype))
+def test_pad_with_a_value_that_the_dtype_does_not_hold_is_refused():
+    with pytest.raises(ip.ReadingError, match="the image is uint8, which does not hold the value"):
+        apply("pad(1, 256)", np.zeros((2, 2, 2), np.uint8))
 
 
 @pytest.mark.parametrize(("dtype", "op"), [("uint16", "value_range(0, 1)"), ("float32", "value_range(in_min=1)")])

