@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcvit.errors import MetricsError
+from dcvit.errors import ConfigError, MetricsError
 from dcvit.runs import metrics
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import half_width, workdir_of
@@ -38,8 +38,7 @@ class Run(NamedTuple):
 
     def words(self, seed: int) -> list[str]:
         """Return overrides "KEY=VALUE" of a seed's run; its evaluator runs before the first step and at the end."""
-        evaluator = self.metric.partition("/")[0]
-        last = {"seed": seed, "tensorboard": False, f"evals.{evaluator}.log_percent": 100}
+        last = {"seed": seed, "tensorboard": False, f"evals.{self.metric.partition('/')[0]}.log_percent": 100}
         return [f"{key}={value}" for key, value in {**self.overrides, **last}.items()]
 
 
@@ -60,7 +59,9 @@ def train(runs: Mapping[str, Run], seeds: Sequence[int]) -> Finals:
         workdir = workdir_of(run.folder, seed)
         words = ["--config", run.spec, "--workdir", str(workdir), *(f"--config.{word}" for word in run.words(seed))]
         with contextlib.redirect_stdout(io.StringIO()):
-            train_command(words)
+            status = train_command(words)
+        if status:
+            raise ConfigError(f"{workdir}: training ended with status {status}; re-run the same command to resume")
         value = metrics.read(workdir / "metrics.jsonl")[-1][run.metric]
         if value is None:
             raise MetricsError(f"{workdir}: {run.metric} is not a number after the last step; the run has diverged")
