@@ -43,12 +43,9 @@ def test_the_index_of_another_format_is_ignored(tmp_path):
     assert open_file(tmp_path).tensors.keys() == ARRAYS.keys()
 
 
-@pytest.mark.parametrize(
-    ("files", "message"), [({}, "expected weight_map"), ({"a": ""}, "names '', which"), ({"a": ".."}, "no file")]
-)
-def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(CheckpointError, match=message):
+def test_an_index_without_names_of_files_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ".."}}))
+    with pytest.raises(CheckpointError, match="no file"):
         open_file(tmp_path)
 
 
@@ -57,7 +54,6 @@ def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
     [
         (dict(model_name="mlp"), "model_name='mlp'; expected vit or lm"),
         (dict(class_names=["a", "b"]), "has 2 class_names; expected 4"),
-        (dict(multilabel="yes"), "multilabel='yes'; expected bool"),
         (dict(fields={"width": [1]}), r"width=\(1,\) should be of type int"),
     ],
 )
@@ -69,19 +65,10 @@ def test_a_description_of_no_model_is_refused(tmp_path, values, message):
     assert len(str(error.value)) < len(str(tmp_path)) + 300
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(depth="x"), "depth='x' should be of type int"),
-        (dict(num_heads=5), "num_heads=5 does not divide width=768"),
-        (dict(id2label=5), "id2label=5; expected an object"),
-        (dict(model_type="dcformer"), "vocab_size=None; expected a positive integer"),
-    ],
-)
-def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
+def test_a_config_of_the_modeling_file_is_checked(tmp_path):
     write_shards(tmp_path, iter(ARRAYS.items()))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", **values}))
-    with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", "num_heads": 5}))
+    with pytest.raises(CheckpointError, match="num_heads=5 does not divide width=768"):
         open_weights(tmp_path)
 
 
@@ -97,7 +84,6 @@ GENERATION = "generation_config.json"
         ({"label_names": ["n1", "n2", "n3"], "label_descriptions": {"n1": "x", "n3": "y"}}, ("x", "n2", "y")),
         ({"pretrained_cfg": {"label_names": {"2": "c"}}}, ("0", "1", "c")),
         ({"id2label": {"0": "a"}}, "id2label={'0': 'a'}; expected a name for each of the 3 classes"),
-        ({"label_names": {"0": [1]}}, "expected a name for each"),
     ],
 )  # fmt: skip
 def test_class_names_of_other_libraries(config, expected):
