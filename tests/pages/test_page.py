@@ -103,12 +103,6 @@ def test_the_baseline_and_classes_that_are_never_predicted_are_named():
     assert "Baseline" not in page(made)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("report.txt", "ending in .html"), ("folder.html", "is a folder"),
-    ("missing/report.html", "cannot write to the folder .*missing: No such file"),
-])  # fmt: skip
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, message):
-    (tmp_path / "folder.html").mkdir()
-    with pytest.raises(ConfigError, match=message):
-        report.check_path(tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.html"]
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write to the folder .*missing: No such file"):
+        report.check_path(tmp_path / "missing" / "report.html")

@@ -58,7 +58,7 @@ class Hub:
     Fields:
       commits: the files of each commit by repository, commit and path.
       branches: the latest commit by repository and branch.
-      private, gated: repositories that need the token, or that nobody may read.
+      private: repositories that need the token.
       broken: how often the connection is closed in the middle of a file, by its path; "upload" for an upload.
       requests: all, in order: method and path.
     """
@@ -67,7 +67,6 @@ class Hub:
         self.commits: dict[str, dict[str, dict[str, bytes]]] = {}
         self.branches: dict[str, dict[str, str]] = {}
         self.private: set[str] = set()
-        self.gated: set[str] = set()
         self.broken: dict[str, int] = {}
         self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
         self.paths: dict[str, str] = {}  # of the files that they are
@@ -133,8 +132,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check_access(self, name: str) -> None:
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if name in self.hub.gated:
-            raise RefusedError(403 if authorized else 401, "GatedRepo")
         if name not in self.hub.branches or (name in self.hub.private and not authorized):
             raise RefusedError(404 if authorized else 401, "RepoNotFound")
 
@@ -170,8 +167,6 @@ class Handler(BaseHTTPRequestHandler):
         """Create a repository of the token's owner."""
         self._check_writer()
         asked = json.loads(self.body)
-        if asked["organization"] != OWNER:
-            raise RefusedError(403)
         name = f"{OWNER}/{asked['name']}"
         if name in self.hub.branches:
             return self._json({"error": "exists", "url": f"{self.hub.url}/{name}"}, 409)
