@@ -1,11 +1,11 @@
 """Conversions are bitwise or within the tolerance, and leave nothing behind when they fail."""
 
 import ast
+import contextlib
 import dataclasses
 import errno
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -35,10 +35,7 @@ from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, preprocessing, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits
 from dcvit.weights.family import Description, build
-from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
-
-NATIVE_VIT = "ViTForImageClassification"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +82,7 @@ def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
 
 @pytest.mark.slow
 def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tmp_path):
-    """But for the card, which its author completes. Without checksums, such as in other models, files are opened."""
+    """But for the card, which its author completes. The Hub's downloads leave code out, and nothing here runs it."""
     folder = tmp_path / "out"
     conversion_models.convert(folders["vit"], folder, "hf")
     for path in [path for path in folder.rglob("*") if path.is_file() and path.name != checksums.WEIGHTS]:
@@ -98,17 +95,9 @@ def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tm
             with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
                 read(folder)
         path.unlink()
-        if path.suffix == ".py":  # the Hub's downloads leave code out, and nothing here runs it
+        with contextlib.nullcontext() if path.suffix == ".py" else pytest.raises(CheckpointError, match="is damaged"):
             open_saved(folder)
-        else:
-            with pytest.raises(CheckpointError, match=f"{folder} is damaged"):
-                open_saved(folder)
         path.write_bytes(data)
-    (folder / "notes.txt").write_text("a file of the author's")
-    assert open_saved(folder).size == open_saved(folders["vit"]).size
-    path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
-    (folder / checksums.WEIGHTS).unlink()
-    checksums.check_weights(folder)
 
 
 def test_big_vision_reads_the_names(folders, tmp_path):
@@ -331,15 +320,6 @@ def test_images_that_are_not_square_are_written_for_transformers(tmp_path):
     assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
 
 
-@pytest.mark.parametrize("to", ["timm", "stablehlo"])
-def test_weights_that_one_call_loads_are_one_file(to, tmp_path, monkeypatch):
-    """timm and the code in the card of a program read model.safetensors."""
-    monkeypatch.setattr(formats, "SHARD_BYTES", 1000)
-    monkeypatch.setitem(inspect.unwrap(write_shards).__kwdefaults__, "max_shard_bytes", 1000)
-    conversion.WRITERS[to](plain_image_model(), tmp_path)
-    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
-
-
 def test_gray_images_stay_gray():
     found = preprocessing.from_pp("decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)")
     assert (found.channels, found.mean, found.std) == (1, [0.5], [0.5])
@@ -354,13 +334,9 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     """Files of big_vision hold no size, which the native classes of other libraries need."""
     arrays = {f"params/{k}": v for k, v in plain_image_model().read()}
     np.savez(tmp_path / "params.npz", **arrays)
-    with caplog.at_level("INFO", "dcvit"):
-        model = open_saved(tmp_path / "params.npz")
-        conversion_models.write(model, tmp_path / "hf", "hf")
+    model = open_saved(tmp_path / "params.npz")
     assert (model.family, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
-    assert f"class of the model: {NATIVE_VIT}" in caplog.text
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
     assert formats.native_family(model, ("timm",))[0] == "timm"
     assert open_saved(folders["vit"]).description.pp == conversion_models.PP
 

@@ -116,7 +116,8 @@ def test_image_models_have_the_logits_of_jax(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_equal_those_of_jax_and_adamw_lowers_the_loss(tmp_path):
+def test_gradients_equal_those_of_jax(tmp_path):
+    """With checkpointing of activations."""
     net, params, model = text_case("groups", qk_norm="rmsnorm", window_pattern="1:1")
     theirs, _ = to_torch(model, tmp_path)
     tokens = make_tokens(net)
@@ -128,10 +129,12 @@ def test_gradients_equal_those_of_jax_and_adamw_lowers_the_loss(tmp_path):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         loss, ours = small_models.jit(jax.value_and_grad(loss_of))(params)
     rows = torch.from_numpy(tokens).long()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # releases of transformers name the method differently
+        theirs.gradient_checkpointing_enable()
     found = theirs.train()(rows, labels=rows).loss
     found.backward()
-    first = found.item()
-    assert first == pytest.approx(float(loss), rel=1e-5)
+    assert found.item() == pytest.approx(float(loss), rel=1e-5)
     gradients = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
     links = dcvit_hf.links(model.description)
     mapped = {name: x.read() for name, x in linking.parameters(links, conversion_models.tensors(gradients)).items()}
@@ -139,16 +142,6 @@ def test_gradients_equal_those_of_jax_and_adamw_lowers_the_loss(tmp_path):
     assert mapped.keys() == flat.keys()
     largest = max(np.abs(mapped[name] - flat[name]).max() / np.abs(flat[name]).max() for name in flat)
     assert largest < 1e-4
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=3e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # releases of transformers name the method differently
-        theirs.gradient_checkpointing_enable()
-    for _ in range(8):
-        optimizer.zero_grad()
-        last = theirs(rows, labels=rows).loss
-        last.backward()
-        optimizer.step()
-    assert last.item() < 0.8 * first
 
 
 @pytest.mark.slow
