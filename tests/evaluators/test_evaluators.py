@@ -28,24 +28,6 @@ def test_batches_hold_every_readable_example_once_and_divide_by_the_devices(batc
     assert real.tolist() == [i for i in range(23) if i not in (3, 22)]
 
 
-def test_timed_function_returns_results_and_counts_real_examples():
-    mesh = mesh_of(8)
-
-    def targets(params, batch, scale):
-        return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params["factor"], 0), axis=-1) * scale
-
-    timed = evaluators.TimedFunction(targets, mesh, 8)
-    for batch in evaluators.batches(ROWS, "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
-        found, kept = timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
-        np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, 6 * (batch["tokens"] * batch["is_target"]).sum(axis=-1))
-    assert timed.examples == 21
-    timed.reset_timer()
-    timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
-    assert timed.examples == batch["_mask"].sum()
-
-
 def test_timer_excludes_compilation_which_happens_once(monkeypatch):
     """The clock of this test advances by 100 s while the function is compiled and by 1 s per batch."""
     clock, traces = [0.0], []

@@ -53,7 +53,7 @@ def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
 
 
 @pytest.mark.slow
-def test_batches_of_nine_and_ten_share_programs_and_their_prompts_continue_as_alone():
+def test_batches_of_nine_and_ten_share_programs():
     model, params = random_model(**LLAMA, depth=1, context=64)
     prompts = [[i % 7, i // 7, 3] for i in range(10)]
     ten = complete(model, params, prompts, Options(5))
@@ -61,8 +61,6 @@ def test_batches_of_nine_and_ten_share_programs_and_their_prompts_continue_as_al
     nine = complete(model, params, prompts[:9], Options(5))
     assert (generation._step._cache_size(), generation._prefill._cache_size()) == before
     assert nine == ten[:9]
-    assert len(set(map(tuple, nine))) == 9, "the prompts continue differently"
-    assert nine[8] == complete(model, params, [prompts[8]], Options(5), examples=[8])[0]
 
 
 @pytest.mark.exhaustive

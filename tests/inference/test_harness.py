@@ -93,15 +93,6 @@ def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     assert found == [text.split(stop)[0] for text in expected]
 
 
-@pytest.mark.weekly
-def test_sampled_text_depends_on_the_request_and_not_on_its_batch(one):
-    options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    asked = requests(*(("ab" * (i % 3 + 1), options) for i in range(16)))
-    small, large = (one.sized[size].generate_until(asked) for size in (1, 16))
-    assert small == large
-    assert len(set(small[::3])) > 1  # equal prompts
-
-
 def test_generation_options_have_the_defaults_of_the_harness_or_are_refused():
     from dcvit.inference.harness import read_generation_options as read
 

@@ -115,11 +115,8 @@ def test_an_ablation_of_what_a_model_does_not_have_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "branches"),
-    [
-        (dict(compose=None), 0), (dict(compose="both"), 8), (dict(compose="post", gate=False, static=True), 3),
-    ],
-)  # fmt: skip
+    ("fields", "branches"), [(dict(compose="both"), 8), (dict(compose="post", gate=False, static=True), 3)]
+)
 def test_every_head_and_branch_is_ablated(fields, branches):
     net = lm.Model(VOCAB, **SMALL, **fields)
     assert len(branches_of(net)) == branches

@@ -2,7 +2,6 @@
 
 import itertools
 
-import explorer_pages as pages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,31 +117,3 @@ def test_everything_is_shown_inside_the_window_without_errors_and_requests(brows
     assert sections == 10
     assert browser.messages() == []
     assert browser.requests() == [file.as_uri()]
-
-
-def contributions(browser, column):
-    """The texts in a column of the table of contributions."""
-    names = "[...document.querySelectorAll('#contributions thead th')].map(c => c.textContent)"
-    at = browser.value(names).index(column)
-    return browser.value(
-        f"[...document.querySelectorAll('#contributions tbody tr')].map(r => r.cells[{at}].textContent)"
-    )
-
-
-ANSWERS = {
-    "from": ["head 0"],
-    "to": ["head 2"],
-    "layer": ["layer 1"],
-    "composition": ["post"],
-    "branch": ["key projection"],
-    "key": ["4 “t5”"],
-}
-
-
-def test_the_text_of_the_page_answers_questions_about_a_planted_model(browser, tmp_path):
-    """In the model, head 0 contributes to head 2 for one token only."""
-    path = tmp_path / "explore.html"
-    path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted(), ablate=False)]))
-    opened(browser, path)
-    for column, answer in ANSWERS.items():
-        assert contributions(browser, column) == answer

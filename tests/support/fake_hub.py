@@ -2,10 +2,9 @@
 
     with fake_hub.serve() as hub:
         hub.commit("owner/name", {"config.json": b"{}"})
-        subprocess.run([...], env=os.environ | fake_hub.environment(hub, cache))
+        fake_hub.use(monkeypatch, hub, cache)
 
-huggingface_hub reads its environment once, when it is imported; `use` has the same effect in a process that has
-imported it. Commits are named by a hash of their parent and content. No file is an LFS object.
+Commits are named by a hash of their parent and content. No file is an LFS object.
 """
 
 import base64
@@ -227,18 +226,13 @@ def serve() -> Iterator[Hub]:
         server.server_close()
 
 
-def environment(hub: Hub, cache: Path, token: str | None = TOKEN) -> dict[str, str]:
-    """Return the environment in which huggingface_hub uses a hub and a cache, each of a test's own."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return {**own, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": token or "", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-
-def use(monkeypatch, hub: Hub, cache: Path, token: str | None = TOKEN) -> None:
-    """Let huggingface_hub use a hub and a cache in this process."""
+def use(monkeypatch, hub: Hub, cache: Path) -> None:
+    """Let huggingface_hub, which read its environment when it was imported, use a hub and a cache."""
     from huggingface_hub import constants
 
-    for key, value in environment(hub, cache, token).items():
-        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))

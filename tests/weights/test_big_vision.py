@@ -178,9 +178,7 @@ FIELDS = [
     {},
     {"compose": "both", "static": True, "groups": 2, "rank": 1},
     {"compose": "post", "branches": "k", "projection": False},
-    {"compose": "pre", "gate": False, "rep_size": 7},
     {"registers": 2, "layer_scale": 1e-5, "mlp": "swiglu", "rep_size": True, "posemb": "sincos2d"},
-    {"pool_type": "tok+gap", "compose": "both", "branches": "q"},
 ]
 
 

@@ -2,14 +2,11 @@
 
 import json
 
-import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 import tensorstore
 
-import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.weights import links as linking
 from dcvit.weights.families import FAMILIES, WRITTEN, open_weights
@@ -140,14 +137,6 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     assert len(message.splitlines()) == 1
     assert len(message) < 700
     assert "weights_only" not in message  # PyTorch recommends to unpickle the file
-
-
-@pytest.mark.slow
-def test_half_precision_is_loaded_as_float32(tmp_path):
-    tensors, config = model("hf_vit")
-    save(tmp_path, {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}, config)
-    params = jax.tree.leaves(dcvit.load(tmp_path).params)
-    assert {x.dtype for x in params} == {np.dtype(np.float32)}
 
 
 def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):

@@ -61,8 +61,8 @@ def with_config(kind, place):
     return ["--config", name, "--checkpoint", place, *words]
 
 
-def predicted(call, place, folder, *words):
-    return call(predict.main, *with_config("images", place), SEVEN, *words, "--format", "csv")
+def predicted(call, place, folder):
+    return call(predict.main, *with_config("images", place), SEVEN, "--format", "csv")
 
 
 def evaluated(kind, call, place):
@@ -88,12 +88,11 @@ def loaded_by_model_init(call, place, folder):
     return {name: np.asarray(x).tobytes() for name, x in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
-SIZE, TEXT_WORDS = ("--image-size", "12x16"), ("--prompt", "def", "--tokens", "5")
+TEXT_WORDS = ("--prompt", "def", "--tokens", "5")
 COMMANDS = {
     "images": {
         "predict": lambda call, place, _: call(predict.main, "--workdir", place, SEVEN, "--format", "csv"),
         "predict with a config": predicted,
-        "predict at another size": lambda call, place, folder: predicted(call, place, folder, *SIZE),
         "evaluate": lambda call, place, _: evaluated("images", call, place),
         "explore": explored,
         "convert": converted,

@@ -208,9 +208,6 @@ def test_transformers_opens_the_tokenizer_of_bytes(bytes_folder):
         assert tokenizer(text)["input_ids"] == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
         assert tokenizer.eos_token_id == tokenizer.pad_token_id == BYTE_END_OF_TEXT
-    pipeline = transformers.pipeline("text-generation", model=str(bytes_folder), device="cpu")
-    (found,) = pipeline(text, max_new_tokens=2, do_sample=False)
-    assert found["generated_text"].startswith(text)
 
 
 @pytest.mark.slow

@@ -170,13 +170,10 @@ def test_an_array_of_several_layers_is_read_once_for_its_checksums():
 
 
 def test_a_stack_with_a_missing_layer_is_refused(small):
-    """Also if the file has a layer beyond the model's instead."""
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
     tensors = dict(weights.params)
-    lost = tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
+    tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=f"; 1 only in the model: {name}$"):
         place_params(tensors, shapes, "file")
-    with pytest.raises(CheckpointError, match=f"decoderblock_4/mlp_norm/scale; 1 only in the model: {name}$"):
-        place_params({**tensors, "Transformer/decoderblock_4/mlp_norm/scale": lost}, shapes, "file")

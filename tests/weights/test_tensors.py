@@ -36,13 +36,6 @@ def test_a_single_file_comes_before_shards_as_in_transformers(tmp_path):
     np.testing.assert_array_equal(open_file(tmp_path).tensors["norm/scale"].read(), ARRAYS["norm/scale"])
 
 
-def test_the_index_of_another_format_is_ignored(tmp_path):
-    write_shards(tmp_path, iter(ARRAYS.items()))
-    index = {"weight_map": {"head/kernel": "flax_model-00001-of-00001.msgpack"}}
-    (tmp_path / "flax_model.msgpack.index.json").write_text(json.dumps(index))
-    assert open_file(tmp_path).tensors.keys() == ARRAYS.keys()
-
-
 def test_an_index_without_names_of_files_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ".."}}))
     with pytest.raises(CheckpointError, match="no file"):
