@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tensorstore
+from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import links as linking
@@ -130,13 +131,9 @@ CASES = {
 def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     write, match = CASES[name]
     path = write(tmp_path)
-    with pytest.raises(CheckpointError, match=match) as error:
+    with refused(CheckpointError, str(tmp_path), match=match) as error:
         open_weights(path).tree()
-    message = str(error.value)
-    assert str(tmp_path) in message
-    assert len(message.splitlines()) == 1
-    assert len(message) < 700
-    assert "weights_only" not in message  # PyTorch recommends to unpickle the file
+    assert "weights_only" not in str(error.value)  # PyTorch recommends to unpickle the file
 
 
 def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):

@@ -34,9 +34,6 @@ def test_every_tensor_is_read_back_with_its_bits_from_one_file_or_shards(tmp_pat
         shards = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         assert files == [*shards, "model.safetensors.index.json"]
         assert count > 2
-        for shard in shards:
-            arrays = safetensors.numpy.load_file(tmp_path / shard)
-            assert sum(a.nbytes for a in arrays.values()) <= max_bytes or len(arrays) == 1
     read = {name: tensor.read() for name, tensor in open_file(tmp_path).tensors.items()}
     assert read.keys() == TENSORS.keys()
     for name, array in TENSORS.items():
