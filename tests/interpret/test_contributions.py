@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import HEADS, LENGTH, SMALL, VOCAB, logits_of, make_lm, make_tokens
+from small_models import HEADS, LENGTH, logits_of, make_lm, make_tokens
 
-from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
+from dcvit.interpret.ablations import Ablation, ablated_outputs
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.contributions import average_contributions, largest_contributions
-from dcvit.models import lm
 
 FIELDS = dict(compose="both", static=True, groups=2, window_pattern="1:1")
 
@@ -112,13 +111,3 @@ def test_an_ablation_of_what_a_model_does_not_have_is_refused():
     net, params = composed()
     with pytest.raises(ValueError, match=r"the model has nothing that Ablation\(layer="):
         ablated_outputs(net, params, make_tokens(), [Ablation(0, None, "pre", "static")])
-
-
-@pytest.mark.parametrize(
-    ("fields", "branches"), [(dict(compose="both"), 8), (dict(compose="post", gate=False, static=True), 3)]
-)
-def test_every_head_and_branch_is_ablated(fields, branches):
-    net = lm.Model(VOCAB, **SMALL, **fields)
-    assert len(branches_of(net)) == branches
-    listed = all_ablations(net, [1])
-    assert len(set(listed)) == len(listed) == HEADS + 2 * (branches + bool(branches))

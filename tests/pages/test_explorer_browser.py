@@ -102,17 +102,12 @@ def test_maps_and_terms_of_a_pair_are_those_of_the_library(browser, file, name):
         np.testing.assert_allclose(np.array(cells).T, columns, **CLOSE)
 
 
-def test_everything_is_shown_inside_the_window_without_errors_and_requests(browser, file):
-    width = 390  # of a telephone
-    opened(browser, file, width=width)
+def test_everything_is_shown_without_errors_and_requests(browser, file):
+    opened(browser, file)
     browser.value("document.getElementById('switches').open = true")
     for sample in range(3):
         change(browser, sample=sample, other=(sample + 1) % 3)
-        assert browser.value("document.documentElement.scrollWidth") <= width
         assert browser.value("[...document.querySelectorAll('canvas, svg')].every(e => e.getAttribute('aria-label'))")
-        outside = f"""[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, svg, #switches') &&
-            e.getBoundingClientRect().right > {width}).map(e => e.outerHTML.slice(0, 90))"""
-        assert browser.value(outside) == []
     sections = browser.value("[...document.querySelectorAll('section')].filter(s => !s.hidden).length")
     assert sections == 10
     assert browser.messages() == []

@@ -28,34 +28,17 @@ def test_the_header_describes_a_folder_without_config(tmp_path, max_shard_bytes)
     assert (weights.family, weights.description) == ("own", model.description)
 
 
-def test_a_single_file_comes_before_shards_as_in_transformers(tmp_path):
-    write_shards(tmp_path, ((name, array + 1) for name, array in ARRAYS.items()), max_shard_bytes=64)
-    (tmp_path / "other").mkdir()
-    write_shards(tmp_path / "other", iter(ARRAYS.items()))
-    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(open_file(tmp_path).tensors["norm/scale"].read(), ARRAYS["norm/scale"])
-
-
 def test_an_index_without_names_of_files_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ".."}}))
     with pytest.raises(CheckpointError, match="no file"):
         open_file(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(model_name="mlp"), "model_name='mlp'; expected vit or lm"),
-        (dict(class_names=["a", "b"]), "has 2 class_names; expected 4"),
-        (dict(fields={"width": [1]}), r"width=\(1,\) should be of type int"),
-    ],
-)
-def test_a_description_of_no_model_is_refused(tmp_path, values, message):
-    description = own.to_json(DESCRIPTION._replace(**values))
+def test_a_description_of_no_model_is_refused(tmp_path):
+    description = own.to_json(DESCRIPTION._replace(fields={"width": [1]}))
     write_shards(tmp_path, iter(ARRAYS.items()), metadata={"dcvit": json.dumps(description)})
-    with pytest.raises(CheckpointError, match=message) as error:
+    with refused(CheckpointError, "width=(1,) should be of type int"):
         open_weights(tmp_path)
-    assert len(str(error.value)) < len(str(tmp_path)) + 300
 
 
 def test_a_config_of_the_modeling_file_is_checked(tmp_path):
