@@ -2,8 +2,6 @@
 
 import time
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from sources import ListSource, mesh_of
 
 import input_pipeline
 from dcvit import evaluators
-from dcvit.models import vit
 
 # 23 rows of tokens, as a language model reads them; two of them are unreadable.
 ROWS = ListSource(
@@ -46,11 +43,3 @@ def test_timer_excludes_compilation_which_happens_once(monkeypatch):
     assert len(traces) == 1
     assert (timed.seconds, timed.examples) == (2.0, 21)  # the last result is 2 s after the compilation
     assert timed.rate() == 10.5
-
-
-def test_image_columns_have_size_and_operations():
-    example = jax.ShapeDtypeStruct((1, 16, 32, 3), np.float32)
-    columns = evaluators.image_columns(vit.Model(10, variant="ViT-S/16"), example)
-    assert columns["image_size"] == "16x32"
-    assert columns["gflops"] > 0
-    assert evaluators.image_columns(nn.Dense(1), example)["gflops"] is None

@@ -145,8 +145,6 @@ def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
     assert [config.model_init, *(each.tokenizer for each in data)] == [name] * 3
     tokenizer = open_tokenizer("hf:owner/text", None)
     assert (tokenizer.encode("abc"), tokenizer.origin) == ([0, 1, 2], name)
-    hub.commit("owner/none", {"config.json": b"{}"})
-    assert "has no tokenizer.json" in line(InputError, open_tokenizer, "hf:owner/none", None)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +254,6 @@ def test_an_upload_is_refused_before_the_conversion(hub, folder, tmp_path, monke
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert push(folder, tmp_path / "out", "owner/name") == 2
     assert "status 401; check HF_TOKEN" in capsys.readouterr().err
-    monkeypatch.setenv("HF_TOKEN", "")
-    assert push(folder, tmp_path / "out", "owner/name") == 2
-    assert "hf auth login" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert hub.branches == {}
 

@@ -117,7 +117,8 @@ def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
 
 
 LIBRARIES = {
-    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "stablehlo": (), "timm": ("torch", "timm"),
+    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "stablehlo": (), "npz": (),
+    "timm": ("torch", "timm"),
 }  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def skip_without(*names):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "to"), [
     pytest.param(name, to, marks=pytest.mark.interop if needed else ())
-    for to, needed in LIBRARIES.items() for name in ("vit", "lm") if name == "vit" or to in ("hf", "stablehlo")
+    for to, needed in LIBRARIES.items() for name in ("vit", "lm") if name == "vit" or to in ("hf", "stablehlo", "npz")
 ])  # fmt: skip
 def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, folders, tmp_path):
     skip_without(*LIBRARIES[to])
@@ -143,21 +144,12 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     assert process.stdout.count("\n") == 1
     found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
     assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
-    assert found[3] in ("transformers", "onnxruntime", "jax.export", "timm")
+    assert found[3] in ("transformers", "onnxruntime", "jax.export", "timm", "dcvit")
     for code in snippets_of(out):
         env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
         process = subprocess.run([sys.executable, "-c", code], cwd=out, env=env, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert process.stdout.strip()
-
-
-@pytest.mark.exhaustive
-def test_the_card_loads_own_formats(folders, tmp_path, monkeypatch, capsys):
-    conversion_models.convert(folders["lm"], tmp_path / "out", "npz")
-    monkeypatch.chdir(tmp_path / "out")
-    for code in snippets_of(tmp_path / "out"):
-        exec(code, {})
-        assert capsys.readouterr().out.strip()
 
 
 def environment(**variables):
@@ -249,9 +241,6 @@ BROKEN = {  # what is made wrong in the source or by a patch, the format, and a 
     ),
     "source not a number": (
         not_finite, "npz", "lm: embedding/embedding has numbers that are not finite in float32, such as nan",
-    ),
-    "unknown field": (
-        lambda source, patch: patch.delitem(dcvit_hf.FIELDS["lm"], "compose"), "hf", "cannot express compose='both'",
     ),
     "target inside": (None, "npz", "is inside of"),
     "onnx of a language model": (None, "onnx", "onnx is for models of images"),

@@ -81,19 +81,13 @@ def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes
     assert largest == (1 if strategy == "ddp" else 1 / 8)
 
 
-def unreadable(tensors):
-    return {name: Tensor(tensor.shape, None) for name, tensor in tensors.items()}
-
-
 def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
     weights, shapes = small
     like = targets(shapes, make_mesh([("data", 8)]), "ddp")
     head = jax.tree.map(lambda x: x, {**like, "head": {"kernel": like["embedding"]["embedding"]}})
+    unreadable = {name: Tensor(tensor.shape, None) for name, tensor in weights.params.items()}
     with pytest.raises(CheckpointError, match=r"1 only in the model: head/kernel"):
-        place_params(unreadable(weights.params), head, "file")
-    wide = {**like, "embedding": {"embedding": head["head"]["kernel"].update(shape=(49, 32))}}
-    with pytest.raises(CheckpointError, match=r"embedding/embedding \(checkpoint \(48, 32\), model \(49, 32\)\)"):
-        place_params(unreadable(weights.params), wide, "file")
+        place_params(unreadable, head, "file")
 
 
 @pytest.fixture
