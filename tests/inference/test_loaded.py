@@ -178,7 +178,6 @@ class TestErrors:
 
     def test_wrong_calls_name_what_to_do(self, model, words):
         for call, facts in [
-            (lambda: words.predict(self.IMAGE), "use generate"),
             (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'encoder/block00/sa'"),
             (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
         ]:

@@ -306,7 +306,8 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     """Files of big_vision hold no size, which the native classes of other libraries need."""
     arrays = {f"params/{k}": v for k, v in plain_image_model().read()}
     np.savez(tmp_path / "params.npz", **arrays)
-    model = open_saved(tmp_path / "params.npz")
+    with caplog.at_level("INFO", "dcvit"):
+        model = open_saved(tmp_path / "params.npz")
     assert (model.family, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
     assert formats.native_family(model, ("timm",))[0] == "timm"
