@@ -22,7 +22,7 @@ from dcvit.models.trees import unstack_blocks
 from dcvit.weights import big_vision, own
 from dcvit.weights import links as linking
 from dcvit.weights.families import open_weights
-from dcvit.weights.family import Description
+from dcvit.weights.family import Description, build
 from dcvit.weights.tensors import Tensor
 
 SMALL = dict(patch_size=(8, 8), width=32, depth=2, mlp_dim=40, num_heads=4)
@@ -170,7 +170,7 @@ def test_a_folder_of_tensorstore_with_a_description_is_read(tmp_path):
     save_as_big_vision(path := tmp_path / "checkpoint.bv", under("params", flat))
     (path / "config.json").write_text(json.dumps(own.config(description)))
     weights = open_weights(path)
-    assert (weights.family, vit.Model(5, **weights.description.fields)) == ("own", net)
+    assert (weights.family, build(weights.description)) == ("own", net)
     assert_trees_equal(weights.tree(), tree_of(flat))
 
 
