@@ -117,8 +117,7 @@ def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
 
 
 LIBRARIES = {
-    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "stablehlo": (), "npz": (),
-    "timm": ("torch", "timm"),
+    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "stablehlo": (), "timm": ("torch", "timm"),
 }  # fmt: skip
 
 
@@ -130,7 +129,7 @@ def skip_without(*names):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "to"), [
     pytest.param(name, to, marks=pytest.mark.interop if needed else ())
-    for to, needed in LIBRARIES.items() for name in ("vit", "lm") if name == "vit" or to in ("hf", "stablehlo", "npz")
+    for to, needed in LIBRARIES.items() for name in ("vit", "lm") if name == "vit" or to in ("hf", "stablehlo")
 ])  # fmt: skip
 def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, folders, tmp_path):
     skip_without(*LIBRARIES[to])
@@ -144,12 +143,21 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     assert process.stdout.count("\n") == 1
     found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
     assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
-    assert found[3] in ("transformers", "onnxruntime", "jax.export", "timm", "dcvit")
+    assert found[3] in ("transformers", "onnxruntime", "jax.export", "timm")
     for code in snippets_of(out):
         env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
         process = subprocess.run([sys.executable, "-c", code], cwd=out, env=env, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert process.stdout.strip()
+
+
+@pytest.mark.exhaustive
+def test_the_card_loads_own_formats(folders, tmp_path, monkeypatch, capsys):
+    conversion_models.convert(folders["lm"], tmp_path / "out", "npz")
+    monkeypatch.chdir(tmp_path / "out")
+    for code in snippets_of(tmp_path / "out"):
+        exec(code, {})
+        assert capsys.readouterr().out.strip()
 
 
 def environment(**variables):
