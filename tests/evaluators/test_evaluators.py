@@ -2,8 +2,6 @@
 
 import time
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from sources import ListSource, mesh_of
 
 import input_pipeline
 from dcvit import evaluators
-from dcvit.models import vit
 
 # 23 rows of tokens, as a language model reads them; two of them are unreadable.
 ROWS = ListSource(
@@ -26,24 +23,6 @@ def test_batches_hold_every_readable_example_once_and_divide_by_the_devices(batc
     assert {len(b["tokens"]) for b in found} == {size}
     real = np.concatenate([b["tokens"][b["_mask"] > 0, 0] for b in found])
     assert real.tolist() == [i for i in range(23) if i not in (3, 22)]
-
-
-def test_timed_function_returns_results_and_counts_real_examples():
-    mesh = mesh_of(8)
-
-    def targets(params, batch, scale):
-        return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params["factor"], 0), axis=-1) * scale
-
-    timed = evaluators.TimedFunction(targets, mesh, 8)
-    for batch in evaluators.batches(ROWS, "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
-        found, kept = timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
-        np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, 6 * (batch["tokens"] * batch["is_target"]).sum(axis=-1))
-    assert timed.examples == 21
-    timed.reset_timer()
-    timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
-    assert timed.examples == batch["_mask"].sum()
 
 
 def test_timer_excludes_compilation_which_happens_once(monkeypatch):
@@ -64,16 +43,3 @@ def test_timer_excludes_compilation_which_happens_once(monkeypatch):
     assert len(traces) == 1
     assert (timed.seconds, timed.examples) == (2.0, 21)  # the last result is 2 s after the compilation
     assert timed.rate() == 10.5
-    timed.reset_timer()
-    clock[0] += 4
-    timed({"shift": jnp.int32(0)}, batch)
-    assert len(traces) == 1
-    assert timed.seconds == 4.0
-
-
-def test_image_columns_have_size_and_operations():
-    example = jax.ShapeDtypeStruct((1, 16, 32, 3), np.float32)
-    columns = evaluators.image_columns(vit.Model(10, variant="ViT-S/16"), example)
-    assert columns["image_size"] == "16x32"
-    assert columns["gflops"] > 0
-    assert evaluators.image_columns(nn.Dense(1), example)["gflops"] is None

@@ -10,7 +10,7 @@ import pytest
 from trained_workdirs import LM_TINY, TEXT
 from training_runs import nats, perturbed_params, small_lm_setup
 
-from dcvit import cli, errors, evaluate, tokenize
+from dcvit import cli, errors, evaluate
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.evaluators.perplexity import Evaluator, Options
@@ -116,11 +116,5 @@ def test_tokenizer_is_that_of_the_training_data(tmp_path):
     assert of({**tokens, "tokenizer": path, "end_of_text": 7}).end_of_text == 7
     with pytest.raises(errors.ConfigError, match="give --tokenizer"):
         of(tokens)
-    # as configs/lm_pile.py names it, if the description beside the tokens states the end of a document
-    corpora.write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)
-    argv = ["--data", str(tmp_path / "a.jsonl"), "--tokenizer", path, "--out", str(tmp_path / "all")]
-    assert cli.run(tokenize.main, argv) == 0
-    pair = {"kind": "megatron", "path": str(tmp_path / "all"), "context": 8, "end_of_text": None}
-    assert of(pair).end_of_text == of(pair, path).end_of_text == of(text).end_of_text is not None
     with pytest.raises(errors.ConfigError, match="tokens, the model 100"):
         of(text, vocab_size=100)

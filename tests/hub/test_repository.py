@@ -10,10 +10,11 @@ import fake_hub
 import jax
 import numpy as np
 import pytest
+from marks import exhaustive
 from trained_workdirs import DIGITS, TINY
 
 import dcvit
-from dcvit import cli, convert, evaluate, predict
+from dcvit import cli, convert, evaluate
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import repository
@@ -28,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of huggingface_hub, in an upload
 ]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-IMAGE = "tests/data/seven.png"
 
 
 @pytest.fixture
@@ -73,26 +73,14 @@ def line(error, action, *arguments, **options):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["owner/name", "o1/n.a_m-e", "owner/name/a/b", "owner/name@main", f"o/n/sub@{COMMIT}", "o/n@refs/pr/1"]
-)
+@pytest.mark.parametrize("name", ["o1/n.a_m-e", f"o/n/sub@{COMMIT}", "o/n@refs/pr/1"])
 def test_a_name_is_parsed_and_written_back(name):
     assert str(huggingface.parse(f"hf:{name}")) == f"hf:{name}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "foo", "owner/", "owner/../name", "owner/name/../..", "a/b@../x", "owner/na me", "a/b\n", "a--b/c", "a/b@x@y"],
-)
+@pytest.mark.parametrize("name", ["", "foo", "owner/name/../..", "a/b@../x"])
 def test_an_invalid_name_is_refused_before_any_request(name):
     assert "expected hf:OWNER/NAME" in line(InputError, huggingface.parse, f"hf:{name}")
-
-
-def test_only_folders_of_the_cache_are_repositories():
-    path = f"/c/hub/models--owner--name/snapshots/{COMMIT}"
-    assert str(huggingface.cached(path)) == f"hf:owner/name@{COMMIT}"
-    assert str(huggingface.cached(f"{path}/sub")) == f"hf:owner/name/sub@{COMMIT}"
-    assert huggingface.cached("/c/models--owner--name/snapshots/main") is None
 
 
 def test_a_model_is_downloaded_once_and_without_code_pickles_or_other_files(hub, folder):
@@ -157,18 +145,13 @@ def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
     assert [config.model_init, *(each.tokenizer for each in data)] == [name] * 3
     tokenizer = open_tokenizer("hf:owner/text", None)
     assert (tokenizer.encode("abc"), tokenizer.origin) == ([0, 1, 2], name)
-    hub.commit("owner/none", {"config.json": b"{}"})
-    assert "has no tokenizer.json" in line(InputError, open_tokenizer, "hf:owner/none", None)
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({"pytorch_model.bin": b"x"}, "has no safetensors file; pytorch_model.bin is not read"),
-        ({"a.safetensors": b"x", "b.safetensors": b"y"}, "has 2 safetensors files and no model.safe"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a file beside it"),
-        ({"model.safetensors.index.json": b'{"weight_map": {"a": "a.safetensors"}}'}, "lacks a.safetensors"),
-        ({"model.safetensors": b"\x10" + bytes(7) + b"{not a header}"}, "is not a safetensors file, or is damaged"),
         ({"model.safetensors": b"x", "checksums.sha256": b"0" * 64 + b"  model.safetensors\n"}, "is damaged"),
     ],
 )
@@ -177,18 +160,14 @@ def test_a_repository_without_readable_weights_is_refused_in_one_line(hub, files
     assert re.search(expected, line(CheckpointError, dcvit.load, "hf:owner/name"))
 
 
-def test_missing_private_and_restricted_repositories_are_refused_in_one_line(hub, folder, monkeypatch):
-    hub.upload("owner/private", folder)
-    hub.private.add("owner/private")
-    hub.upload("owner/gated", folder)
-    hub.gated.add("owner/gated")
+def test_missing_and_private_repositories_are_refused_in_one_line(hub, folder, monkeypatch):
+    made = repository.upload(folder, repository.check_upload("hf:owner/private", "safetensors"), private=True)
+    assert "owner/private" in hub.private
+    assert same(parameters(str(made)), parameters(folder))
     assert "no such repository at" in line(CheckpointError, find, "hf:owner/missing")
-    assert "the access is restricted" in line(CheckpointError, find, "hf:owner/gated")
-    assert find("hf:owner/private").path.is_dir()
     monkeypatch.setenv("HF_TOKEN", "")
     shutil.rmtree(hub_library.constants.HF_HUB_CACHE)
     assert "a private one" in line(CheckpointError, find, "hf:owner/private")
-    assert "the access is restricted" in line(CheckpointError, find, "hf:owner/gated")
     monkeypatch.setattr(fake_hub.Handler, "info", lambda handler, **_: handler._send(b"", 500))
     hub.upload("owner/name", folder)
     assert "cannot be reached, and the cache" in line(CheckpointError, find, "hf:owner/name")
@@ -237,7 +216,6 @@ def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp
     card = hub_library.ModelCard((tmp_path / "out" / "README.md").read_text()).data
     last = json.loads((digits_workdir / "metrics.jsonl").read_text().splitlines()[-1])
     assert (card.library_name, card.pipeline_tag) == ("dcvit", "image-classification")
-    assert cli.run(predict.main, ["--model", "hf:owner/digits", IMAGE]) == 0
     fields = [f"--config.model.{key}={DIGITS[f'model.{key}']}" for key in ("width", "depth", "mlp_dim", "patch_size")]
     argv = ["--config", "vit_digits", "--config.model.compose=None", *fields, "--checkpoint", "hf:owner/digits"]
     assert cli.run(evaluate.main, [*argv, "--format", "json"]) == 0
@@ -247,7 +225,7 @@ def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["model_init", "distill.teacher"])
+@pytest.mark.parametrize("key", ["model_init", exhaustive("distill.teacher")])
 def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workdir, tmp_path, key):
     source = tmp_path / "source"
     conversion_models.convert(digits_workdir, source, "safetensors")
@@ -269,22 +247,13 @@ def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workd
 
 
 def test_an_upload_is_refused_before_the_conversion(hub, folder, tmp_path, monkeypatch, capsys):
-    for options, to, expected in [
-        (["foo"], "hf", "expected hf:OWNER/NAME"),
-        (["owner/name@main"], "hf", "--push owner/name@main: expected OWNER/NAME"),
-        (["owner/name"], "onnx", "hf, safetensors, timm"),
-    ]:
-        assert push(folder, tmp_path / "out", *options, to=to) == 2
-        assert expected in capsys.readouterr().err
-    assert cli.run(convert.main, [str(folder), str(tmp_path / "out"), "--to", "hf", "--private"]) == 2
-    assert cli.run(convert.main, [str(folder), "hf:owner/name", "--to", "hf"]) == 2
-    assert "expected a path, not a repository" in capsys.readouterr().err
+    assert push(folder, tmp_path / "out", "owner/name@main") == 2
+    assert "--push owner/name@main: expected OWNER/NAME" in capsys.readouterr().err
+    assert push(folder, tmp_path / "out", "owner/name", to="onnx") == 2
+    assert "hf, safetensors, timm" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert push(folder, tmp_path / "out", "owner/name") == 2
     assert "status 401; check HF_TOKEN" in capsys.readouterr().err
-    monkeypatch.setenv("HF_TOKEN", "")
-    assert push(folder, tmp_path / "out", "owner/name") == 2
-    assert "hf auth login" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert hub.branches == {}
 
@@ -303,15 +272,5 @@ def test_a_failed_upload_leaves_the_folder_and_one_commit_replaces_other_weights
     assert len(hub.commits["owner/name"]) == before + 1
     assert files.keys() == {".gitattributes", "a.txt", *(path.name for path in out.iterdir())}
     assert f"uploaded as hf:owner/name@{commit}\n" in capsys.readouterr().out
-    for name, private, message in [
-        ("owner/name", True, "owner/name exists and is public"),
-        ("somebody/name", False, "status 403; check HF_TOKEN and its permissions"),
-    ]:
-        place = repository.check_upload(f"hf:{name}", "safetensors")
-        assert message in line((ConfigError, InputError), repository.upload, out, place, private)
-
-
-def test_a_private_repository_can_be_made(hub, folder):
-    made = repository.upload(folder, repository.check_upload("hf:owner/name", "safetensors"), private=True)
-    assert "owner/name" in hub.private
-    assert same(parameters(str(made)), parameters(folder))
+    place = repository.check_upload("hf:owner/name", "safetensors")
+    assert "owner/name exists and is public" in line((ConfigError, InputError), repository.upload, out, place, True)

@@ -9,11 +9,10 @@ import numpy as np
 import oracle
 import pytest
 from head_oracle import softmax
-from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes, random_params
+from small_models import jit, make_lm, make_tokens, param_shapes, random_params
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.interpret.activations import run_with_cache
-from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import vit
 from dcvit.models.trees import unstack_blocks
 
@@ -129,15 +128,3 @@ def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of
         expected = attended * block_params.get("layer_scale_0", 1)
         np.testing.assert_allclose(out["encoder"][f"block{layer:02d}"]["sa"], expected, rtol=2e-4, atol=2e-5)
         before = np.asarray(out["encoder"][f"block{layer:02d}"]["+mlp"], np.float64)
-
-
-@pytest.mark.slow
-def test_local_layers_have_the_window_of_whole_rows():
-    """`prefill_window` instead of `window`, which concerns tokens that are generated one by one."""
-    net, params = make_lm(compose="both", window_pattern="1:1", prefill_window=WINDOW + 2)
-    maps = attention_maps(net, params, make_tokens())
-    assert [*maps] == [0, 1]
-    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
-    for layer, window in {0: WINDOW + 2, 1: LENGTH}.items():
-        attended = (np.abs(np.asarray(maps[layer].composed_weights)) > 0).any(axis=(0, 1))
-        np.testing.assert_array_equal(attended, (distance >= 0) & (distance < window))

@@ -121,26 +121,12 @@ def test_confidences_that_are_not_finite_are_counted_apart(monkeypatch):
     assert np.isfinite(measures.calibration_error(got))
 
 
-def test_the_upper_edge_of_a_bin_belongs_to_it():
-    outcomes = Outcomes(sigmoid=True)
-    confidence = np.array([0, 1 / BINS, 2 / BINS, np.nextafter(2 / BINS, 1), 1])
-    outcomes._add_confidence(confidence, np.array([True, False, True, True, False]))
-    assert outcomes.bin_examples.tolist() == [2, 1, 1, *[0] * (BINS - 4), 1]
-    assert outcomes.bin_correct.tolist() == [1, 1, 1, *[0] * (BINS - 3)]
-
-
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (0, 360), (350, 360), (360, 360), (39_876, 50_000)])
 def test_the_score_test_of_the_proportion_is_at_its_level_at_both_ends_of_wilsons_interval(successes, n):
     low, high = measures.wilson(successes, n)
     assert (low == 0, high == 1) == (successes == 0, successes == n)
     for p in {low, high} - {0, 1}:
         assert n * (successes / n - p) ** 2 == pytest.approx(NormalDist().inv_cdf(0.975) ** 2 * p * (1 - p))
-
-
-def test_an_evaluation_without_examples_has_no_numbers():
-    outcomes = Outcomes(sigmoid=False)
-    assert measures.wilson(0, 0) == (0, 1)
-    assert measures.calibration_error(outcomes) == 0
 
 
 def test_frequent_confusions_are_ordered_by_number_and_then_by_class():

@@ -91,24 +91,15 @@ def decoded(source):
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
 
 
-def test_the_baseline_and_classes_that_are_never_predicted_are_named():
+def test_the_baseline_is_the_share_of_the_largest_class():
     made = evaluation(3, names=["cat", "Donaudampfschiff", "fox"])
-    pairs = made.outcomes.pairs = Counter({(0, 0): 5, (0, 2): 1, (1, 0): 3, (2, 2): 1})
+    made.outcomes.pairs = Counter({(0, 0): 5, (0, 2): 1, (1, 0): 3, (2, 2): 1})
     text = Reader(page(made)).text
     assert "Baseline60.00\u00a0%accuracy of always “cat”, the largest class" in text
-    assert "Never predicted: Donaudampfschiff. " in text
-    pairs[1, 1] = 1
-    assert "Never predicted" not in page(made)
     made.outcomes.pairs.clear()  # as with several labels of every image
     assert "Baseline" not in page(made)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("report.txt", "ending in .html"), ("folder.html", "is a folder"),
-    ("missing/report.html", "cannot write to the folder .*missing: No such file"),
-])  # fmt: skip
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, message):
-    (tmp_path / "folder.html").mkdir()
-    with pytest.raises(ConfigError, match=message):
-        report.check_path(tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.html"]
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write to the folder .*missing: No such file"):
+        report.check_path(tmp_path / "missing" / "report.html")

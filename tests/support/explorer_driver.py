@@ -18,9 +18,9 @@ def make(name):
     return MODELS[name]()
 
 
-def opened(browser, file, **options):
+def opened(browser, file):
     """Open the page at the first pair of tokens."""
-    browser.open(file, **options)
+    browser.open(file)
     browser.value("explorer.ready.then(() => 1)")
     change(browser, layer=0, query=0, key=0, head=0)
 

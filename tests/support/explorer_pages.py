@@ -5,7 +5,6 @@ import json
 import re
 import zlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from small_models import make_lm, param_shapes, random_params
@@ -54,35 +53,6 @@ def sample_of(number, run, name, net, params, inputs, layers=None, **options):
     found = make_sample(number, net, params, inputs, layers, Predictions(str, **options))
     found.facts |= facts
     return found
-
-
-def planted():
-    """A language model in which only one thing composes, and a row of tokens; everything else is random.
-
-    In layer 1, the key-wise projection of post-compose adds head 0 to head 2 where the key is token 5. Only
-    the embedding of that token has a number other than 0 in the first place of the residual stream, and only this place
-    is read by the factors.
-    """
-    net, params = make_lm(compose="both", position="learned")
-    params = jax.tree.map(np.array, params)
-    params["embedding"]["embedding"][:, 0] = 0
-    params["embedding"]["embedding"][5, 0] = 3
-    params["pos_embedding"][:, 0] = 0
-    for layer in range(net.depth):
-        block = params["Transformer"][f"decoderblock_{layer}"]
-        attention = block["MultiHeadDotProductAttention_0"]
-        attention["out"]["kernel"][..., 0] = 0
-        block["MlpBlock_0"]["out"]["kernel"][:, 0] = 0
-        for where in ("pre", "post"):
-            for name in attention[where]:
-                attention[where][name][:] = 0
-    factors = params["Transformer"]["decoderblock_1"]["MultiHeadDotProductAttention_0"]["post"]
-    heads, rank = net.num_heads, net.rank
-    factors["w_k1"][0, 0, 0] = 2  # the first hidden number is that of the place
-    factors["w_k2"][0, 0, 0] = 1  # down: rank 0, head 0
-    factors["w_k2"][0, 0, rank * heads + 2] = 0.5  # up: rank 0, head 2
-    tokens = np.asarray([[3, 9, 2, 7, 5, 1, 8, 4, 11, 6]], np.int32)
-    return net, jax.tree.map(jnp.asarray, params), jnp.asarray(tokens)
 
 
 def page(samples, runs=("first", "second"), **facts):

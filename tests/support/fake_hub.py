@@ -2,11 +2,9 @@
 
     with fake_hub.serve() as hub:
         hub.commit("owner/name", {"config.json": b"{}"})
-        subprocess.run([...], env=os.environ | fake_hub.environment(hub, cache))
+        fake_hub.use(monkeypatch, hub, cache)
 
-huggingface_hub reads its environment once, when it is imported; `use` has the same effect in a process that has
-imported it. Commits are named by a hash of their parent and content. Files of weights are LFS objects, as at the Hub: a
-request for one is redirected.
+Commits are named by a hash of their parent and content. No file is an LFS object.
 """
 
 import base64
@@ -22,7 +20,6 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_secret_of_the_tests"
 OWNER = "owner"  # of the token
-LARGE = (".safetensors", ".bin")
 REPOSITORY = r"(?P<id>[\w.-]+/[\w.-]+)"
 ROUTES = {
     ("GET", "/api/whoami-v2"): "whoami",
@@ -32,10 +29,7 @@ ROUTES = {
     ("GET", rf"/api/models/{REPOSITORY}/tree/(?P<revision>[^/]+)"): "tree",
     ("POST", rf"/api/models/{REPOSITORY}/preupload/(?P<revision>[^/]+)"): "preupload",
     ("POST", rf"/api/models/{REPOSITORY}/commit/(?P<revision>[^/]+)"): "commit",
-    ("POST", rf"/{REPOSITORY}\.git/info/lfs/objects/batch"): "batch",
     ("GET", rf"/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"): "resolve",
-    ("GET", r"/objects/(?P<oid>\w{64})"): "object_content",
-    ("PUT", r"/objects/(?P<oid>\w{64})"): "put_object",
 }
 
 
@@ -58,7 +52,7 @@ class Hub:
     Fields:
       commits: the files of each commit by repository, commit and path.
       branches: the latest commit by repository and branch.
-      private, gated: repositories that need the token, or that nobody may read.
+      private: repositories that need the token.
       broken: how often the connection is closed in the middle of a file, by its path; "upload" for an upload.
       requests: all, in order: method and path.
     """
@@ -67,12 +61,9 @@ class Hub:
         self.commits: dict[str, dict[str, dict[str, bytes]]] = {}
         self.branches: dict[str, dict[str, str]] = {}
         self.private: set[str] = set()
-        self.gated: set[str] = set()
         self.broken: dict[str, int] = {}
-        self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
-        self.paths: dict[str, str] = {}  # of the files that they are
         self.requests: list[tuple[str, str]] = []
-        self.url = self.store = ""  # the store of LFS objects is another host, to which no token is sent
+        self.url = ""
 
     def commit(self, name: str, files: Mapping[str, bytes | None], branch: str = "main") -> str:
         """Add a commit, in which None removes a file; return its name. A new repository is made."""
@@ -113,11 +104,6 @@ class Handler(BaseHTTPRequestHandler):
         method, path = self.command.replace("HEAD", "GET"), urlsplit(self.path).path
         self.hub.requests.append((self.command, path))
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            while size := int(self.rfile.readline(), 16):
-                self.body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
         try:
             for (verb, pattern), name in ROUTES.items():
                 if verb == method and (found := re.fullmatch(pattern, path)):
@@ -129,12 +115,10 @@ class Handler(BaseHTTPRequestHandler):
         except RefusedError as e:
             self._send(b"{}", e.status, {"X-Error-Code": e.code} if e.code else {})
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 - the library's names
+    do_HEAD = do_POST = do_GET  # noqa: N815 - the library's names
 
     def _check_access(self, name: str) -> None:
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if name in self.hub.gated:
-            raise RefusedError(403 if authorized else 401, "GatedRepo")
         if name not in self.hub.branches or (name in self.hub.private and not authorized):
             raise RefusedError(404 if authorized else 401, "RepoNotFound")
 
@@ -170,8 +154,6 @@ class Handler(BaseHTTPRequestHandler):
         """Create a repository of the token's owner."""
         self._check_writer()
         asked = json.loads(self.body)
-        if asked["organization"] != OWNER:
-            raise RefusedError(403)
         name = f"{OWNER}/{asked['name']}"
         if name in self.hub.branches:
             return self._json({"error": "exists", "url": f"{self.hub.url}/{name}"}, 409)
@@ -188,76 +170,40 @@ class Handler(BaseHTTPRequestHandler):
 
     def tree(self, id: str, revision: str) -> None:
         """List all files of a commit."""
-        entries = []
-        for path, data in self.hub.files(id, revision)[1].items():
-            entry = {"type": "file", "path": path, "size": len(data), "oid": blob(data)}
-            oid = hashlib.sha256(data).hexdigest()
-            lfs = {"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if path.endswith(LARGE) else {}
-            entries.append({**entry, **lfs})
-        self._json(entries)
+        files = self.hub.files(id, revision)[1].items()
+        self._json([{"type": "file", "path": path, "size": len(data), "oid": blob(data)} for path, data in files])
 
     def resolve(self, id: str, revision: str, path: str) -> None:
-        """Send a file, or the place of an LFS object."""
+        """Send a file, or the rest of it that the header Range asks for."""
         commit, files = self.hub.files(id, revision)
-        headers = {"X-Repo-Commit": commit}
         if path not in files:
             raise RefusedError(404, "EntryNotFound")
         data = files[path]
-        if path.endswith(LARGE):
-            oid = hashlib.sha256(data).hexdigest()
-            self.hub.objects[oid], self.hub.paths[oid] = data, path
-            linked = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{oid}"'}
-            return self._send(b"", 302, {**headers, **linked, "Location": f"{self.hub.store}/objects/{oid}"})
-        etag = {"ETag": f'"{blob(data)}"'}
-        return self._send(data, 200, {**headers, **etag}, path)
-
-    def object_content(self, oid: str) -> None:
-        """Send an LFS object, or the rest of it that the header Range asks for."""
-        assert "Authorization" not in self.headers
-        data = self.hub.objects[oid]
         start = int(re.sub(r"bytes=(\d+)-", r"\1", self.headers.get("Range", "bytes=0-")))
         ranges = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        self._send(data[start:], 206 if start else 200, ranges, self.hub.paths.get(oid, ""))
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(data)}"', **ranges}
+        self._send(data[start:], 206 if start else 200, headers, path)
 
     def preupload(self, id: str, revision: str) -> None:
-        """Say which files are to be uploaded as LFS objects."""
+        """Say that files are to be uploaded in the commit."""
         self._check_writer()
-        held, answers = self.hub.files(id, revision)[1], []
-        for path in (file["path"] for file in json.loads(self.body)["files"]):
-            is_large, data = path.endswith(LARGE), held.get(path)
-            oid = None if data is None else hashlib.sha256(data).hexdigest() if is_large else blob(data)
-            mode = "lfs" if is_large else "regular"
-            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        self._json({"files": answers})
+        held, paths = self.hub.files(id, revision)[1], [file["path"] for file in json.loads(self.body)["files"]]
+        oids = {path: blob(held[path]) if path in held else None for path in paths}
+        answer = {"uploadMode": "regular", "shouldIgnore": False}
+        self._json({"files": [{"path": path, "oid": oid, **answer} for path, oid in oids.items()]})
 
-    def batch(self, id: str) -> None:
-        """Say where LFS objects are to be uploaded."""
+    def commit(self, id: str, revision: str) -> None:
+        """Add a commit of files and deletions."""
         self._check_writer()
-        objects = json.loads(self.body)["objects"]
-        places = {each["oid"]: {"upload": {"href": f"{self.hub.store}/objects/{each['oid']}"}} for each in objects}
-        new = {oid: {"actions": action} for oid, action in places.items() if oid not in self.hub.objects}
-        self._json({"transfer": "basic", "objects": [{**each, **new.get(each["oid"], {})} for each in objects]})
-
-    def put_object(self, oid: str) -> None:
-        """Store an LFS object."""
         if self.hub.broken.get("upload"):
             self.hub.broken["upload"] -= 1
             raise RefusedError(507)
-        assert hashlib.sha256(self.body).hexdigest() == oid
-        self.hub.objects[oid] = self.body
-        self._send(b"")
-
-    def commit(self, id: str, revision: str) -> None:
-        """Add a commit of regular files, LFS objects and deletions."""
-        self._check_writer()
         files: dict[str, bytes | None] = {}
         for line in self.body.splitlines():
             item = json.loads(line)
             key, value = item["key"], item["value"]
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif key == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
             elif key == "deletedFile":
                 files[value["path"]] = None
         commit = self.hub.commit(id, files, revision)
@@ -270,7 +216,7 @@ def serve() -> Iterator[Hub]:
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
     server.daemon_threads = True
-    hub.url, hub.store = (f"http://{host}:{server.server_port}" for host in ("127.0.0.1", "localhost"))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -280,18 +226,13 @@ def serve() -> Iterator[Hub]:
         server.server_close()
 
 
-def environment(hub: Hub, cache: Path, token: str | None = TOKEN) -> dict[str, str]:
-    """Return the environment in which huggingface_hub uses a hub and a cache, each of a test's own."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return {**own, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": token or "", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-
-def use(monkeypatch, hub: Hub, cache: Path, token: str | None = TOKEN) -> None:
-    """Let huggingface_hub use a hub and a cache in this process."""
+def use(monkeypatch, hub: Hub, cache: Path) -> None:
+    """Let huggingface_hub, which read its environment when it was imported, use a hub and a cache."""
     from huggingface_hub import constants
 
-    for key, value in environment(hub, cache, token).items():
-        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))

@@ -17,10 +17,10 @@ def source_of(labels):
     return ListSource(numbered([np.atleast_1d(np.array(label, int)) for label in labels], side=2))
 
 
-def evaluation(classes, images=400, size=8, names=None, sigmoid=False, dtype=np.uint8, accuracy=0.7, name="test"):
+def evaluation(classes, images=400, size=8, names=None, accuracy=0.7, name="test"):
     """A made-up result: random labels, and predictions and confidences that are often right."""
     rng = np.random.default_rng(0)
-    outcomes = Outcomes(sigmoid)
+    outcomes = Outcomes(sigmoid=False)
     for _ in range(4):
         label = rng.integers(classes, size=images // 4)
         hit = rng.random(len(label)) < accuracy
@@ -33,7 +33,7 @@ def evaluation(classes, images=400, size=8, names=None, sigmoid=False, dtype=np.
             "prediction": prediction, "top1": label == prediction, "confidence": confidence,
             "mistake": wrong[rows] >= 0, "mistake_row": rows,
             "mistake_labels": label[rows][:, None] == np.arange(classes),
-            "mistake_image": rng.integers(0, 256, (len(rows), size, size, 3)).astype(dtype),
+            "mistake_image": rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
         })  # fmt: skip
     names = names or [str(c) for c in range(classes)]
     row = {

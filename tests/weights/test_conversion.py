@@ -1,15 +1,14 @@
 """Conversions are bitwise or within the tolerance, and leave nothing behind when they fail."""
 
 import ast
+import contextlib
 import dataclasses
 import errno
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from small_models import stack_blocks
 from trained_workdirs import load_params
 
 import dcvit
-from dcvit import cli, convert, evaluate, generate
+from dcvit import cli, convert
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.hub.source import ModelSource, open_parameters
@@ -35,11 +34,8 @@ from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, preprocessing, timm_vit
 from dcvit.weights.export import card, conversion, formats, libraries, logits
-from dcvit.weights.family import Description, build, example
-from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.family import Description, build
 from dcvit.weights.tensors import Tensor
-
-NATIVE_VIT = "ViTForImageClassification"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +82,7 @@ def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
 
 @pytest.mark.slow
 def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tmp_path):
-    """But for the card, which its author completes. Without checksums, such as in other models, files are opened."""
+    """But for the card, which its author completes. The Hub's downloads leave code out, and nothing here runs it."""
     folder = tmp_path / "out"
     conversion_models.convert(folders["vit"], folder, "hf")
     for path in [path for path in folder.rglob("*") if path.is_file() and path.name != checksums.WEIGHTS]:
@@ -99,17 +95,9 @@ def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tm
             with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
                 read(folder)
         path.unlink()
-        if path.suffix == ".py":  # the Hub's downloads leave code out, and nothing here runs it
+        with contextlib.nullcontext() if path.suffix == ".py" else pytest.raises(CheckpointError, match="is damaged"):
             open_saved(folder)
-        else:
-            with pytest.raises(CheckpointError, match=f"{folder} is damaged"):
-                open_saved(folder)
         path.write_bytes(data)
-    (folder / "notes.txt").write_text("a file of the author's")
-    assert open_saved(folder).size == open_saved(folders["vit"]).size
-    path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
-    (folder / checksums.WEIGHTS).unlink()
-    checksums.check_weights(folder)
 
 
 def test_big_vision_reads_the_names(folders, tmp_path):
@@ -120,25 +108,12 @@ def test_big_vision_reads_the_names(folders, tmp_path):
     assert same_bits(found, values(folders["vit"]))
 
 
-def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
-    shutil.copyfile(folders["lm"] / "model.safetensors", tmp_path / "weights")
-    assert open_saved(tmp_path / "weights").description == open_saved(folders["lm"]).description
-
-
 @pytest.mark.slow
 def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
     net, params, model = conversion_models.language_model(window_pattern="1:1", tied=True, end_of_text=5)
     tokens = logits.inputs(model)
     whole = small_models.logits_of(net, params, jnp.asarray(tokens))
     assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
-
-
-def test_inputs_reach_beyond_a_window_and_all_over_the_vocabulary():
-    _, _, model = conversion_models.language_model(window_pattern="1:1", context=64)
-    wide = model._replace(description=model.description._replace(num_outputs=1000))
-    tokens = logits.inputs(wide)
-    assert tokens.shape == (logits.ROWS, min(64, lm.LM(1, window=3).window + logits.BEYOND))
-    assert 0 <= tokens.min() < 300 < tokens.max() < 1000
 
 
 LIBRARIES = {
@@ -211,30 +186,6 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
     np.testing.assert_array_equal(found["embedding/kernel"], scanned["embedding"]["kernel"])
 
 
-def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_path, library_promotion):
-    assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
-    assert same_bits(values(tmp_path / "run"), values(lm_workdir))
-    source, converted = (open_saved(path).description for path in (lm_workdir, tmp_path / "run"))
-    assert (build(converted), converted.pp) == (build(source), source.pp)
-    assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
-
-
-@pytest.mark.slow
-def test_foreign_texts_become_runs_that_generate_with_their_tokenizer(tmp_path, capsys, library_promotion):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
-    model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
-    source = conversion_models.write(model, tmp_path / "source")
-    argv = ["--prompt", "ab", "--tokens", "3", "--workdir"]
-    conversion_models.convert(source, tmp_path / "tokens", "dcvit")
-    assert cli.run(generate.main, [*argv, str(tmp_path / "tokens")]) == 2
-    assert "give --tokenizer" in capsys.readouterr().err
-    vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnop?")}
-    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?")).save(str(source / "tokenizer.json"))
-    conversion_models.convert(source, tmp_path / "text", "dcvit")
-    assert cli.run(generate.main, [*argv, str(tmp_path / "text")]) == 0
-    assert set(capsys.readouterr().out.split()[0]) <= set(vocabulary)
-
-
 @pytest.mark.slow
 def test_scanned_layers_are_written_one_by_one(tmp_path):
     """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
@@ -274,71 +225,32 @@ def test_a_run_without_a_head_is_converted(tmp_path):
     assert open_saved(tmp_path / "out").description.num_outputs is None
 
 
-def failing(change):
-    """A writer of .npz files whose files differ from the source."""
-
-    def write(model, folder):
-        path = next(iter(model.params))
-        tensor = model.params[path]
-        formats.write_npz(
-            model._replace(params={**model.params, path: Tensor(tensor.shape, lambda: change(tensor.read()))}), folder
-        )
-
-    return write
-
-
-def full_disk(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def replaced(source, model, **tensors):
-    """Write another model in place of the source, with some tensors; None removes one."""
-    shutil.rmtree(source)
-    changed = {**model.params, **tensors}
-    params = {path: tensor for path, tensor in changed.items() if tensor is not None}
-    conversion_models.write(model._replace(params=params), source)
+def write_other_values(model, folder):
+    """Write a .npz file that differs from the source."""
+    path = next(iter(model.params))
+    tensor = model.params[path]
+    changed = Tensor(tensor.shape, lambda: tensor.read() * 1.1)
+    formats.write_npz(model._replace(params={**model.params, path: changed}), folder)
 
 
 def not_finite(source, patch):
     model = conversion_models.language_model(window_pattern="1:1")[2]
     nan = np.full(model.params["embedding/embedding"].shape, np.nan, np.float32)
-    replaced(source, model, **{"embedding/embedding": Tensor(nan.shape, lambda: nan)})
-
-
-def without_head(source, patch):
-    model = conversion_models.image_model()[2]
-    description = model.description._replace(num_outputs=None)
-    replaced(source, model._replace(description=description), **{"head/kernel": None, "head/bias": None})
-
-
-def checkpoint_alone(source, patch):
+    model.params["embedding/embedding"] = Tensor(nan.shape, lambda: nan)
     shutil.rmtree(source)
-    (source / "about").mkdir(parents=True)
+    conversion_models.write(model, source)
 
 
 BROKEN = {  # what is made wrong in the source or by a patch, the format, and a part of the message
     "existing target": (lambda source, patch: (source.parent / "out").mkdir(), "npz", "out exists"),
-    "unknown format": (None, "numpi", "--to numpi; did you mean"),
     "another value": (
-        lambda source, patch: patch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * 1.1)), "npz",
+        lambda source, patch: patch.setitem(conversion.WRITERS, "npz", write_other_values), "npz",
         "largest difference of logits",
-    ),
-    "not a number": (
-        lambda source, patch: patch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * np.float32("nan"))), "npz",
-        "numbers that are not finite in float32",
     ),
     "source not a number": (
         not_finite, "npz", "lm: embedding/embedding has numbers that are not finite in float32, such as nan",
     ),
-    "unknown field": (
-        lambda source, patch: patch.delitem(dcvit_hf.FIELDS["lm"], "compose"), "hf", "cannot express compose='both'",
-    ),
-    "unsupported by timm": (
-        lambda source, patch: replaced(source, conversion_models.image_model(depth=1)[2]), "timm", "compose",
-    ),
-    "a checkpoint alone": (checkpoint_alone, "npz", "without the config.json"),
     "target inside": (None, "npz", "is inside of"),
-    "no head": (without_head, "dcvit", "the model has no head"),
     "onnx of a language model": (None, "onnx", "onnx is for models of images"),
 }  # fmt: skip
 
@@ -360,22 +272,6 @@ def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkey
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_while_writing_is_one_line(folders, tmp_path, capsys):
-    """A limit on the size of files makes the write fail in the middle, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        status = cli.run(convert.main, [str(folders["vit"]), str(tmp_path / "out"), "--to", "npz"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith(f"error: cannot write {tmp_path}/")
-    assert "File too large" in error
-    assert not any(tmp_path.iterdir())
-
-
 NATIVE = {
     "gpt2": dict(preset="Transformer-405M", compose=None),
     "llama": dict(preset="Transformer++-405M", num_key_heads=2),
@@ -389,7 +285,9 @@ NATIVE = {
 @pytest.mark.parametrize("kind", NATIVE)
 def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path):
     skip_without("torch", "transformers")
-    make = conversion_models.image_model if kind == "vit" else conversion_models.language_model
+    make = conversion_models.language_model
+    if kind == "vit":
+        make = functools.partial(conversion_models.image_model, (8, 32, 3))  # not square
     source = conversion_models.write(make(**NATIVE[kind])[2], tmp_path / "source")
     report = conversion_models.convert(source, tmp_path / "hf", "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
@@ -400,41 +298,6 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
     assert back.source == "transformers"
     assert back.difference == pytest.approx(report.difference, abs=1e-6)
     assert same_bits(values(tmp_path / "run"), values(source))
-
-
-@pytest.mark.interop
-@pytest.mark.slow
-def test_images_that_are_not_square_are_written_for_transformers(tmp_path):
-    skip_without("torch", "transformers")
-    model = conversion_models.image_model((8, 32, 3), compose=None, pool_type="tok", mlp="gelu")[2]
-    report = conversion_models.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "vit"
-    assert report.result == "transformers"
-    assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
-
-
-@pytest.mark.slow
-def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_path, monkeypatch, caplog):
-    conversion_models.write(conversion_models.language_model(**NATIVE["gpt2"])[2], tmp_path / "hf", "hf")
-
-    def fail(*_):
-        raise RuntimeError("no kernel\nat line 7")
-
-    monkeypatch.setattr(libraries, "transformers_logits", fail)
-    monkeypatch.setattr(libraries, "installed", lambda *_: True)
-    report = conversion_models.convert(tmp_path / "hf", tmp_path / "out", "npz")
-    assert (report.source, report.difference) == ("dcvit", 0)
-    (record,) = [record.getMessage() for record in caplog.records if "cannot evaluate" in record.getMessage()]
-    assert record == f"transformers cannot evaluate {tmp_path / 'hf'}, so dcvit does: RuntimeError: no kernel"
-
-
-@pytest.mark.parametrize("to", ["timm", "stablehlo"])
-def test_weights_that_one_call_loads_are_one_file(to, tmp_path, monkeypatch):
-    """timm and the code in the card of a program read model.safetensors."""
-    monkeypatch.setattr(formats, "SHARD_BYTES", 1000)
-    monkeypatch.setitem(inspect.unwrap(write_shards).__kwdefaults__, "max_shard_bytes", 1000)
-    conversion.WRITERS[to](plain_image_model(), tmp_path)
-    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_gray_images_stay_gray():
@@ -453,26 +316,10 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     np.savez(tmp_path / "params.npz", **arrays)
     with caplog.at_level("INFO", "dcvit"):
         model = open_saved(tmp_path / "params.npz")
-        conversion_models.write(model, tmp_path / "hf", "hf")
     assert (model.family, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
-    assert f"class of the model: {NATIVE_VIT}" in caplog.text
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
     assert formats.native_family(model, ("timm",))[0] == "timm"
     assert open_saved(folders["vit"]).description.pp == conversion_models.PP
-
-
-@pytest.mark.slow
-def test_the_comparison_sees_the_order_of_the_channels():
-    _, _, model = conversion_models.image_model(compose=None, depth=1)
-    kernel = model.params["embedding/kernel"]
-    swapped = Tensor(kernel.shape, lambda: kernel.read()[:, :, ::-1])
-    x = logits.inputs(model)
-    found = [
-        logits.compute(m, x) for m in (model, model._replace(params={**model.params, "embedding/kernel": swapped}))
-    ]
-    largest, scale = logits.difference(*found)
-    assert largest > 10 * conversion.TOLERANCE * scale
 
 
 @pytest.mark.parametrize(("net", "outputs"), [(vit.ViT, "num_classes"), (lm.LM, "vocab_size")])
@@ -492,19 +339,6 @@ def test_the_modeling_file_imports_torch_and_transformers_only():
     assert found - set(sys.stdlib_module_names) == {"torch", "transformers"}
 
 
-def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
-    """8x32 pixels have as many patches as 16x16; a size with another number is an error."""
-    _, _, model = conversion_models.image_model(compose=None, pool_type="map", mlp="gelu_tanh")
-
-    def resized(size):
-        pp = f"decode|resize({size})|value_range(-1, 1)"
-        return model._replace(description=model.description._replace(num_outputs=None, pp=pp))
-
-    assert example(resized([8, 32]).description, model.params).shape == (1, 8, 32, 3)
-    with pytest.raises(CheckpointError, match="16 position embeddings, expected 4"):
-        example(resized(8).description, model.params)
-
-
 @pytest.mark.parametrize("named", [None, ["pipeline"], ["GPT2LMHeadModel"]])
 def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
     """The name in a config.json is no reason to call any attribute of transformers."""
@@ -519,7 +353,7 @@ def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_pa
         (folder / "params.npz").write_bytes(b"a part")
         if error != "full disk":
             signal.raise_signal(signal.Signals[error])
-        full_disk()
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(conversion.WRITERS, "npz", stop)
     before = signal.getsignal(signal.SIGTERM)

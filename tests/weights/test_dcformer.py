@@ -68,9 +68,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert weights.family == "dcformer"
     tokens = random_tokens(VOCAB, 262 if MODELS[name]["window_type"] else LENGTH, batch=1)
     expected = oracle.forward(torch, MODELS[name], state, tokens)
-    difference = largest_difference(our_logits(weights, tokens), expected)
-    print(f"{name}: largest difference {difference:.1e}")
-    assert difference < 2e-5
+    assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
     (tmp_path / "ours").mkdir()
     write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.params))
@@ -103,25 +101,6 @@ def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
         found.append(logits)
     expected = oracle.forward(torch, MODELS[name], state, tokens, prompt)
     assert largest_difference(np.concatenate(found, axis=1), expected) < 2e-5
-    # The two windows matter here: with either one alone, the logits differ.
-    for other in (0, LENGTH):
-        assert largest_difference(oracle.forward(torch, MODELS[name], state, tokens, other), expected) > 1e-3
-
-
-@pytest.mark.interop
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["DCPythia", "DCFormer mgate"])
-def test_a_wrong_field_is_a_difference_of_logits(name, tmp_path):
-    """The comparison above would find a field that is read wrongly."""
-    torch, _ = libraries()
-    state = save(tmp_path / "m", name)
-    weights = open_weights(tmp_path / "m")
-    tokens = random_tokens(VOCAB, LENGTH)
-    expected = oracle.forward(torch, MODELS[name], state, tokens)
-    for wrong in (dict(compose_gelu="tanh"), dict(prefill_window=None), dict(norm_epsilon=1e-2)):
-        difference = largest_difference(our_logits(weights, tokens, **wrong), expected)
-        print(f"{name} with {wrong}: {difference:.1e}")
-        assert difference > 2e-4, wrong
 
 
 @pytest.mark.interop
@@ -135,11 +114,7 @@ def test_qk_norm_is_told_by_the_file_if_its_config_does_not_tell(tmp_path):
 UNSUITABLE = [
     (dict(model_type="dcformer2"), "model_type='dcformer2' is not supported; supported: dcformer, dcpythia"),
     (dict(use_dcmha=False), "use_dcmha=False is not supported, only True"),
-    (dict(n_local_heads=2), "n_local_heads=2 is not supported, only n_head"),
-    (dict(window_type="GL"), "window_type='GL' is not supported; supported: LG, LGLL, LGL6, null"),
-    (dict(mgate=True), "2 only in the model: layers.0.feed_forward.mg.weight"),
     (dict(use_qk_norm=False), "4 only in the checkpoint: layers.0.attention.q_norm.scale"),
-    (dict(vocab_size=60), "tok_embeddings.weight (checkpoint (61, 32), model (60, 32))"),
 ]
 
 
@@ -152,15 +127,6 @@ def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
         open_weights(tmp_path / "m")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(), "compose=None (only 'both')"),
-        (dict(compose="both"), "compose_gelu='tanh' (only 'exact')"),
-        (dict(compose="both", compose_gelu="exact", window_pattern="1:1"), "prefill_window=None (only 257)"),
-        (dict(compose="both", compose_gelu="exact", rank=4), "rank=4 (only 2)"),
-    ],
-)
-def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields(fields, message):
-    with refused(CheckpointError, message):
-        dcformer.config(Description("lm", 61, fields))
+def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields():
+    with refused(CheckpointError, "compose_gelu='tanh' (only 'exact')"):
+        dcformer.config(Description("lm", 61, {"compose": "both"}))

@@ -24,17 +24,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("library_promotion")]
 
 
 @pytest.fixture(scope="module")
-def places(digits_workdir, lm_workdir, tmp_path_factory):
-    """By kind and format, the same model: the run, its last checkpoint, and its conversions."""
-    found = {}
-    for kind, workdir in (("images", digits_workdir), ("texts", lm_workdir)):
-        folder = tmp_path_factory.mktemp(kind)
-        last = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
-        found[kind] = {"run": workdir, "checkpoint": last}
-        for to, name in FORMATS.items():
-            assert cli.run(convert.main, [str(workdir), str(folder / name), "--to", to]) == 0
-            found[kind][to] = folder / name
-    return found
+def place_of(digits_workdir, lm_workdir, tmp_path_factory):
+    """Return a function of kind and format: the same model as a run, its last checkpoint, or a conversion."""
+    root = tmp_path_factory.mktemp("formats")
+
+    @functools.cache
+    def place(kind, to):
+        workdir = {"images": digits_workdir, "texts": lm_workdir}[kind]
+        if to == "run":
+            return workdir
+        if to == "checkpoint":
+            return max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+        folder = root / kind / FORMATS[to]
+        assert cli.run(convert.main, [str(workdir), str(folder), "--to", to]) == 0
+        return folder
+
+    return place
 
 
 @pytest.fixture
@@ -49,19 +54,19 @@ def call(capsys):
     return call
 
 
-def with_config(kind, place, **more):
+def with_config(kind, place):
     """The options that name a checkpoint and its config."""
     name, overrides = RUNS[kind]
-    words = [f"--config.{key}={value}" for key, value in {**overrides, **more}.items()]
+    words = [f"--config.{key}={value}" for key, value in overrides.items()]
     return ["--config", name, "--checkpoint", place, *words]
 
 
-def predicted(call, place, folder, *words, **more):
-    return call(predict.main, *with_config("images", place, **more), SEVEN, *words, "--format", "csv")
+def predicted(call, place, folder):
+    return call(predict.main, *with_config("images", place), SEVEN, "--format", "csv")
 
 
-def evaluated(kind, call, place, *words):
-    (row,) = json.loads(call(evaluate.main, *with_config(kind, place), *words, "--format", "json"))
+def evaluated(kind, call, place):
+    (row,) = json.loads(call(evaluate.main, *with_config(kind, place), "--format", "json"))
     return {name: value for name, value in row.items() if name != "step" and not name.endswith("per_second")}
 
 
@@ -83,15 +88,12 @@ def loaded_by_model_init(call, place, folder):
     return {name: np.asarray(x).tobytes() for name, x in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
-SIZE, TEXT_WORDS = ("--image-size", "12x16"), ("--prompt", "def", "--tokens", "5")
+TEXT_WORDS = ("--prompt", "def", "--tokens", "5")
 COMMANDS = {
     "images": {
         "predict": lambda call, place, _: call(predict.main, "--workdir", place, SEVEN, "--format", "csv"),
         "predict with a config": predicted,
-        "predict as a scan": functools.partial(predicted, **{"model.scan": True}),
-        "predict at another size": lambda call, place, folder: predicted(call, place, folder, *SIZE),
         "evaluate": lambda call, place, _: evaluated("images", call, place),
-        "evaluate at another size": lambda call, place, _: evaluated("images", call, place, *SIZE),
         "explore": explored,
         "convert": converted,
         "model_init": loaded_by_model_init,
@@ -119,10 +121,10 @@ def of_run():
 
 
 @pytest.mark.parametrize(("kind", "to", "command"), CELLS)
-def test_a_command_gives_the_results_of_the_run_for_every_format(kind, to, command, places, call, of_run, tmp_path):
+def test_a_command_gives_the_results_of_the_run_for_every_format(kind, to, command, place_of, call, of_run, tmp_path):
     def result(place):
         (folder := tmp_path / place).mkdir()
-        return COMMANDS[kind][command](call, places[kind][place], folder)
+        return COMMANDS[kind][command](call, place_of(kind, place), folder)
 
     if (kind, command) not in of_run:
         of_run[kind, command] = result("run")

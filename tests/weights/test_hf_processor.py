@@ -127,15 +127,11 @@ CROP = {"crop_size": {"height": 28, "width": 28}, "do_center_crop": True}
     [
         ({"do_normalize": False}, 'resize(32, "bilinear", True)|value_range(0, 1, [0.0, 0.0, 0.0], [255.0, 255.0, '),
         ({"rescale_factor": 1 / 255}, "True)|value_range(-1, 1)"),
-        ({"rescale_factor": 1 / 127.5}, "True)|value_range(0, 1, [63.75, 63.75, 63.75], [127.5, 127.5, 127.5])"),
         ({"do_rescale": False, "image_mean": [9] * 3, "image_std": [2] * 3}, "[9.0, 9.0, 9.0], [11.0, 11.0, 11.0])"),
         ({"size": {"height": 32, "width": 35}, **CROP}, 'resize([37, 40], "bilinear", True)|central_crop(32)|'),
         ({"size": {"shortest_edge": 35}, **CROP}, 'resize_small(40, "bilinear", True)|central_crop(32)|'),
         ({"size": {"shortest_edge": 35}, **CROP, "do_center_crop": False}, 'decode|resize(32, "bilinear", True)|'),
         ({"do_resize": False}, CheckpointError("do_resize=false")),
-        ({"image_std": [0, 1, 1]}, CheckpointError("not as transformers writes it")),
-        ({"size": {"height": 0, "width": 9}}, CheckpointError("should be 1 pixel or more")),
-        ({"crop_size": 40, "do_center_crop": True}, CheckpointError("a crop of .40, 40. pixels from .32, 32.")),
     ],
 )
 def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
@@ -154,12 +150,9 @@ def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
     ("pp", "expected"),
     [
         ("decode|resize(8)|value_range(-1, 1)", (8, 8)),
-        ("decode|resize(9)|resize(7, inkey='image', outkey='small')|pad(2)", (13, 13)),
         ("resize_small(9)|random_crop((4, 6))|pad(1, 128)|flip_lr|randaug(2, 10)|value_range", (6, 8)),
         ("decode_jpeg_and_inception_crop(8)|three_augment|color_jitter(0.3)|augmix|onehot(3)", (8, 8)),
-        ("decode|resize_pillow(4)|pad(1)|pad(2)", (10, 10)),
         ("", None),
-        ("decode|pad(4)", None),
         ("decode|resize(8)|resize_long(16)", None),
     ],
 )
@@ -176,18 +169,9 @@ def test_size_is_that_of_the_images_which_the_ops_yield(pp, expected):
     assert Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"].shape[:2] == expected
 
 
-@pytest.mark.parametrize(
-    ("pp", "message"),
-    [
-        ("decode|resize(8)|pad(1)|value_range", "resizes and crops as other libraries cannot"),
-        ("decode|resize_small(8)|central_crop|value_range", "has no size of images"),
-        ("decode|resize(8)", "should have one value_range"),
-        ("decode|resize(8)|value_range(1, 1)", "should have one value_range"),
-    ],
-)
-def test_steps_that_no_processor_has_are_refused_in_one_line(pp, message):
-    with refused(CheckpointError, match=message):
-        hf_processor.write(pp)
+def test_steps_that_no_processor_has_are_refused_in_one_line():
+    with refused(CheckpointError, match="resizes and crops as other libraries cannot"):
+        hf_processor.write("decode|resize(8)|pad(1)|value_range")
 
 
 @pytest.mark.parametrize("op", [

@@ -103,9 +103,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
 
     tokens = random_tokens(VOCAB, LENGTH)
     expected = their_logits(theirs, tokens)
-    difference = largest_difference(our_logits(weights, tokens), expected)
-    print(f"{name}: largest difference {difference:.1e}")
-    assert difference < 2e-5
+    assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
     (tmp_path / "ours").mkdir()
     family = FAMILIES[weights.family]
@@ -125,30 +123,21 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
 
 @pytest.mark.interop
 @pytest.mark.slow
-def test_shards_and_files_of_pytorch_hold_the_same_model(tmp_path):
+def test_shards_of_safetensors_and_of_pytorch_hold_the_same_model(tmp_path):
     torch, _ = libraries()
-    theirs = random_model("gpt2 tied")
-    folders = {kind: tmp_path / kind for kind in ("one", "shards", "bin", "bin shards")}
-    theirs.save_pretrained(folders["one"])
-    theirs.save_pretrained(folders["shards"], max_shard_size="50KB")
-    expected = open_weights(folders["one"])
-    assert len(list(folders["shards"].glob("*.safetensors"))) > 2
+    random_model("gpt2 tied").save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    expected = open_weights(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    (folder := tmp_path / "bin").mkdir()
+    (folder / "config.json").write_bytes((tmp_path / "shards" / "config.json").read_bytes())
     state = {name: torch.from_numpy(tensor.read()) for name, tensor in tensors_of(expected).items()}
-    for kind in ("bin", "bin shards"):
-        folders[kind].mkdir()
-        (folders[kind] / "config.json").write_bytes((folders["one"] / "config.json").read_bytes())
-    torch.save(state, folders["bin"] / "pytorch_model.bin")
-    names = sorted(state)
-    index = {}
-    for i, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"pytorch_model-0000{i}-of-00002.bin"
-        torch.save({n: state[n] for n in part}, folders["bin shards"] / file)
-        index |= dict.fromkeys(part, file)
-    (folders["bin shards"] / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    for folder in folders.values():
-        found = open_weights(folder)
-        assert found.description == expected.description
-        assert_trees_equal(dict(found.read()), dict(expected.read()))
+    index = {name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin" for i, name in enumerate(sorted(state))}
+    for file in set(index.values()):
+        torch.save({name: state[name] for name in state if index[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    found = open_weights(folder)
+    assert found.description == expected.description
+    assert_trees_equal(dict(found.read()), dict(expected.read()))
 
 
 def rewrite(folder, change=lambda tensors: tensors, **config):
@@ -262,10 +251,6 @@ def test_scaled_frequencies_are_those_of_transformers_in_every_form_of_the_confi
     assert largest_difference(our_logits(open_weights(folder), tokens), their_logits(theirs, tokens)) < 2e-5
 
 
-def without(name):
-    return lambda tensors: {n: x for n, x in tensors.items() if n != name}
-
-
 def keep(tensors):
     return tensors
 
@@ -274,7 +259,6 @@ def reshaped(name):
     return lambda tensors: {**tensors, name: np.zeros((3, 5), np.float32)}
 
 
-QUERY = "model.layers.1.self_attn.q_proj.weight"
 BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 
 
@@ -282,18 +266,10 @@ BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 UNSUITABLE = [
     ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
     ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
-    ("llama", keep, dict(rope_scaling=LLAMA_3 | dict(high_freq_factor=1.0)), "low_freq_factor=1.0 should be below"),
-    ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
-    ("llama", keep, dict(attention_bias=True), "mlp_bias=False is not supported, only True"),
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
-    ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
-    ("llama", reshaped(QUERY), {}, f"1 of another shape: {QUERY} (checkpoint (3, 5), model (48, 48))"),
     ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
-    ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
     ("mistral", keep, dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
-    ("qwen3", keep, WINDOWS | dict(layer_types=None, max_window_layers=1), "max_window_layers=1 is not supported"),
     ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
-    ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
     ("neox parallel .5", reshaped(BIAS), {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
 ]  # fmt: skip
 
@@ -329,8 +305,6 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
          "GPT-2 cannot express parallel=True (only False)"),
         ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
-        ("llama", dict(qk_norm="rmsnorm", norm_epsilon=1e-3), "qk_norm_epsilon=1e-06 (only 0.001)"),
-        ("gpt_neox", dict(norm="layernorm", mlp="gelu", use_bias=True, num_key_heads=4), "num_key_heads=4 (only 12)"),
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):

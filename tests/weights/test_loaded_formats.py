@@ -31,16 +31,6 @@ def described(model, **values):
     return model._replace(description=model.description._replace(**values))
 
 
-@pytest.mark.parametrize("read", [dcvit.load, open_saved])
-def test_errors_of_a_description_name_the_file(read, tmp_path):
-    model = conversion_models.image_model(depth=1, **PLAIN)[2]
-    write(described(model, fields={**model.description.fields, "posemb": "cosine"}), tmp_path)
-    with pytest.raises(CheckpointError, match="posemb='cosine'; known: 'learn', 'sincos2d'") as error:
-        read(tmp_path)
-    assert str(error.value).startswith(str(tmp_path))
-    assert "config" not in str(error.value)
-
-
 def test_classes_without_names_have_numbers(tmp_path):
     for to in ("safetensors", "hf", "timm"):
         folder = write(conversion_models.image_model(depth=1, **PLAIN)[2], tmp_path / to, to)
@@ -80,14 +70,13 @@ def test_probabilities_of_several_labels_stay_sigmoids(to, fields, tmp_path):
         assert saved.config().get("loss") == ("sigmoid_xent" if multilabel else None)
 
 
-@pytest.mark.parametrize(("to", "multilabel", "warns"), [("timm", True, True), ("timm", False, False),
-                                                           ("hf", True, False)])  # fmt: skip
-def test_a_format_of_logits_only_is_a_warning(to, multilabel, warns, tmp_path, caplog, monkeypatch):
-    model = described(conversion_models.image_model(depth=1, **PLAIN)[2], multilabel=multilabel)
-    monkeypatch.setitem(conversion.WRITERS, to, refuse_to_write)
-    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="not written"):
-        conversion.convert([tmp_path / "model"], tmp_path / to, to, lambda _: model)
-    assert ("timm cannot say that probabilities are sigmoids of the logits" in caplog.text) == warns
+def test_a_format_of_logits_only_is_a_warning(tmp_path, caplog, monkeypatch):
+    model = described(conversion_models.image_model(depth=1, **PLAIN)[2], multilabel=True)
+    for to, warns in (("hf", False), ("timm", True)):
+        monkeypatch.setitem(conversion.WRITERS, to, refuse_to_write)
+        with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="not written"):
+            conversion.convert([tmp_path / "model"], tmp_path / to, to, lambda _: model)
+        assert ("timm cannot say that probabilities are sigmoids of the logits" in caplog.text) == warns
 
 
 def refuse_to_write(weights, folder):
@@ -219,9 +208,6 @@ def test_transformers_opens_the_tokenizer_of_bytes(bytes_folder):
         assert tokenizer(text)["input_ids"] == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
         assert tokenizer.eos_token_id == tokenizer.pad_token_id == BYTE_END_OF_TEXT
-    pipeline = transformers.pipeline("text-generation", model=str(bytes_folder), device="cpu")
-    (found,) = pipeline(text, max_new_tokens=2, do_sample=False)
-    assert found["generated_text"].startswith(text)
 
 
 @pytest.mark.slow

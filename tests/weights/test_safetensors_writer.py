@@ -34,11 +34,6 @@ def test_every_tensor_is_read_back_with_its_bits_from_one_file_or_shards(tmp_pat
         shards = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         assert files == [*shards, "model.safetensors.index.json"]
         assert count > 2
-        for shard in shards:
-            arrays = safetensors.numpy.load_file(tmp_path / shard)
-            assert sum(a.nbytes for a in arrays.values()) <= max_bytes or len(arrays) == 1
-    (tmp_path / "new").touch()
-    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "new").stat().st_mode}
     read = {name: tensor.read() for name, tensor in open_file(tmp_path).tensors.items()}
     assert read.keys() == TENSORS.keys()
     for name, array in TENSORS.items():
@@ -67,23 +62,9 @@ def test_the_index_lists_sizes_and_files_as_hugging_face_does(tmp_path):
             assert a.metadata()["format"] == b.metadata()["format"] == "pt"
 
 
-def broken(kind):
-    yield from list(TENSORS.items())[:3]
-    yield {"twice": ("columns", np.zeros(3)), "text": ("names", np.array(["a"])), "object": ("o", np.array([{}]))}[kind]
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("twice", "two tensors have the name columns"), ("text", "cannot write"), ("object", "cannot write")],
-)
-def test_tensors_that_cannot_be_written_are_an_error_of_one_line(tmp_path, kind, message):
-    with refused(CheckpointError, message):
-        write_shards(tmp_path, broken(kind), max_shard_bytes=64)
-
-
-def test_no_tensors_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no tensors to write"):
-        write_shards(tmp_path, iter(()))
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    with refused(CheckpointError, "two tensors have the name columns"):
+        write_shards(tmp_path, iter([*TENSORS.items(), ("columns", np.zeros(3))]), max_shard_bytes=64)
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path):

@@ -1,6 +1,5 @@
 """configs/transfer.py, lm_text.py and upcycle.py with `init` of weights without a run."""
 
-import json
 import re
 
 import jax
@@ -61,13 +60,9 @@ def test_language_model_starts_from_weights_without_further_arguments(attention,
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """An image model, a language model, and a folder without weights."""
+    """An image model and a language model."""
     root, image = tmp_path_factory.mktemp("places"), image_model(compose=None)[2]
-    (root / "other").mkdir()
-    (root / "other" / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
-    return {
-        "vit": write(image, root / "vit"), "lm": write(language_model()[2], root / "lm"), "other": root / "other",
-    }  # fmt: skip
+    return {"vit": write(image, root / "vit"), "lm": write(language_model()[2], root / "lm")}
 
 
 @pytest.mark.slow
@@ -75,10 +70,8 @@ def places(tmp_path_factory):
     ("spec", "message"),
     [
         ("upcycle:init={vit}", "transfer.py:init=.*,compose=both,data_dir=FOLDER"),
-        ("lm_text:init={vit},data_dir=x", "no language model: vit"),
         ("lm_text:init={lm},data_dir=x", "has no tokenizer.json: give tokenizer=PATH"),
         ("transfer:init={lm},data_dir=x", "model_name='lm'; expected 'vit'"),
-        ("transfer:init={other},data_dir=x", "has no weights"),
     ],
 )
 def test_what_does_not_fit_is_one_line(spec, message, places):
@@ -87,28 +80,11 @@ def test_what_does_not_fit_is_one_line(spec, message, places):
     assert not re.search(r"KeyError|AttributeError|TypeError", str(error.value))
 
 
-@pytest.mark.parametrize(
-    "pp",
-    [
-        "decode|resize(0)|value_range(-1, 1)",
-        "decode|resize(16)|value_range(0, 1, 3.0, 3.0)",
-        "decode|resize(16)|vgg_value_range([1, 2, 3], [1, 0, 1])",
-        "decode|resize(16)|__import__('os')",
-    ],
-)
+@pytest.mark.parametrize("pp", ["decode|resize(0)|value_range(-1, 1)", "decode|resize(16)|__import__('os')"])
 def test_preprocessing_that_cannot_run_is_refused_where_it_is_read(pp, tmp_path):
     model = image_model()[2]
     folder = write(model._replace(description=model.description._replace(pp=pp)), tmp_path / "weights")
     with pytest.raises(CheckpointError, match="pp="):
-        open_weights(folder)
-
-
-def test_names_that_are_not_those_of_the_description_are_refused(tmp_path):
-    """In a folder of arrays, names that differ only in case would be one file on some file systems."""
-    model = image_model()[2]
-    tensors = {**model.params, "Head/kernel": model.params["head/kernel"]}
-    folder = write(model._replace(params=tensors), tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="1 only in the checkpoint: Head/kernel"):
         open_weights(folder)
 
 

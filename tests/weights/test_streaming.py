@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import tracemalloc
 import weakref
 import zlib
 
@@ -20,7 +19,6 @@ import dcvit
 from dcvit.config import values
 from dcvit.errors import CheckpointError
 from dcvit.hub.kinds import make_model
-from dcvit.hub.source import ModelSource
 from dcvit.models import lm
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.sharding import make_mesh, shardings
@@ -32,9 +30,10 @@ from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 
 
-def llama_folder(folder, *, width, depth, mlp, vocab, dtype, max_shard_bytes):
-    """Write a LLaMA model with random weights, one tensor at a time; return its largest tensor in bytes."""
-    largest = 0
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A LLaMA model in files of bfloat16, and its parameters as shapes."""
+    width, depth, mlp, vocab = 32, 2, 64, 48
     shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     for i in range(depth):
         layer = f"model.layers.{i}"
@@ -42,30 +41,17 @@ def llama_folder(folder, *, width, depth, mlp, vocab, dtype, max_shard_bytes):
         shapes |= {f"{layer}.mlp.{name}_proj.weight": (mlp, width) for name in ("gate", "up")}
         shapes |= {f"{layer}.mlp.down_proj.weight": (width, mlp)}
         shapes |= {f"{layer}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-
-    def tensors():
-        nonlocal largest
-        rng = np.random.default_rng(0)
-        for name, shape in shapes.items():
-            array = rng.standard_normal(shape, np.float32).astype(dtype)
-            largest = max(largest, array.nbytes)
-            yield name, array
-
-    folder.mkdir()
-    write_shards(folder, tensors(), max_shard_bytes=max_shard_bytes)
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()
+    }
+    folder = tmp_path_factory.mktemp("llama")
+    write_shards(folder, iter(tensors.items()), max_shard_bytes=20_000)
     config = {
         "model_type": "llama", "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": depth,
         "num_attention_heads": 8, "intermediate_size": mlp, "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    return largest
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A file of bfloat16, and the model's parameters as shapes."""
-    folder = tmp_path_factory.mktemp("llama") / "model"
-    llama_folder(folder, width=32, depth=2, mlp=64, vocab=48, dtype=ml_dtypes.bfloat16, max_shard_bytes=20_000)
     weights = open_weights(folder)
     net = lm.Model(48, **weights.description.fields)
     return weights, jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))["params"]
@@ -95,19 +81,13 @@ def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes
     assert largest == (1 if strategy == "ddp" else 1 / 8)
 
 
-def unreadable(tensors):
-    return {name: Tensor(tensor.shape, None) for name, tensor in tensors.items()}
-
-
 def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
     weights, shapes = small
     like = targets(shapes, make_mesh([("data", 8)]), "ddp")
     head = jax.tree.map(lambda x: x, {**like, "head": {"kernel": like["embedding"]["embedding"]}})
+    unreadable = {name: Tensor(tensor.shape, None) for name, tensor in weights.params.items()}
     with pytest.raises(CheckpointError, match=r"1 only in the model: head/kernel"):
-        place_params(unreadable(weights.params), head, "file")
-    wide = {**like, "embedding": {"embedding": head["head"]["kernel"].update(shape=(49, 32))}}
-    with pytest.raises(CheckpointError, match=r"embedding/embedding \(checkpoint \(48, 32\), model \(49, 32\)\)"):
-        place_params(unreadable(weights.params), wide, "file")
+        place_params(unreadable, head, "file")
 
 
 @pytest.fixture
@@ -168,17 +148,6 @@ def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
     assert not model.params["embedding"]["embedding"].sharding.is_fully_replicated
 
 
-def test_a_number_that_is_not_finite_is_named(small):
-    weights, shapes = small
-    tensors = dict(weights.params)
-    path = "Transformer/decoderblock_1/mlp_norm/scale"
-    scale = tensors[path].read().astype(np.float32)
-    scale[[3, 5]] = np.nan
-    tensors[path] = Tensor(scale.shape, lambda: scale)
-    with pytest.raises(CheckpointError, match=rf"^file: {path} has numbers that are not finite .*such as nan;"):
-        place_params(tensors, shapes, "file")
-
-
 def test_an_array_of_several_layers_is_read_once_for_its_checksums():
     reads = []
 
@@ -195,22 +164,10 @@ def test_an_array_of_several_layers_is_read_once_for_its_checksums():
 
 
 def test_a_stack_with_a_missing_layer_is_refused(small):
-    """Also if the file has a layer beyond the model's instead."""
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
     tensors = dict(weights.params)
-    lost = tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
+    tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=f"; 1 only in the model: {name}$"):
         place_params(tensors, shapes, "file")
-    with pytest.raises(CheckpointError, match=f"decoderblock_4/mlp_norm/scale; 1 only in the model: {name}$"):
-        place_params({**tensors, "Transformer/decoderblock_4/mlp_norm/scale": lost}, shapes, "file")
-
-
-def test_an_archive_is_recognized_without_its_arrays(tmp_path):
-    np.savez(tmp_path / "a.npz", **{"params/head/kernel": np.zeros((64, 1 << 16), np.float32)})
-    tracemalloc.start()
-    assert not ModelSource(tmp_path / "a.npz").is_described  # but a checkpoint of big_vision's format
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20

@@ -28,60 +28,23 @@ def test_the_header_describes_a_folder_without_config(tmp_path, max_shard_bytes)
     assert (weights.family, weights.description) == ("own", model.description)
 
 
-def test_a_single_file_comes_before_shards_as_in_transformers(tmp_path):
-    write_shards(tmp_path, ((name, array + 1) for name, array in ARRAYS.items()), max_shard_bytes=64)
-    (tmp_path / "other").mkdir()
-    write_shards(tmp_path / "other", iter(ARRAYS.items()))
-    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(open_file(tmp_path).tensors["norm/scale"].read(), ARRAYS["norm/scale"])
-
-
-def test_the_index_of_another_format_is_ignored(tmp_path):
-    write_shards(tmp_path, iter(ARRAYS.items()))
-    index = {"weight_map": {"head/kernel": "flax_model-00001-of-00001.msgpack"}}
-    (tmp_path / "flax_model.msgpack.index.json").write_text(json.dumps(index))
-    assert open_file(tmp_path).tensors.keys() == ARRAYS.keys()
-
-
-@pytest.mark.parametrize(
-    ("files", "message"), [({}, "expected weight_map"), ({"a": ""}, "names '', which"), ({"a": ".."}, "no file")]
-)
-def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(CheckpointError, match=message):
+def test_an_index_without_names_of_files_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ".."}}))
+    with pytest.raises(CheckpointError, match="no file"):
         open_file(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(model_name="mlp"), "model_name='mlp'; expected vit or lm"),
-        (dict(class_names=["a", "b"]), "has 2 class_names; expected 4"),
-        (dict(multilabel="yes"), "multilabel='yes'; expected bool"),
-        (dict(fields={"width": [1]}), r"width=\(1,\) should be of type int"),
-    ],
-)
-def test_a_description_of_no_model_is_refused(tmp_path, values, message):
-    description = own.to_json(DESCRIPTION._replace(**values))
+def test_a_description_of_no_model_is_refused(tmp_path):
+    description = own.to_json(DESCRIPTION._replace(fields={"width": [1]}))
     write_shards(tmp_path, iter(ARRAYS.items()), metadata={"dcvit": json.dumps(description)})
-    with pytest.raises(CheckpointError, match=message) as error:
+    with refused(CheckpointError, "width=(1,) should be of type int"):
         open_weights(tmp_path)
-    assert len(str(error.value)) < len(str(tmp_path)) + 300
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(depth="x"), "depth='x' should be of type int"),
-        (dict(num_heads=5), "num_heads=5 does not divide width=768"),
-        (dict(id2label=5), "id2label=5; expected an object"),
-        (dict(model_type="dcformer"), "vocab_size=None; expected a positive integer"),
-    ],
-)
-def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
+def test_a_config_of_the_modeling_file_is_checked(tmp_path):
     write_shards(tmp_path, iter(ARRAYS.items()))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", **values}))
-    with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", "num_heads": 5}))
+    with pytest.raises(CheckpointError, match="num_heads=5 does not divide width=768"):
         open_weights(tmp_path)
 
 
@@ -97,7 +60,6 @@ GENERATION = "generation_config.json"
         ({"label_names": ["n1", "n2", "n3"], "label_descriptions": {"n1": "x", "n3": "y"}}, ("x", "n2", "y")),
         ({"pretrained_cfg": {"label_names": {"2": "c"}}}, ("0", "1", "c")),
         ({"id2label": {"0": "a"}}, "id2label={'0': 'a'}; expected a name for each of the 3 classes"),
-        ({"label_names": {"0": [1]}}, "expected a name for each"),
     ],
 )  # fmt: skip
 def test_class_names_of_other_libraries(config, expected):
@@ -138,9 +100,3 @@ def test_crop_of_an_image_is_read_and_written_for_timm(resized):
         found = timm_vit.config(Description("vit", 4, TIMM, pp))["pretrained_cfg"]
         assert (found["crop_mode"], found["crop_pct"]) == (mode, pytest.approx(40 / resized))
         assert timm_vit._pp(found) == pp
-
-
-def test_a_crop_of_another_ratio_than_the_image_is_refused_for_timm():
-    pp = 'decode|resize([40, 60], "bicubic", True)|central_crop(32)|value_range(-1, 1)'
-    with pytest.raises(CheckpointError, match=r"timm cannot express a crop of .32, 32. pixels from .* .40, 60. pixels"):
-        timm_vit.config(Description("vit", 4, TIMM, pp))
