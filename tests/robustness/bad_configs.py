@@ -42,7 +42,7 @@ VALUES = {
 
 
 MISSPELT_CONFIGS = {  # the error suggests the correct name
-    ":attention=mah": bad(train("vit_digits:attention=mah"), "mha"),
+    ":atention=mha": bad(train("vit_digits:atention=mha"), "attention"),
 }
 
 MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
