@@ -111,7 +111,7 @@ def test_sampled_text_depends_on_the_request_and_not_on_its_batch(one):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 4}, "num_beams=4, which is not supported"),
+        ({"num_beams": 4}, "'num_beams': 4}, which is not supported"),
         ({"max_gen_toks": CONTEXT}, "40 new tokens; the model's context is 40"),
         ({"do_sample": True, "top_p": 2.0}, "top_p=2.0"),
     ],
