@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import escaped
+from dcvit.errors import ConfigError, escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,18 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
     args = parser.parse_without_config(argv)
 
-    from dcvit.runs import curves
     from dcvit.training import comparison
 
-    if args.out:
-        curves.check_picture(args.out)
+    if args.out and args.out.suffix not in comparison.FORMATS:
+        raise ConfigError(f"--out {args.out}: expected a name ending in {', '.join(comparison.FORMATS)}")
     runs, errors = comparison.open_runs(args.runs)
-    rows = comparison.results(runs, args.metric)
-    cli.show(rows if args.format in ("csv", "json") else comparison.cells(rows), args.format)
     for error in errors:
         cli.print_error(error)
+    if not runs:
+        return 2
+    cli.show(comparison.results(runs, args.metric), args.format)
     if args.out:
-        curves.plot([(run.name, run.rows) for run in runs], args.out, args.metric)
+        comparison.plot(runs, args.out, args.metric)
         print(escaped(f"curves: {args.out}"), file=sys.stderr)
     return 2 if errors else 0
 

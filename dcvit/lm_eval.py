@@ -7,11 +7,102 @@ folder, which may run code.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import math
+import numbers
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dcvit import cli
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError, first_line_with_type
+
+if TYPE_CHECKING:  # it imports the library, whose variables `prepare` sets before
+    from dcvit.inference.harness import HarnessModel
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+# Resamples of the bootstrap, for metrics whose standard error has no formula. The harness's 100,000 take minutes.
+RESAMPLES = 1000
+
+
+def prepare(online: bool) -> None:
+    """Set the environment variables that lm-evaluation-harness and its libraries read when they are imported.
+
+    Args:
+      online: allow downloads of data that is not in the local cache.
+
+    Raises:
+      ConfigError: the library is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError('this needs lm_eval, which is not installed: pip install "dcvit[eval]"')
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a process with JAX's threads should not fork
+    if not online:
+        os.environ.update(dict.fromkeys(OFFLINE, "1"))
+
+
+def evaluate_tasks(
+    model: HarnessModel,
+    names: Sequence[str],
+    *,
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Run tasks on a model and return the library's results.
+
+    Args:
+      model: the model.
+      names: names of tasks, groups or tags.
+      include_path: a folder of further task files, which may run code.
+      num_fewshot: the number of examples before each question; by default the tasks decide.
+      limit: the maximum number of questions of each task.
+
+    Raises:
+      ConfigError: a task is unknown or not supported, or its data is missing.
+    """
+    from jinja2 import TemplateError
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from yaml import YAMLError
+
+    try:
+        manager = TaskManager(include_path=include_path and str(include_path))
+        with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
+            results: dict[str, Any] = simple_evaluate(
+                model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit,
+                log_samples=False, bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
+            )  # fmt: skip
+        return results
+    except (ConfigError, CheckpointError):
+        raise
+    except (ImportError, KeyError, OSError, ValueError, TemplateError, YAMLError) as e:
+        raise ConfigError(f"lm_eval: {first_line_with_type(e)}") from e
+
+
+def table_rows(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return one table row, with the value and its standard error, for each task or group, metric and filter."""
+    rows: list[dict[str, object]] = []
+    for task, measures in results["results"].items():
+        for key, value in measures.items():
+            metric, comma, name = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            stderr = measures.get(f"{metric}_stderr,{name}")
+            n = results["n-samples"].get(task, {}).get("effective") or measures.get("sample_len")
+            rows.append({
+                "task": task, "metric": metric, "filter": name, "value": _number(value),
+                "stderr": _number(stderr), "n": n, "num_fewshot": results["n-shot"].get(task),
+            })  # fmt: skip
+    return rows
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,32 +125,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise ConfigError(f"--{name} {value}: should be {minimum} or more")
-    names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
-    if not names:
-        raise ConfigError("--tasks names no task")
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
     cli.check_model(args, overrides)
 
-    from dcvit.inference import harness_tasks
     from dcvit.inference.loading import open_model
     from dcvit.inference.texts import LanguageModel
 
     cli.start_jax(forward_only=True)
-    harness_tasks.prepare(args.online)
+    prepare(args.online)
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
-    def make_model() -> HarnessModel:  # after the tasks are loaded
-        model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
-        return HarnessModel(
-            model.module, model.params, model.open_tokenizer(args.tokenizer), end_tokens=model.end_tokens,
-            batch_size=args.batch_size,
-        )  # fmt: skip
-
-    results = harness_tasks.evaluate_tasks(
-        make_model, names, include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
+    opened = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
+    tokenizer = opened.open_tokenizer(args.tokenizer)
+    model = HarnessModel(
+        opened.module, opened.params, tokenizer, end_tokens=opened.end_tokens, batch_size=args.batch_size
     )
-    cli.show(harness_tasks.table_rows(results), args.format)
+    results = evaluate_tasks(
+        model, args.tasks.split(","), include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
+    )
+    cli.show(table_rows(results), args.format)
     return 0
 
 

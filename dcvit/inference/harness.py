@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import chunks, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
@@ -32,8 +32,6 @@ from input_pipeline.text.tokenizer import Tokenizer
 
 SHORTEST = 32  # the smallest length to which rows are padded
 NEW_TOKENS = 256  # the harness's default for a task without a limit; at most half the model's context
-# Options of generation that have no effect at these values; other values are not supported.
-NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
 
 Batch = dict[str, Array]
 Request = tuple[object, list[int], list[int]]  # anything, the tokens of a context, the tokens of its continuation
@@ -69,18 +67,17 @@ def read_generation_options(options: Mapping[str, object], context: int) -> tupl
     """Return the options and the stop strings of a request's `generation_kwargs`, for a model with this context.
 
     Raises:
-      ConfigError: an unsupported option, a value out of its range, or a number of new tokens that leaves no room for a
-        prompt.
+      ConfigError: an unsupported option, or a value out of its range.
     """
     given = dict(normalize_gen_kwargs(dict(options), min(NEW_TOKENS, context // 2)))
     until, max_tokens = given.pop("until"), int(given.pop("max_gen_toks"))
-    temperature = float(given.pop("temperature", 1.0)) if given.pop("do_sample") else 0.0
-    given.pop("temperature", None)
-    sampling = Sampling(temperature, int(given.pop("top_k", 0) or 0), float(given.pop("top_p", 1.0) or 1.0))
+    sampled, temperature = given.pop("do_sample"), float(given.pop("temperature", 1.0))
+    sampling = Sampling(
+        temperature if sampled else 0.0, int(given.pop("top_k", 0) or 0), float(given.pop("top_p", 1.0) or 1.0)
+    )
     sampling.check()
-    for key, value in given.items():
-        if key not in NEUTRAL or value != NEUTRAL[key]:
-            raise ConfigError(f"a task's generation_kwargs ask for {key}={value!r}, which is not supported")
+    if given and given != {"num_beams": 1}:
+        raise ConfigError(f"a task's generation_kwargs have {given}, which is not supported")
     if not 1 <= max_tokens < context:
         raise ConfigError(f"a task asks for {max_tokens} new tokens; the model's context is {context} with the prompt")
     return Options(max_tokens, sampling), [text for text in until if text]
@@ -150,7 +147,7 @@ class HarnessModel(TemplateLM):
                 )
             rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        parts = list(_split(order, self.batch_size))
+        parts = list(chunks(order, self.batch_size))
         batches = prefetch((self._batch([rows[i] for i in part]) for part in parts), self.mesh, self.batch_size)
         results: dict[int, tuple[float, bool]] = {}
         with ProgressBar("loglikelihood", len(rows)) as bar:
@@ -213,7 +210,7 @@ class HarnessModel(TemplateLM):
                 room = self.max_length - options.max_tokens
                 prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.end] for i in members}
                 members.sort(key=lambda i: -len(prompts[i]))
-                for part in _split(members, self.batch_size):
+                for part in chunks(members, self.batch_size):
                     found = self._continue([prompts[i] for i in part], part, options, until)
                     texts.update(zip(part, found, strict=True))
                     bar.show(len(texts))
@@ -231,9 +228,3 @@ class HarnessModel(TemplateLM):
             for i, piece in pieces:
                 texts[i] += piece
         return [text + stream.rest() for text, stream in zip(texts, streams, strict=True)]
-
-
-def _split(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield the items in consecutive slices of `size` items; the last may be shorter."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

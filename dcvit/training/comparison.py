@@ -1,9 +1,8 @@
-"""Comparison of runs: results, speed and state, from the files of their workdirs."""
+"""Comparison of runs from the files of their workdirs: results, speed and state, and a picture of training curves."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import math
 import statistics
@@ -14,18 +13,19 @@ from typing import Any, TypeAlias
 from dcvit.config import values
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError, MetricsError, nearest
-from dcvit.runs import curves, metrics
+from dcvit.runs import metrics
 from dcvit.runs.files import Folder
 from dcvit.runs.lock import is_locked
 from dcvit.runs.seeds import workdir_seeds
 from dcvit.runs.steps import saved_steps
+from input_pipeline.optional import require
 
 # Metrics of evaluators that are better if lower; all others are better if higher.
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "nats_per_document")
-CELLS = {"img/s": "{:,.0f}", "tok/s": "{:,.0f}", "ms/step": "{:,.1f}", "MFU": "{:.1%}"}  # formats of columns
+DRAWN = ("top1", "mean_ap", "bits_per_byte", "loss")  # metrics of evaluators in the picture, by preference
+FORMATS = (".png", ".pdf", ".svg")  # of the picture
 
-Facts: TypeAlias = Mapping[str, Any]  # values by name of a column, or by key of a config
-Row: TypeAlias = dict[str, Any]  # of a table: strings, numbers and None by name of a column
+Row: TypeAlias = Mapping[str, Any]  # of a table or a file: strings, numbers and None by name of a column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,39 +33,20 @@ class RecordedRun:
     """A run, as the files of its workdir describe it.
 
     Fields:
-      name: the last parts of the path, as many as distinguish the compared runs.
       workdir: the folder of the run.
-      config: the config; empty without config.json.
       rows: the rows of metrics.jsonl, at least one.
       timing: the rows of timing.jsonl.
-      total: the number of steps of the complete run; None if it is not known.
+      total: the number of steps of the complete run.
     """
 
-    name: str
     workdir: Folder
-    config: Facts
-    rows: Sequence[Facts]
-    timing: Sequence[Facts]
+    rows: Sequence[Row]
+    timing: Sequence[Row]
     total: int | None
 
-    def column(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each row with a finite number `name`."""
-        return [(row["step"], row[name]) for row in (*self.rows, *self.timing) if row.get(name) is not None]
-
-    def last(self, name: str) -> float | None:
-        """Return the last value of `name`; None if there is none."""
-        found = self.column(name)
-        return found[-1][1] if found else None
-
-    def median(self, name: str) -> float | None:
-        """Return the median of the values of `name`; None if there are none."""
-        found = self.column(name)
-        return statistics.median(value for _, value in found) if found else None
-
-    def best(self, name: str) -> float | None:
-        """Return the best value of a metric after step 0, or of step 0 if there are no other."""
-        found = [value for step, value in self.column(name) if step] or [value for _, value in self.column(name)]
-        return (min if lower_is_better(name) else max)(found) if found else None
+    def column(self, name: str) -> list[float]:
+        """Return the finite numbers `name` of the rows."""
+        return [row[name] for row in (*self.rows, *self.timing) if row.get(name) is not None]
 
     @property
     def evaluations(self) -> list[str]:
@@ -81,38 +62,28 @@ def open_runs(folders: Iterable[Folder]) -> tuple[list[RecordedRun], list[str]]:
 
     Returns:
       The runs that can be read, and an error for each of the others.
-
-    Raises:
-      ConfigError, MetricsError: no run can be read.
     """
     workdirs = [workdir for folder in folders for workdir in workdir_seeds(folder) or [folder]]
-    runs, errors = list[RecordedRun](), list[ConfigError | MetricsError]()
-    for name, workdir in zip(curves.labels(workdirs), workdirs, strict=True):
+    runs, errors = [], []
+    for workdir in workdirs:
         try:
-            runs.append(_read(name, workdir))
+            runs.append(_read(workdir))
         except (ConfigError, MetricsError) as e:
-            errors.append(e)
-    if not runs:
-        raise errors[0]
-    return runs, [str(e) for e in errors]
+            errors.append(str(e))
+    return runs, errors
 
 
-def _read(name: str, workdir: Folder) -> RecordedRun:
+def _read(workdir: Folder) -> RecordedRun:
     rows = metrics.read(workdir / "metrics.jsonl")
     if not rows:
         raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
-    timing = metrics.read(workdir / "timing.jsonl")
-    if not (workdir / "config.json").is_file():
-        return RecordedRun(name, workdir, {}, rows, timing, None)
-    config = values.read_json(workdir / "config.json").to_dict()
-    examples = 0
-    if (workdir / "data.json").is_file():
-        try:
-            examples = int(json.loads((workdir / "data.json").read_text())["examples"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-            raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
-    total = Durations(config["input"]["batch_size"], examples).steps(config, "total")
-    return RecordedRun(name, workdir, config, rows, timing, total or None)
+    config = values.read_json(workdir / "config.json")
+    try:
+        examples = int(json.loads((workdir / "data.json").read_text())["examples"])
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
+    total = Durations(config.input.batch_size, examples).steps(config, "total")
+    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total)
 
 
 def lower_is_better(metric: str) -> bool:
@@ -145,47 +116,69 @@ def state(run: RecordedRun) -> str:
 
     A run in an object store, which has no lock, may still run when it counts as stopped.
     """
-    last = max([run.rows[-1]["step"], *saved_steps(run.workdir)])
     if isinstance(run.workdir, Path) and is_locked(run.workdir):
         return "running"
-    if run.total and last >= run.total:
-        return "done"
-    return "stopped"
+    last = max([run.rows[-1]["step"], *saved_steps(run.workdir)])
+    return "done" if run.total and last >= run.total else "stopped"
 
 
 def _result(run: RecordedRun, names: Sequence[str]) -> Row:
-    language = run.config.get("model_name") == "lm"
-    context = run.config["model"].get("context") if language else None
-    rate, step = run.median("examples_per_second"), run.median("step_seconds")
-    row: Row = {
-        "run": run.name, "step": run.rows[-1]["step"], "total": run.total, "state": state(run),
-        "parameters": run.last("num_params"),
-    }  # fmt: skip
+    """Return the table row of a run, with the last and the best value after step 0 of the metrics `names`."""
+    row = {"run": str(run.workdir), "step": run.rows[-1]["step"], "total": run.total, "state": state(run)}
+    row["parameters"] = _last(run.column("num_params"))
     for name in names:
-        row |= {name: run.last(name), f"best {name}": run.best(name)}
-    return row | {
-        "loss": run.last("loss"), "img/s": None if language else rate, "tok/s": context and rate and context * rate,
-        "ms/step": step and 1000 * step, "MFU": run.median("mfu"), "seconds": run.last("seconds"),
-    }  # fmt: skip
+        trained = [each[name] for each in run.rows if each["step"] and each.get(name) is not None]
+        row[name] = _last(run.column(name))
+        row[f"best {name}"] = (min if lower_is_better(name) else max)(trained, default=None)
+    row["loss"] = _last(run.column("loss"))
+    for name in ("examples_per_second", "step_seconds", "mfu"):
+        found = run.column(name)
+        row[name] = statistics.median(found) if found else None
+    row["seconds"] = _last(run.column("seconds"))
+    return row
 
 
-def cells(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of `results` for reading: rounded numbers."""
-    shown = []
-    for row in rows:
-        cell: Row = {}
-        for key, value in row.items():
-            if key == "total":
-                cell["step"] = f"{cell['step']}/{_cell(key, value)}" if value is not None else cell["step"]
-            elif key == "seconds":
-                cell["time"] = None if value is None else str(datetime.timedelta(seconds=round(value)))
-            else:
-                cell[key] = _cell(key, value)
-        shown.append(cell)
-    return shown
+def _last(found: Sequence[float]) -> float | None:
+    return found[-1] if found else None
 
 
-def _cell(key: str, value: str | float | None) -> str | None:
-    if isinstance(value, float):
-        return CELLS.get(key, "{:.4f}").format(value)
-    return f"{value:,}" if isinstance(value, int) else value
+def plot(runs: Sequence[RecordedRun], out: Path, metric: str | None = None) -> None:
+    """Draw the training loss of each run, and a metric of its evaluators, over the training step.
+
+    Args:
+      runs: the runs.
+      out: the picture, whose suffix is one of `FORMATS`.
+      metric: the metric, "EVALUATOR/METRIC"; None is the first of `DRAWN` that a run has, of each of its evaluators.
+    """
+    require("matplotlib").use("Agg")
+    plt = require("matplotlib.pyplot")
+    plt.rc("text", parse_math=False)  # a name may contain $
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for i, run in enumerate(runs):
+        style: dict[str, str] = {"color": f"C{i}", "marker": "."}
+        label = str(run.workdir).lstrip("_")  # matplotlib hides labels that begin with an underscore
+        left.plot(*_points(run.rows, "loss"), label=label, **style)
+        for drawn, line in zip([metric] if metric else _drawn(run), ("-", "--", ":", "-."), strict=False):
+            right.plot(*_points(run.rows, drawn), linestyle=line, label=f"{label} {drawn}", **style)
+    left.set(xlabel="step", ylabel="training loss (nats)")
+    right.set(xlabel="step", ylabel="evaluation")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def _drawn(run: RecordedRun) -> list[str]:
+    """Return the names "EVALUATOR/METRIC" of the first of `DRAWN` that a run has."""
+    for metric in DRAWN:
+        if found := [name for name in run.evaluations if name.endswith(f"/{metric}")]:
+            return found
+    return []
+
+
+def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of the rows that have the metric `name`; null, which was not finite, is NaN."""
+    found = [row for row in rows if name in row]
+    return [row["step"] for row in found], [math.nan if row[name] is None else row[name] for row in found]

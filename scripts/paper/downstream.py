@@ -17,8 +17,8 @@ from paper import runs, scaling
 from paper.runs import CONTEXT, METRIC, cells, decision, minus, settings
 from paper.table import Table, bars
 
+from dcvit import lm_eval
 from dcvit.hub.model import open_trained
-from dcvit.inference import harness_tasks
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.stdlib import Source
@@ -124,9 +124,9 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
         from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
         trained = open_trained(workdir)
-        results = harness_tasks.evaluate_tasks(
-            lambda: HarnessModel(*trained.language_model(), trained.tokenizer(), batch_size=64),
-            (CLOZE, CHOICE), include_path=tasks, num_fewshot=None, limit=None,
+        results = lm_eval.evaluate_tasks(
+            HarnessModel(*trained.language_model(), trained.tokenizer(), batch_size=64), (CLOZE, CHOICE),
+            include_path=tasks,
         )["results"]  # fmt: skip
         return {
             "cloze": 100 * results[CLOZE]["acc,none"], "choice": 100 * results[CHOICE]["acc_norm,none"],
@@ -142,7 +142,7 @@ def table4(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     Raises:
       ConfigError: lm-evaluation-harness is not installed.
     """
-    harness_tasks.prepare(online=False)
+    lm_eval.prepare(online=False)
     points = scaling.points("figure4", steps)
     models = {family: scaling.run_of(family, points[family][-1], folder) for family in FAMILIES}
     losses = runs.train(models, seeds)

@@ -18,7 +18,7 @@ from harness_library import END, direct, harness_library, made  # noqa: F401
 
 from dcvit import cli
 from dcvit import lm_eval as command
-from dcvit.inference import harness_tasks, loading
+from dcvit.inference import loading
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -114,7 +114,7 @@ def call(one, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call):
-    words = ["--include_path", folder, "--tasks", "colors, words,answers"]
+    words = ["--include_path", folder, "--tasks", "colors,words,answers"]
     status, out, err = call(*words, "--format", "json")
     assert status == 0, err
     rows = {row["task"]: row for row in json.loads(out)}
@@ -159,7 +159,7 @@ def test_a_template_that_fails_is_a_one_line_error(folder, call):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tasks", "color"], "unknown task 'color'; did you mean 'colors'?"),
+        (["--tasks", "color"], "'color' is not a registered task"),
         (["--tasks", "words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
     ],
 )
@@ -176,9 +176,12 @@ def audit(event, args):
     if event in ("socket.connect", "socket.getaddrinfo", "socket.bind"):
         raise RuntimeError(f"network: {event} {args}")
 sys.addaudithook(audit)
-from dcvit import cli, lm_eval
-for tasks in ("piqa", "lambada_openia"):
-    assert cli.run(lm_eval.main, ["--tasks", tasks, "--workdir", "."]) == 2
+from dcvit import errors, lm_eval
+lm_eval.prepare(online=False)
+try:
+    lm_eval.evaluate_tasks(None, ["piqa"])
+except errors.ConfigError as e:
+    print(e)
 """
 
 
@@ -189,14 +192,12 @@ def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_p
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    cached, named = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert cached.startswith("error: task 'piqa': ")
-    assert cached.endswith("--online downloads data that is not in the local cache")
-    assert "did you mean 'lambada_openai'?" in named
-    assert "network" not in done.stderr
+    assert done.stdout.startswith("lm_eval: ")
+    assert done.stdout.count("\n") == 1
+    assert "network" not in done.stdout
 
 
 def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setattr(harness_tasks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert cli.run(command.main, ["--tasks", "piqa", "--workdir", "."]) == 2
     assert 'pip install "dcvit[eval]"' in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
 def test_generation_options_have_the_defaults_of_the_harness_or_are_refused():
     from dcvit.inference.harness import read_generation_options as read
 
-    with pytest.raises(ConfigError, match="num_beams=4, which is not supported"):
+    with pytest.raises(ConfigError, match="'num_beams': 4}, which is not supported"):
         read({"num_beams": 4}, CONTEXT)
     assert read({}, 1000) == (Options(256, Sampling(0.0)), [])
     assert read({"max_tokens": 5, "until": "a", "num_beams": 1}, 40) == (Options(5, Sampling(0.0)), ["a"])

@@ -13,8 +13,8 @@ from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli
 from dcvit.hub.model import open_trained
-from dcvit.inference import harness_tasks
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.lm_eval import OFFLINE
 
 LENGTH = 9
 
@@ -63,7 +63,7 @@ def test_tiny_models_are_trained_once_for_the_table_and_figure_4(paper_main, tmp
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
-    for name in (*harness_tasks.OFFLINE, "DISABLE_MULTIPROC"):
+    for name in (*OFFLINE, "DISABLE_MULTIPROC"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(scaling, "SIZES", ((16, 1, 2), (32, 1, 2)))
     monkeypatch.setattr(downstream, "PER_FILE", 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit.inference import harness_tasks
+from dcvit import lm_eval
 from dcvit.models import lm
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -30,7 +30,7 @@ MODELS = {
 def harness_library():
     """Settings of the library."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*harness_tasks.OFFLINE, "DISABLE_MULTIPROC"):  # the command sets them for its own process
+        for name in (*lm_eval.OFFLINE, "DISABLE_MULTIPROC"):  # the command sets them for its own process
             patch.setenv(name, "1")
         patch.setattr("dcvit.models.losses.POSITIONS", 16)  # smaller than a row, and no divisor of its length
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -17,15 +16,8 @@ __all__ = ["Values", "importable", "is_big_vision", "translate"]
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Make the modules importable that config files of big_vision import, inside the context.
-
-    A big_vision that can be imported is used: configs below `proj` import more of it.
-    """
-    is_there = "big_vision" in sys.modules
-    with contextlib.suppress(ImportError):
-        importlib.import_module("big_vision.configs.common")
-        is_there = True
-    if is_there:
+    """Make the modules importable that config files of big_vision import, inside the context."""
+    if "big_vision" in sys.modules:
         yield
         return
     modules = {name: types.ModuleType(name) for name in ("big_vision", "big_vision.configs")}
@@ -36,5 +28,5 @@ def importable() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "big_vision"]:
+        for name in modules:
             del sys.modules[name]

@@ -5,8 +5,6 @@ The functions have the names, arguments and results of big_vision's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ml_collections import ConfigDict
 
 from dcvit.config.keys import UNITS
@@ -35,31 +33,21 @@ def parse_arg(arg: str | None, **spec: object) -> ConfigDict:
     Raises:
       ValueError: an argument is unknown, or a value has another type.
     """
+    defaults = {key: value if isinstance(value, tuple | list) else (value, type(value)) for key, value in spec.items()}
     words = [word for word in (arg or "").split(",") if word]
     if len(words) == 1 and "=" not in words[0] and spec and words[0] not in spec:
         words = [f"{next(iter(spec))}={words[0]}"]
-    pairs = [word.partition("=") for word in words]
-    given = {key: value if equals else "true" for key, equals, value in pairs}
-    unknown = [key for key in given if key not in spec]
-    if unknown:
-        raise ValueError(f"no argument {unknown[0]!r}; {nearest(unknown[0], spec)}")
-    result = ConfigDict(type_safe=False)
-    for name, value in spec.items():
-        default, kind = value if isinstance(value, tuple | list) else (value, type(value))
-        result[name] = _converted(name, given[name], kind) if name in given else default
+    result = ConfigDict({key: default for key, (default, _) in defaults.items()}, type_safe=False)
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key not in spec:
+            raise ValueError(f"no argument {key!r}; {nearest(key, spec)}")
+        kind = defaults[key][1]
+        if kind is bool:
+            result[key] = {"true": True, "false": False}[text.lower() if equals else "true"]
+        else:
+            result[key] = text if kind is type(None) else kind(text)
     return result
-
-
-def _converted(name: str, text: str, kind: Callable[[str], object]) -> object:
-    """Convert `text` to a value of type `kind`. Raises ValueError if that is not possible."""
-    if kind is bool:
-        if text.lower() not in ("true", "false", ""):
-            raise ValueError(f"argument {name}={text} should be true or false")
-        return text.lower() == "true"
-    try:
-        return text if kind is type(None) else kind(text)
-    except (ValueError, TypeError):
-        raise ValueError(f"argument {name}={text} should be of type {getattr(kind, '__name__', kind)}") from None
 
 
 def get_fewshot_lsr(
@@ -80,9 +68,8 @@ def get_fewshot_lsr(
     return ConfigDict(
         {
             "type": "fewshot_lsr", "representation_layer": "pre_logits", "shots": (1, 5, 10, 25), "l2_reg": 2.0**10,
-            "num_seeds": 3, "prefix": "", "pp_train": pp, "pp_eval": pp,
+            "num_seeds": 3, "pp_train": pp, "pp_eval": pp,
             "datasets": {"pets": DATASETS["pets"]} if runlocal else dict(DATASETS),
-            "display_first": [("pets" if runlocal else "imagenet", 10)],
             **log, **kw,
         }
     )  # fmt: skip

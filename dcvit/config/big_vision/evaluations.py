@@ -7,118 +7,78 @@ import inspect
 from collections.abc import Mapping
 
 from dcvit.config.big_vision.part import Part, Values
-from dcvit.errors import ConfigError, InputError
+from dcvit.errors import ConfigError
 
-NO_EFFECT = {
-    "prefix": "metrics have the evaluator's name",
-    "skip_first": "every evaluator also runs before the first step",
-    "display_first": "all metrics are shown",
-    "prefetch": "batches are prefetched",
-    "cache_final": "batches are computed again",
-    "cache_raw": "examples are read again",
-}
-CACHES = ("none", "pipeline", "raw_data", "final_data", "final")
-EVALUATORS = ("classification", "fewshot_lsr")
+NO_EFFECT_INPUT = ("shuffle_buffer_size", "num_parallel_calls", "prefetch")
+NO_EFFECT = ("prefix", "skip_first", "display_first", "prefetch", "cache", "cache_final", "cache_raw")
 ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
 
 
-def translate_data(data: Part, *, cache: bool = False) -> Values:
-    """Return the translated arguments of a data set, which is of tensorflow-datasets unless `kind` says otherwise.
+def translate_input(part: Part) -> Values:
+    """Return the translated `config.input`."""
+    part.drop(NO_EFFECT_INPUT)
+    raw = part.values.pop("cache_raw", False)
+    data = _data(part)
+    if raw:
+        data.put("cache", True, "cache_raw")
+    return {**part.values, "data": data.values, "pp": translate_pp(part, "pp")}
 
-    Raises:
-      ConfigError: a data set of big_vision's own, or several.
-    """
-    name = data.values.get("name")
+
+def _data(part: Part) -> Part:
+    """Remove the data set of `part` and return it, which is of tensorflow-datasets unless `kind` says otherwise."""
+    data = part.inner("data")
     if "kind" not in data.values:
-        if not isinstance(name, str):
-            raise ConfigError(f"{data.name}={data.values!r} should have the name and split of one data set")
-        if name.startswith("bv:") or name == "from_data_dir":
-            raise data.refuse("name", "expected a data set of tensorflow-datasets")
-        if "image" not in data.values.get("skip_decode", ("image",)):
-            raise data.refuse("skip_decode", "images stay encoded, and `pp` decodes them")
-        data.drop({"skip_decode": "all images stay encoded"})
-        data.values = {"kind": "tfds", **data.values}
-        data.note("kind='tfds' is added")
-    if cache:
-        data.put("cache", True, "cached raw data")
-    return data.values
+        data.put("kind", "tfds", "big_vision's default")
+    return data
 
 
 def translate_evaluators(config: Part) -> Values:
-    """Return the translated options of each evaluator of `evals` and `fewshot`, by the evaluator's name.
-
-    Raises:
-      ConfigError: an evaluator has no equivalent.
-    """
+    """Return the translated options of each evaluator of `evals`, by the evaluator's name."""
     found, evaluators = config.inner("evals"), Values()
     for name in list(found.values):
         part = found.inner(name)
-        kind = part.values.pop("type", name)
-        part.durations({"log": "log"})
-        part.drop(NO_EFFECT)
-        part.expect("pred_kw", ({},), "models take no further arguments")
-        if "batch_size_eval" in config.values and "batch_size" not in part.values:
-            part.put("batch_size", config.values["batch_size_eval"], "config.batch_size_eval")
-        if kind == "fewshot_lsr":
+        if part.values.get("type", name) == "fewshot_lsr":
             evaluators |= _few_shot(part, name)
         else:
-            evaluators[name] = _classification(part, kind)
-    config.values.pop("batch_size_eval", None)
-    if "fewshot" in config.values:
-        part = config.inner("fewshot")
-        part.values.pop("type", None)
-        part.durations({"log": "log"})
-        part.drop(NO_EFFECT)
-        part.note("missing data sets are skipped, because big_vision's trainer does not read this key")
-        evaluators |= {name: {**each, "optional": True} for name, each in _few_shot(part, "fewshot").items()}
+            evaluators[name] = _classification(part, name)
     return evaluators
 
 
 def pp_predict(evaluators: Mapping[str, Values]) -> str:
-    """Return the preprocessing string of image files for `dcvit predict`: that of an evaluator, or ""."""
-    found = {name: each["pp"] for name, each in evaluators.items() if each["type"] == "classification" and each["pp"]}
+    """Return the preprocessing string of image files for `dcvit predict`: that of `val`, `test` or another, or ""."""
+    found = {name: each["pp"] for name, each in evaluators.items() if each["type"] == "classification"}
     names = [*(name for name in ("val", "test") if name in found), *found]
     return without_labels(found[names[0]]) if names else ""
 
 
-def _classification(part: Part, kind: str) -> Values:
-    """Return the options of an evaluator, whose type in big_vision is `kind`."""
-    if kind not in EVALUATORS:
-        raise ConfigError(f"{part.name}.type={kind!r} of big_vision has no equivalent; known: {', '.join(EVALUATORS)}")
-    part.expect("pred", ("predict",), "expected 'predict'")
-    part.expect("label_key", ("labels",), "the key of the labels is 'labels'")
+def _classification(part: Part, name: str) -> Values:
+    """Return the options of an evaluator, whose type is `name` unless it has another."""
+    part.durations(["log"])
+    part.drop(NO_EFFECT)
+    part.values.setdefault("type", name)
     part.rename("loss_name", "loss")
-    pp = translate_pp(part, "pp_fn")
+    data, pp = _data(part).values, translate_pp(part, "pp_fn")
     part.note("pp_fn -> pp")
-    cache = part.values.pop("cache", "none")
-    if cache not in CACHES:
-        raise ConfigError(f"{part.name}.cache={cache!r}; known: {', '.join(CACHES)}")
-    if cache in ("final", "final_data"):
-        part.put("cache", True, f"cache={cache!r}")
-    data = translate_data(part.inner("data"), cache=cache == "raw_data")
-    return {"type": "classification", "data": data, "pp": pp, **part.values}
+    return {**part.values, "data": data, "pp": pp}
 
 
 def _few_shot(part: Part, name: str) -> Values:
     """Return the options of an evaluator for each data set of a few-shot evaluation, by the evaluator's name."""
-    part.expect("label_key", ("label",), "the key of the label is 'label'")
-    part.expect("mask_key", ("_mask",), "the key of the mask is '_mask'")
-    part.expect("pred", ("predict",), "expected 'predict'")
-    datasets, folder = part.inner("datasets").values, part.values.pop("data_dir", None)
-    if part.values.get("pp_train") != part.values.get("pp_eval"):
-        raise part.refuse("pp_train", "pp_train and pp_eval should be equal")
+    part.values.pop("type", None)
+    part.durations(["log"])
+    part.drop(NO_EFFECT)
+    datasets = part.inner("datasets").values
+    if part.values.get("pp_train") != part.values.pop("pp_eval", None):
+        raise ConfigError(f"{part.name}.pp_train of big_vision has no equivalent: it should equal pp_eval")
     pp = translate_pp(part, "pp_train")
-    part.values.pop("pp_eval", None)
-    layer = part.values.pop("representation_layer", "logits")
-    part.note(f"representation_layer -> representation={layer!r}, pp_train and pp_eval -> pp")
+    part.values.setdefault("representation_layer", "logits")
+    part.rename("representation_layer", "representation")
     evaluators = {}
-    for key, splits in datasets.items():
-        if not isinstance(splits, list | tuple) or len(splits) != 3:
-            raise ConfigError(f"{part.name}.datasets.{key}={splits!r} should be (data set, training split, test split)")
-        common = {"kind": "tfds", "name": splits[0], **({"data_dir": folder} if folder else {})}
+    for key, (dataset, train, test) in datasets.items():
+        common = {"kind": "tfds", "name": dataset}
         evaluators[f"{name}_{key}"] = {
-            "type": "fewshot", "data": {**common, "split": splits[1]}, "test_data": {**common, "split": splits[2]},
-            "pp": pp, "representation": layer, **part.values,
+            **part.values, "type": "fewshot", "pp": pp,
+            "data": {**common, "split": train}, "test_data": {**common, "split": test},
         }  # fmt: skip
     part.note(f"datasets -> the evaluators {', '.join(evaluators)}")
     return evaluators
@@ -130,12 +90,12 @@ def translate_pp(part: Part, key: str) -> str:
     A string without this op is returned unchanged; a missing string is "".
 
     Raises:
-      ConfigError: the value is not a string, or it cannot be parsed.
+      InputError: the string cannot be parsed.
     """
-    from input_pipeline.preprocess import ops  # in functions: configs of dcvit load without the libraries of images
+    from input_pipeline.preprocess import builder, ops  # in functions: configs load without the libraries of images
 
-    pp = part.values.pop(key, "")
-    found = _calls(pp, f"{part.name}.{key}")
+    pp: str = part.values.pop(key, "")
+    found = builder.calls(pp)
     changed = False
     for call in found:
         if _name(call) == "onehot":
@@ -145,7 +105,7 @@ def translate_pp(part: Part, key: str) -> str:
             call.keywords += added
             changed = changed or bool(added)
     if not changed:
-        return str(pp)
+        return pp
     part.note(f"onehot in {key} -> onehot with big_vision's default keys")
     return "|".join(map(ast.unparse, found))
 
@@ -155,18 +115,6 @@ def without_labels(pp: str) -> str:
     from input_pipeline.preprocess.builder import calls
 
     return "|".join(ast.unparse(call) for call in calls(pp) if _name(call) not in ON_LABELS)
-
-
-def _calls(pp: object, what: str) -> list[ast.Call]:
-    """Return the syntax trees of a preprocessing string's ops. Raises ConfigError if it cannot be parsed."""
-    from input_pipeline.preprocess.builder import calls
-
-    if not isinstance(pp, str):
-        raise ConfigError(f"{what}={pp!r} should be of type str")
-    try:
-        return calls(pp)
-    except InputError as e:
-        raise ConfigError(f"{what}: {e}") from None
 
 
 def _name(call: ast.Call) -> str:

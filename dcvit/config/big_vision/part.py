@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from dcvit.config.keys import UNITS
 from dcvit.errors import ConfigError
 
 Values: TypeAlias = dict[str, Any]  # a dict of a config
-MAX_SHOWN = 60  # characters of a value in a note
 
 
 class Part:
@@ -18,10 +16,10 @@ class Part:
     Attributes:
       values: the keys that are not None, which the methods change.
       name: name of the dict in messages, such as "config.input".
-      notes: the names of the parts in which each change was made, for the changes of all parts of a config.
+      notes: a line for each change, for the changes of all parts of a config.
     """
 
-    def __init__(self, values: object, name: str, notes: dict[str, list[str]]):
+    def __init__(self, values: object, name: str, notes: list[str]):
         """Copy the dict. Raises ConfigError if `values` is neither a dict nor None."""
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"{name}={values!r} should be a dict")
@@ -30,18 +28,16 @@ class Part:
 
     def note(self, text: str) -> None:
         """Add the description of a change to the notes."""
-        self.notes.setdefault(text, []).append(self.name)
+        self.notes.append(f"{self.name}: {text}")
 
     def inner(self, key: str) -> Part:
         """Remove the dict at `key` and return it as a part, which is empty if there is no such dict."""
         return Part(self.values.pop(key, None), f"{self.name}.{key}", self.notes)
 
-    def put(self, key: str, value: object, old: str = "") -> None:
-        """Set a key, and note that it replaces the key `old`, or that the value is big_vision's default."""
+    def put(self, key: str, value: object, old: str) -> None:
+        """Set a key, and note what it replaces."""
         self.values[key] = value
-        shown = repr(value)
-        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
-        self.note(f"{old} -> {key}={shown}" if old else f"{key}={shown}, big_vision's default")
+        self.note(f"{old} -> {key}={value!r}")
 
     def rename(self, old: str, new: str) -> None:
         """Rename a key, if there is one."""
@@ -49,34 +45,22 @@ class Part:
             self.values[new] = self.values.pop(old)
             self.note(f"{old} -> {new}")
 
-    def drop(self, reasons: Mapping[str, str]) -> None:
-        """Remove keys that do not affect the result, and note the reason that is given for each."""
-        for key, reason in reasons.items():
+    def drop(self, keys: Iterable[str]) -> None:
+        """Remove keys that do not affect the result."""
+        for key in keys:
             if self.values.pop(key, None) is not None:
-                self.note(f"{key} is dropped: {reason}")
+                self.note(f"{key} is dropped: it has no effect on the result")
 
-    def refuse(self, key: str, reason: str) -> ConfigError:
-        """Return the error about a key that has no equivalent."""
-        return ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent: {reason}")
-
-    def expect(self, key: str, known: Collection[object], reason: str) -> None:
+    def expect(self, key: str, known: Collection[object]) -> None:
         """Remove a key whose value is in `known`, so that dcvit needs no key for it. ConfigError for another value."""
         if key in self.values and self.values[key] not in known:
-            raise self.refuse(key, reason)
+            raise ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent")
         self.values.pop(key, None)
 
-    def durations(self, names: Mapping[str, str]) -> None:
-        """Rename durations, as `names` maps them; percentages, which are fractions in big_vision, are converted."""
-        for old, new in names.items():
-            for unit in UNITS:
-                value = self.values.pop(f"{old}_{unit}", None)
-                if value is None:
-                    continue
-                converted = value
-                if unit == "percent":
-                    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                        raise ConfigError(f"{self.name}.{old}_percent={value!r} should be in [0, 1] in big_vision")
-                    converted = round(100 * value, 9)
-                self.values[f"{new}_{unit}"] = converted
-                if old != new or unit == "percent":
-                    self.note(f"{old}_{unit}={value} -> {new}_{unit}={converted}")
+    def durations(self, names: Iterable[str]) -> None:
+        """Convert durations in percent, which are fractions from 0 to 1 in big_vision."""
+        for key in (f"{name}_percent" for name in names):
+            if (fraction := self.values.get(key)) is not None:
+                if not 0 <= fraction <= 1:
+                    raise ConfigError(f"{self.name}.{key}={fraction!r} should be in [0, 1] in big_vision")
+                self.put(key, round(100 * fraction, 9), f"{key}={fraction}")

@@ -52,13 +52,14 @@ def get_config(arg=None):
         "real": classification("imagenet2012_real", "validation", "real_label"),
     }
     if arg.fewshot:
-        config.fewshot = get_fewshot_lsr(arg.res, arg.res * 8 // 7, runlocal=arg.runlocal)
+        config.evals.fewshot = get_fewshot_lsr(arg.res, arg.res * 8 // 7, runlocal=arg.runlocal)
     if arg.runlocal:
         config.input.batch_size = 8
         config.input.shuffle_buffer_size = 10
         del config.total_epochs
         config.total_steps = 2
         config.schedule.warmup_steps = 1
-        for evaluator in config.evals.values():
+        for name in ("train", "minival", "val", "real"):
+            evaluator = config.evals[name]
             evaluator.data.split = evaluator.data.split.partition("[")[0] + "[:16]"
     return config
