@@ -17,7 +17,7 @@ from jaxtyping import Int32
 
 from input_pipeline import huggingface
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand
 from input_pipeline.optional import require
 
 if TYPE_CHECKING:
@@ -247,13 +247,11 @@ def vocabulary(
 def _read(file: Path) -> bytes:
     """Return the content of a tokenizer.json. Raises MissingDataError or InputError if it cannot be read."""
     try:
-        return read_regular(file)
+        return file.read_bytes()
     except FileNotFoundError:
         raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it") from None
     except OSError as e:
         raise InputError(f"cannot read {file}: {e.strerror}") from None
-    except InputError as e:
-        raise InputError(f"cannot read {file}: {e}") from None
 
 
 @contextlib.contextmanager

@@ -81,14 +81,3 @@ def test_only_start_up_messages_are_removed_also_where_the_context_fails(capfd, 
             raise ImportError("broken")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == ERRORS + "after\n"
-
-
-@pytest.mark.slow
-def test_nothing_is_redirected_without_stderr(monkeypatch):
-    def closed(descriptor):
-        raise OSError(9, "Bad file descriptor")
-
-    monkeypatch.setattr(os, "dup", closed)
-    before = os.fstat(2)
-    with remove_lines(START_UP_MESSAGE):
-        assert os.path.samestat(os.fstat(2), before)
