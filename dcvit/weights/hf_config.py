@@ -128,10 +128,8 @@ def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
         raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only default, linear and llama3")
     scaling = [number(values, "factor")]
     if kind == "llama3":
-        low, high = (number(values, f"{end}_freq_factor") for end in ("low", "high"))
-        if low >= high:
-            raise CheckpointError(f"config.json: {key}: low_freq_factor={low} should be below high_freq_factor={high}")
-        scaling += [low, high, size(config, ORIGINAL, size(values, ORIGINAL, context))]
+        scaling += [number(values, f"{end}_freq_factor") for end in ("low", "high")]
+        scaling.append(size(config, ORIGINAL, size(values, ORIGINAL, context)))
     return {**found, "rotary_scaling": scaling}
 
 

@@ -164,8 +164,7 @@ def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"pytorch_model.bin": b"x"}, "has no safetensors file; pytorch_model.bin is not read"),
-        ({"a.safetensors": b"x", "b.safetensors": b"y"}, "has 2 safetensors files and no model.safe"),
+        ({"pytorch_model.bin": b"x"}, "has 0 safetensors files and no model.safetensors.index.json"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a file beside it"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "a.safetensors"}}'}, "lacks a.safetensors"),
         ({"model.safetensors": b"\x10" + bytes(7) + b"{not a header}"}, "is not a safetensors file, or is damaged"),

@@ -282,7 +282,6 @@ BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
 UNSUITABLE = [
     ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
     ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
-    ("llama", keep, dict(rope_scaling=LLAMA_3 | dict(high_freq_factor=1.0)), "low_freq_factor=1.0 should be below"),
     ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
     ("llama", keep, dict(attention_bias=True), "mlp_bias=False is not supported, only True"),
     ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
