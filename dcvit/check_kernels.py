@@ -151,10 +151,7 @@ def _of_cases(words: Sequence[str], store: Verdicts) -> list[Row]:
             limited = {key: min(size, limits[key]) if key in limits else size for key, size in sizes.items()}
             case, reasons = attention_case(**limited)
         unsupported = {name: Verdict("unsupported", reason=reason) for name, reason in reasons.items()}
-        some = _rows(name, examine(case, store) | unsupported)
-        for row in some:
-            LOG.info("  {implementation}: {verdict} {ms:>10} ms {reason}".format(**row))
-        rows += some
+        rows += _rows(name, examine(case, store) | unsupported)
     return rows
 
 

@@ -6,13 +6,14 @@ environment (`environment`), so that a new version of JAX, of its backend or of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -108,6 +109,18 @@ class Verdicts:
     def forget(self) -> None:
         """Remove all verdicts."""
         self.path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Context manager that one process at a time enters, where flock(2) works; others wait."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self.path.with_suffix(".lock").open("ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _read(self) -> Cases:
         """Return all verdicts of the file; none, after a warning, if it is damaged."""

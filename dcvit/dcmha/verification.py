@@ -111,10 +111,22 @@ def examine(case: Case, store: Verdicts) -> dict[str, Verdict]:
     Raises:
       DeviceHungError: a candidate does not finish on the device.
     """
-    found = store.read(case.key)
+    if not _missing(case, found := store.read(case.key)) or is_blocked():
+        return found
+    with store.verifying():  # one process after the other: they time undisturbed, and find each other's verdicts
+        found = store.read(case.key)
+        return _examine(case, store, found, _missing(case, found))
+
+
+def _missing(case: Case, found: Mapping[str, Verdict]) -> list[str]:
+    """Return the names of candidates without a verdict, the default first: its time is compared with others."""
     missing = [name for name in case.candidates if name not in found or found[name].status == verdicts.STARTED]
-    missing.sort(key=lambda name: name != case.default)  # its time is compared with others
-    if not missing or is_blocked():
+    return sorted(missing, key=lambda name: name != case.default)
+
+
+def _examine(case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str]) -> dict[str, Verdict]:
+    """Verify the candidates `missing`, store their verdicts, and return them with those in `found`; see `examine`."""
+    if not missing:  # another process has verified them
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
     arrays = _random_arrays(case.arrays)

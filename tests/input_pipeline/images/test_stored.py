@@ -161,7 +161,7 @@ def test_damaged_files_are_one_line_without_memory_for_the_size_in_the_header(ma
 @pytest.mark.parametrize(
     ("match", "channels", "dtype", "data"),
     [
-        ('which uint8 does not hold; give decode a dtype of', 13, "uint8", lambda: GOOD),
+        ('which uint8 does not hold; expected', 13, "uint8", lambda: GOOD),
         ("13 channels; expected 12", 12, "uint16", lambda: GOOD),
         ("float64 values", 2, "float32", lambda: tiff(values("float64", 2))),
         ("uint32 values", 2, "float32", lambda: tiff(values("uint32", 2))),
