@@ -15,7 +15,6 @@ from dcvit.models.head_settings import of_attention
 
 def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
     """`attention` is a name of docs/heads.md, such as "dcmha" or "mha", `steps` the length of training."""
-    relations = ("right", "left", "above", "below", "pair", "count")
     pp = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'
     config = ConfigDict()
     config.seed = 0
@@ -23,7 +22,7 @@ def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
     config.num_classes = 10
 
     config.input = ConfigDict()
-    config.input.data = {"kind": "scenes", "split": "train", "relations": relations}
+    config.input.data = {"kind": "scenes", "split": "train"}
     config.input.batch_size = 64
     config.input.pp = pp
     config.pp_predict = "decode(1, precise=True)|resize_pillow(27)|value_range(-1, 1)"
@@ -46,7 +45,7 @@ def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
     config.evals = {
         split: {
             "type": "classification", "pp": pp, "batch_size": 256, "log_percent": 50,
-            "data": {"kind": "scenes", "split": split, "relations": relations, "limit": 1024},
+            "data": {"kind": "scenes", "split": split, "limit": 1024},
         }
         for split in ("validation", "test")
     }  # fmt: skip

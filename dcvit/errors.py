@@ -52,6 +52,8 @@ REMOVED: dict[str, str] = {
         ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired"),
         "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
     ),
+    "known": "`verify` verifies what has no verdict, `off` uses no kernels",
+    "--seconds": "each implementation has 60 s",
     "reproduce": "run `python scripts/paper` in a clone",
 }
 

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,6 @@ from input_pipeline.errors import InputError, ReadingError, first_line_with_type
 FIELDS = 4  # of a `FileState`
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
-MAX_SHOWN = 500  # characters of a path that is too long
 
 
 def expand(path: str | Path) -> Path:
@@ -62,7 +60,7 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
       hidden: also yield hidden files and hidden folders, whose names begin with a dot and which are not entered.
 
     Raises:
-      InputError: a folder cannot be read, or its path is too long.
+      InputError: a folder cannot be read.
     """
     pending = [str(folder)]
     while pending:
@@ -78,21 +76,8 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
             ]
             pending += folders
         except OSError as e:
-            shown = inside if len(inside) <= MAX_SHOWN else f"{inside[:MAX_SHOWN]}…"
-            raise InputError(f"cannot read {shown}: {e.strerror}") from None
+            raise InputError(f"cannot read {inside}: {e.strerror}") from None
         yield from files
-
-
-def read_regular(path: str | Path) -> bytes:
-    """Return the content of a regular file; a pipe, which could block, is not opened.
-
-    Raises:
-      OSError: the file cannot be read.
-      InputError: the path is a folder, pipe, socket or device; the message has no path.
-    """
-    if not stat.S_ISREG(Path(path).stat().st_mode):
-        raise InputError("not a regular file")
-    return Path(path).read_bytes()
 
 
 class FileState(NamedTuple):
@@ -105,7 +90,7 @@ class FileState(NamedTuple):
 
 
 def file_state(path: str) -> FileState:
-    """Return the state of a file. Raises ReadingError if it is missing or, such as a pipe, not a regular file."""
+    """Return the state of a file. Raises ReadingError if it is missing."""
     if "://" in path:
         with store_errors(path):
             found = stores.filesystem(path).info(path)
@@ -113,8 +98,6 @@ def file_state(path: str) -> FileState:
         return FileState(0, int(found["size"]), int.from_bytes(version))
     with named_errors(path, error=ReadingError):
         status = os.stat(path)  # noqa: PTH116 - sources may have a million files
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
-        raise ReadingError(f"{path} is not a regular file")
     return FileState(status.st_ino & ((1 << 63) - 1), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -140,7 +123,7 @@ class OpenedFiles:
           whole: number of files at the start whose content is hashed completely, however many files there are.
 
         Raises:
-          ReadingError: a file is missing or not a regular file.
+          ReadingError: a file is missing.
         """
         self.paths, self.root, self.whole = paths, f"{root}/", whole
         self.states = array.array("q")  # the numbers of each file: a million tuples need much more memory
@@ -155,10 +138,10 @@ class OpenedFiles:
         return FileState(*self.states[FIELDS * number : FIELDS * (number + 1)])
 
     def read(self, number: int) -> bytes:
-        """Return the content of a file. Raises ReadingError if it cannot be read or was changed, see `read_regular`."""
+        """Return the content of a file. Raises ReadingError if it cannot be read or was changed."""
         check_unchanged(self.paths[number], self.state(number))
         try:
-            return read_regular(self.paths[number])
+            return Path(self.paths[number]).read_bytes()
         except OSError as e:
             raise ReadingError(e.strerror) from None
 

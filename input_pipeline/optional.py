@@ -103,28 +103,17 @@ def remove_lines(pattern: re.Pattern[bytes]) -> Iterator[list[str]]:
     """
     removed: list[str] = []
     with contextlib.ExitStack() as stack:
-        try:
-            written = stack.enter_context(tempfile.TemporaryFile())
-            stderr = os.dup(2)
-        except OSError:  # without stderr or without temporary files the messages stay
-            yield removed
-            return
+        written = stack.enter_context(tempfile.TemporaryFile())
+        stderr = os.dup(2)
         stack.callback(os.close, stderr)
-        _flush()
+        sys.stderr.flush()
         os.dup2(written.fileno(), 2)
         try:
             yield removed
         finally:
-            _flush()
+            sys.stderr.flush()
             os.dup2(stderr, 2)
             written.seek(0)
             lines = list(written)
             removed += [line.decode(errors="replace").strip() for line in lines if pattern.match(line)]
-            with contextlib.suppress(OSError):  # the reader of a pipe is gone
-                os.write(2, b"".join(line for line in lines if not pattern.match(line)))
-
-
-def _flush() -> None:
-    """Write what Python buffers for stderr, which can be absent or closed."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        sys.stderr.flush()
+            os.write(2, b"".join(line for line in lines if not pattern.match(line)))

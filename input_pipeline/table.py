@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from input_pipeline.errors import InputError, MissingDataError, nearest
-from input_pipeline.files import expand, named_errors, read_regular
+from input_pipeline.files import expand, named_errors
 from input_pipeline.optional import require
 from input_pipeline.row_groups import open_parquet, read_batches
 
@@ -57,11 +57,9 @@ def _text_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str
     """Yield the line number and the cells of `names` of each row of a .csv or .tsv file; blank lines are skipped."""
     with named_errors(file):
         try:
-            text = read_regular(file).decode("utf-8-sig")
+            text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as e:
             raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start + 1:,}") from None
-        except InputError as e:
-            raise InputError(f"{file}: {e}") from None
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:

@@ -113,8 +113,8 @@ KEYS = {
     ),
     "kernels": Key(
         str | None, None, "Kernels of attention on GPUs and TPUs: `verify` compares them with the reference on the "
-        "device before their first use, `known` uses those that were verified before, `trust` uses them unverified, "
-        "`off` uses none. None: the environment variable DCVIT_KERNELS, or else `verify`.",
+        "device before their first use, `trust` uses them unverified, `off` uses none. None: the environment variable "
+        "DCVIT_KERNELS, or else `verify`.",
     ),
     "require_fused": Key(
         bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."
@@ -188,7 +188,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         '("NAME/METRIC", "min" or "max", evaluations, 1 or more)',
     ),
     "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
-    "kernels": (lambda v: v in (None, "verify", "known", "trust", "off"), "'verify', 'known', 'trust' or 'off'"),
+    "kernels": (lambda v: v in (None, "verify", "trust", "off"), "'verify', 'trust' or 'off'"),
     "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
     "num_classes": (lambda v: v is None or v >= 0, "0 or more"),
     "watchdog_seconds": (is_rate, "finite and not negative"),

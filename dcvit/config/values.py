@@ -10,7 +10,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
-from dcvit.errors import ConfigError, check_regex, first_line, has_type, type_name
+from dcvit.errors import REMOVED, ConfigError, check_regex, first_line, has_type, nearest, type_name
 from input_pipeline.files import expand
 
 Json: TypeAlias = dict[str, Any]
@@ -44,7 +44,8 @@ def check_types(config: ConfigDict) -> None:
             raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
     for key, (holds, expected) in RANGES.items():
         if not holds(config[key]):
-            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
+            removed = f"; {nearest(str(config[key]), ())}" if str(config[key]) in REMOVED else ""
+            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}{removed}")
     for key in ("wd_mults", "lr_mults", "frozen"):
         paired = key != "frozen"
         for rule in config[key]:

@@ -11,7 +11,6 @@ from dcvit.dcmha.backends.xla.reference import Dropout
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.segments import make_segments
-from dcvit.dcmha.selection import verify
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "compose",
     "dynamic_gate",
     "dynamic_projection",
-    "verify",
 ]
 
 IMPLEMENTATIONS = tuple(plan.BACKENDS)

@@ -17,9 +17,9 @@ import jax
 
 from dcvit.dcmha import device, verdicts
 from dcvit.dcmha.verdicts import Verdicts, fastest
-from dcvit.dcmha.verification import SECONDS, Case, examine, warn_once
+from dcvit.dcmha.verification import Case, examine, warn_once
 
-Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
+Policy: TypeAlias = Literal["verify", "trust", "off"]
 VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code outside of `selecting`, and of training
 
 
@@ -28,9 +28,7 @@ class Selection:
     """Policy and choices by which kernels are selected in the code inside `selecting`.
 
     Fields:
-      policy: "verify" produces missing verdicts, "known" uses existing verdicts, "trust" selects kernels without
-        verdicts, "off" selects no kernels.
-      seconds: limit, in seconds, of compiling one implementation, and of running it.
+      policy: "verify" produces missing verdicts, "trust" selects kernels without verdicts, "off" selects no kernels.
       chosen: the name of the selected implementation by `Case.key`; "" if none passed. Existing entries are used
         without verification, so that a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
@@ -39,30 +37,29 @@ class Selection:
     """
 
     policy: Policy = "verify"
-    seconds: float = SECONDS
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
     share: Callable[[str, Callable[[], str]], str] | None = None
     forward_only: bool = False
 
 
 _SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
-_DEFAULT = Selection("known")  # of code that is not inside `selecting`
+_DEFAULT = Selection()  # of code that is not inside `selecting`
 
 
-def set_default(policy: Policy, *, forward_only: bool = False) -> None:
-    """Set the policy of this process, as commands do, for code outside of `selecting`; $DCVIT_KERNELS overrides it."""
-    _DEFAULT.policy, _DEFAULT.forward_only = policy, forward_only
+def set_forward_only(forward_only: bool) -> None:
+    """Set whether the programs of this process, outside of `selecting`, compute no gradients."""
+    _DEFAULT.forward_only = forward_only
 
 
-def default_policy(policy: Policy | None = None) -> Policy:
-    """Return the policy in $DCVIT_KERNELS, or else `policy`, or else that of the process (by default "known").
+def default_policy() -> Policy:
+    """Return the policy in $DCVIT_KERNELS, by default "verify".
 
     Raises:
       ValueError: the variable is not the name of a policy.
     """
-    found = os.environ.get(VARIABLE) or policy or _DEFAULT.policy
+    found = os.environ.get(VARIABLE) or "verify"
     if found not in get_args(Policy):
-        raise ValueError(f"{VARIABLE}={found!r}: expected 'verify', 'known', 'trust' or 'off'")
+        raise ValueError(f"{VARIABLE}={found!r}: expected 'verify', 'trust' or 'off'")
     return cast(Policy, found)
 
 
@@ -79,33 +76,6 @@ def selecting(selection: Selection) -> Iterator[Selection]:
         yield selection
     finally:
         _SELECTION.reset(token)
-
-
-def verify(
-    function: Callable[..., object], *args: object, seconds: float = SECONDS, forward_only: bool = False
-) -> dict[str, str]:
-    """Verify and time the implementations of attention for each call of attention in a function.
-
-    Programs that are traced later, in this process and others, use the fastest implementations that passed.
-
-    Args:
-      function: a function that calls `dcvit.dcmha.attention` or contains layers with DCMHA, such as a training step. It
-        is traced, not run. JAX remembers traces of compiled functions: call this before their first use.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
-      seconds: limit of compiling, and of running, one implementation.
-      forward_only: select the fastest output, instead of output and gradients, in this process from now on.
-
-    Returns:
-      The name of the selected implementation by `Case.key`, for each case that has kernels.
-
-    Raises:
-      DeviceHungError: an implementation does not finish on the device.
-    """
-    with selecting(Selection("verify", seconds, forward_only=forward_only)) as selection:
-        jax.eval_shape(lambda *x: function(*x), *args)  # a new function, which has no trace yet
-    _DEFAULT.chosen.update(selection.chosen)
-    _DEFAULT.forward_only = forward_only
-    return selection.chosen
 
 
 def select(case: Case) -> str:
@@ -125,7 +95,7 @@ def select(case: Case) -> str:
         return name
     store = Verdicts(verdicts.environment(chip))
     if selection.share is not None:
-        name = selection.share(key, lambda: _fastest(case, store, selection))
+        name = selection.share(key, lambda: _fastest(case, store, selection.forward_only))
         verdict = store.read(case.key).get(name)
         if verdict is not None and verdict.status in verdicts.BAD:
             warn_once(
@@ -136,25 +106,18 @@ def select(case: Case) -> str:
         warn_once("several processes could select different kernels: none is used; see dcvit.dcmha.selection")
         name = ""
     else:
-        name = _fastest(case, store, selection)
-    if name or selection.policy != "known" or selection.share is not None:  # verdicts may become known
-        selection.chosen[key] = name
+        name = _fastest(case, store, selection.forward_only)
+    selection.chosen[key] = name
     return name
 
 
-def _fastest(case: Case, store: Verdicts, selection: Selection) -> str:
+def _fastest(case: Case, store: Verdicts, forward_only: bool) -> str:
     """Return the name of the fastest candidate that passed; "" if none passed, or `Case.default` has no verdict."""
-    verifies = selection.policy == "verify"
-    found = examine(case, store, selection.seconds) if verifies else store.read(case.key)
+    found = examine(case, store)
     found = {name: found[name] for name in case.candidates if name in found and found[name].status != verdicts.STARTED}
     for name in case.kernels & found.keys():
         if found[name].status in verdicts.BAD:
             warn_once(f"{name} is not used for {case.label}: {found[name].status}: {found[name].reason}")
-    if not verifies and not case.kernels <= found.keys():
-        warn_once(
-            f"no verdict on {' and '.join(sorted(case.kernels))} on {store.environment['device']}: slower "
-            "implementations may be used; run `dcvit check-kernels --config CONFIG` or dcvit.dcmha.verify"
-        )
     if case.default not in (None, *found):  # a kernel is not known to be faster than what is used without it
         return ""
-    return fastest(found, forward_only=selection.forward_only)
+    return fastest(found, forward_only=forward_only)

@@ -2,7 +2,6 @@
 
 A kernel is selected automatically (`dcvit.dcmha.selection`) only if its output and gradients agree with those of a
 reference on this device, for arrays of the same shapes and dtypes, and if it is the fastest of those that agree.
-`dcvit.dcmha.selection.verify` does this for the calls of attention in a function.
 
 Each implementation is compiled and run in a thread of its own: a thread has no trace in progress, so verification also
 works while the function that needs the verdict is traced, and the thread can be left behind if it blocks. While a
@@ -41,9 +40,8 @@ BOUND, BOUND_FLOAT32 = verdicts.LARGEST_ERROR, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
 SLOW = 10  # times as long may an implementation run that is no kernel
 RUNS = 5  # timed
-REPETITIONS = 7  # at most; their results must equal those of the first run, because a race shows in some runs only
 DOCUMENTS = 6  # of a row in a case with segments
-TIMING_SECONDS = 5.0  # after which no further run is compared or timed
+TIMING_SECONDS = 5.0  # after which no further run is timed
 COMPILING = "compiling raised"
 # Settings of JAX that a thread has for itself: the names of the functions that set them.
 SETTINGS = (
@@ -101,7 +99,7 @@ def describe(arrays: Tree) -> str:
     return ", ".join(f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named.items())
 
 
-def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
+def examine(case: Case, store: Verdicts) -> dict[str, Verdict]:
     """Return the verdicts on all candidates by name; produce and store the missing ones.
 
     Verdicts stay missing while an implementation whose compilation timed out still compiles.
@@ -109,23 +107,60 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
     Args:
       case: the computation.
       store: the verdicts of the device.
-      seconds: limit of compiling, and of running, one implementation.
 
     Raises:
       DeviceHungError: a candidate does not finish on the device.
     """
-    if not _missing(case, found := store.read(case.key), seconds):
+    if not _missing(case, found := store.read(case.key)) or is_blocked():
         return found
     with store.verifying():  # one process after the other: they time undisturbed, and find each other's verdicts
         found = store.read(case.key)
-        if not (missing := _missing(case, found, seconds)):  # another process has verified it
-            return found
-        return _examine(case, store, found, missing, seconds)
+        return _examine(case, store, found, _missing(case, found))
+
+
+def _missing(case: Case, found: Mapping[str, Verdict]) -> list[str]:
+    """Return the names of candidates without a verdict, the default first: its time is compared with others."""
+    missing = [name for name in case.candidates if name not in found or found[name].status == verdicts.STARTED]
+    return sorted(missing, key=lambda name: name != case.default)
+
+
+def _examine(case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str]) -> dict[str, Verdict]:
+    """Verify the candidates `missing`, store their verdicts, and return them with those in `found`; see `examine`."""
+    if not missing:  # another process has verified them
+        return found
+    LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
+    arrays = _random_arrays(case.arrays)
+    cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
+    try:
+        expected = _in_threads([lambda: _reference(case, arrays, cotangent)], SLOW * SECONDS)[0]
+    except Exception as e:  # such as a lack of memory; the next start tries again
+        LOG.warning("attention: cannot verify kernels for %s: the reference raised %s", case.label, _first_line(e))
+        return {name: verdict for name, verdict in found.items() if name in case.kernels and not verdict.passed}
+    for name in missing:
+        if is_blocked():
+            break
+        if name in found:  # an earlier process has started it
+            found[name] = Verdict(verdicts.FAILED, reason="it ended its process")
+            store.write(case.key, name, found[name])
+            continue
+        store.write(case.key, name, Verdict(verdicts.STARTED))
+        kept = None
+        try:
+            found[name] = _verdict(case, name, (arrays, cotangent), expected)
+            if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
+                kept = found[name]  # else there may be more memory at the next start
+        except DeviceHungError as e:
+            kept = Verdict(verdicts.TIMED_OUT, reason=str(e))
+            raise
+        finally:  # also if the user interrupts it
+            store.write(case.key, name, kept)
+    return found
 
 
 def is_blocked() -> bool:
-    """Return True, after a warning, if nothing can be verified now."""
-    if busy := is_busy():
+    """Return True, after a warning, while a thread that did not return in time runs: timings would be wrong."""
+    busy = any(thread.is_alive() for thread in _threads)
+    if busy:
         warn_once(
             "an implementation that did not compile in time still compiles: the fastest implementations measured so "
             "far are used"
@@ -133,91 +168,33 @@ def is_blocked() -> bool:
     return busy
 
 
-def is_busy() -> bool:
-    """Return True if a thread that did not return in time still runs; timings would be wrong meanwhile."""
-    return any(thread.is_alive() for thread in _threads)
-
-
-def check_idle() -> None:
-    """Raise DeviceHungError if an implementation that did not compile in time still compiles."""
-    if is_busy():
-        raise DeviceHungError("an implementation still compiles; the same command will not use it")
-
-
-def _missing(case: Case, found: Mapping[str, Verdict], seconds: float) -> list[str]:
-    """Return the names of candidates without a final verdict, the default first: its time is compared with others."""
-    missing = [name for name in case.candidates if name not in found or not found[name].is_final(seconds)]
-    return sorted(missing, key=lambda name: name != case.default)
-
-
-def _examine(
-    case: Case, store: Verdicts, found: dict[str, Verdict], missing: list[str], seconds: float
-) -> dict[str, Verdict]:
-    """Verify the candidates `missing`, store their verdicts, and return them with those in `found`; see `examine`."""
-    if is_blocked():
-        return found
-    LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
-    arrays = _random_arrays(case.arrays)
-    cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
-    try:
-        expected = _in_thread(lambda: _reference(case, arrays, cotangent), SLOW * seconds)
-    except Exception as e:  # such as a lack of memory; the next start tries again
-        LOG.warning("attention: cannot verify kernels for %s: the reference raised %s", case.label, _first_line(e))
-        return {name: verdict for name, verdict in found.items() if name in case.kernels and not verdict.passed}
-    for name in missing:
-        if is_blocked():
-            break
-        before = found.get(name)
-        if before is not None and before.status == verdicts.STARTED and before.reason:
-            found[name] = Verdict(verdicts.FAILED, reason="it ended its process twice", seconds=seconds)
-            store.write(case.key, name, found[name])
-            continue
-        has_ended = before is not None and before.status == verdicts.STARTED  # an earlier process, meanwhile
-        store.write(case.key, name, Verdict(verdicts.STARTED, reason="again" if has_ended else ""))
-        kept = before
-        try:
-            found[name] = _verdict(case, name, (arrays, cotangent), expected, seconds)
-            if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
-                kept = found[name]  # else there may be more memory at the next start
-        except DeviceHungError as e:
-            kept = Verdict(verdicts.TIMED_OUT, reason=str(e), seconds=seconds)
-            raise
-        finally:  # also if the user interrupts it
-            store.write(case.key, name, kept)
-    return found
-
-
-def _verdict(
-    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], seconds: float
-) -> Verdict:
+def _verdict(case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray]) -> Verdict:
     """Return the verdict on one candidate: compile and run it, compare its results with `expected`, and time it."""
     is_kernel = name in case.kernels
-    verdict = functools.partial(Verdict, seconds=seconds)
     try:
-        programs = _in_threads(_compilers(case.candidates[name], inputs), seconds)
+        programs = _in_threads(_compilers(case.candidates[name], inputs), SECONDS)
     except TimeoutError:
-        return verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
+        return Verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {SECONDS:.0f} s")
     except Exception as e:
-        return verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
-    limit = seconds if is_kernel else SLOW * seconds  # a kernel that runs longer blocks the device
+        return Verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
+    limit = SECONDS if is_kernel else SLOW * SECONDS  # a kernel that runs longer blocks the device
     try:
-        results, difference, times = _in_thread(lambda: _run(programs, inputs, REPETITIONS * is_kernel), limit)
+        results, repeats, times = _in_threads([lambda: _run(programs, inputs)], limit)[0]
     except TimeoutError:
         if not is_kernel:  # it is slow
-            return verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {limit:.0f} s")
+            return Verdict(verdicts.TIMED_OUT, reason=f"it did not finish in {limit:.0f} s")
         raise DeviceHungError(
             f"{name} did not finish on the device in {limit:.0f} s for {case.label}; the same command will not use it"
         ) from None
     except Exception as e:
-        return verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
+        return Verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
     worst = max(_error(x, y) for x, y in zip(results, expected, strict=True))
     bound = _bound(case.arrays)
+    difference = "two runs differ" if is_kernel and not repeats else ""  # by a race
     if not worst <= bound:
         difference = f"the largest relative error of output and gradients is {worst:.1e}, above {bound:.0e}"
-    return verdict(
-        verdicts.WRONG if difference else verdicts.PASSED, worst if np.isfinite(worst) else None, times[0],
-        difference, times[1],
-    )  # fmt: skip
+    status = verdicts.WRONG if difference else verdicts.PASSED
+    return Verdict(status, worst if np.isfinite(worst) else None, times[0], difference, times[1])
 
 
 def _compilers(
@@ -229,24 +206,19 @@ def _compilers(
 
 
 def _run(
-    programs: Sequence[Callable[..., list[Array]]], inputs: tuple[Tree, np.ndarray], repetitions: int
-) -> tuple[list[np.ndarray], str, list[float]]:
-    """Run the compiled programs, the first one up to `repetitions` times more, to find differences between runs.
+    programs: Sequence[Callable[..., list[Array]]], inputs: tuple[Tree, np.ndarray]
+) -> tuple[list[np.ndarray], bool, list[float]]:
+    """Run the compiled programs.
 
     Returns:
-      The results of the first program, a message that counts the repetitions in which they differ ("" for none), and
-      the median time of each program in milliseconds.
+      The results of the first program, whether a second run has the same, and the median time of each program in
+      milliseconds.
     """
     placed = jax.device_put(inputs)
-    first = programs[0](*placed)
     equal = jax.jit(lambda a, b: jnp.stack([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]).all())
-    made, differing, end = 0, 0, time.perf_counter() + TIMING_SECONDS
-    while made < repetitions and (made == 0 or time.perf_counter() < end):
-        differing += not equal(first, programs[0](*placed))
-        made += 1
-    difference = f"{differing} of {made} repetitions differ" if differing else ""
-    results = jax.device_get(first)
-    return results, difference, [_milliseconds(program, placed) for program in programs]
+    first = programs[0](*placed)
+    repeats = bool(equal(first, programs[0](*placed)))
+    return jax.device_get(first), repeats, [_milliseconds(program, placed) for program in programs]
 
 
 def _milliseconds(program: Callable[..., list[Array]], placed: tuple[Tree, Array]) -> float:
@@ -350,11 +322,6 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `function`, called in a new thread; see `_in_threads`."""
-    return _in_threads([function], seconds)[0]
 
 
 def _in_threads(functions: Sequence[Callable[[], Result]], seconds: float) -> list[Result]:

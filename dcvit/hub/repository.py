@@ -21,7 +21,6 @@ WHOLE, INDEX = (name for name in FILE_NAMES if SAFETENSORS in name)
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Files beside the weights. All that a repository may have besides these and the weights stays there.
 DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, INDEX, *TOKENIZER_FILES, checksums.WEIGHTS)
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # and formats that are not read either
 FORMATS = ("hf", "safetensors", "timm")  # of conversions that `download` and `dcvit.load` open
 
 
@@ -62,13 +61,9 @@ def _weights(repository: Repository, names: Sequence[str], folder: Path) -> list
             raise CheckpointError(f"{repository}: {INDEX} names {other!r}; expected safetensors files")
         return files
     found = [name for name in names if name.endswith(SAFETENSORS)]
-    if len(found) == 1:
-        return found
-    if found:
-        raise CheckpointError(f"{repository} has {len(found)} safetensors files and no {INDEX}: {', '.join(found[:4])}")
-    others = [name for name in names if name.endswith(PICKLES)]
-    hint = f"; {others[0]} is not read, because only safetensors are" if others else ""
-    raise CheckpointError(f"{repository} has no safetensors file{hint}")
+    if len(found) != 1:
+        raise CheckpointError(f"{repository} has {len(found)} safetensors files and no {INDEX}; no others are read")
+    return found
 
 
 def check_upload(target: str, to: str) -> Repository:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import logging
 import os
@@ -24,7 +23,7 @@ from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand
 from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
 from input_pipeline.optional import Late, require
 
@@ -203,7 +202,7 @@ def read_images(
     Raises:
       ConfigError: `pp` is empty or does not return float images.
     """
-    encoded = ((str(file), functools.partial(read_regular, file)) for file in files)
+    encoded = ((str(file), Path(file).read_bytes) for file in files)
     return preprocess_images(encoded, pp, on_error)
 
 
@@ -272,7 +271,7 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
 def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     """Return the name of an image and a function that returns its encoded bytes; a picture becomes a PNG."""
     if isinstance(image, str | Path):
-        return str(image), functools.partial(read_regular, expand(image))
+        return str(image), expand(image).read_bytes
     if isinstance(image, bytes):
         return str(number), io.BytesIO(image).getvalue
     if isinstance(image, np.ndarray):

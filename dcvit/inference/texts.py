@@ -18,7 +18,6 @@ from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.models.lm import LM
-from input_pipeline.files import read_regular
 from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
 
 DEFAULT_TOKENS = 200
@@ -92,11 +91,9 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
     prompts = list(texts)
     for file in files:
         try:
-            prompts.append(read_regular(file).decode())
+            prompts.append(Path(file).read_bytes().decode())
         except OSError as e:
             raise InputError(f"cannot read {file}: {e.strerror}") from None
-        except InputError as e:
-            raise InputError(f"cannot read {file}: {e}") from None
         except UnicodeDecodeError as e:
             raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}") from None
     return prompts

@@ -27,7 +27,7 @@ def select(policy: Policy | None, about: Facts) -> Selection:
     Raises:
       ConfigError: the processes of the run have different policies.
     """
-    policy, before = policy or default_policy("verify"), about.get("kernels", {})
+    policy, before = policy or default_policy(), about.get("kernels", {})
     environment = verdicts.environment(jax.local_devices()[0])
     found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == environment})
     if len(policies := {each["policy"] for each in found}) > 1:

@@ -23,7 +23,6 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import Tensor
 from dcvit.weights import npz
-from input_pipeline.files import read_regular
 from input_pipeline.optional import require
 
 ROOTS = ("params/", "opt/target/")
@@ -101,7 +100,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
 def _last_step(pointer: Path) -> Path:
     """Return the folder of the last step, which the file `pointer` names."""
     try:
-        step = read_regular(pointer).decode().strip()
+        step = pointer.read_bytes().decode().strip()
     except (OSError, ValueError) as e:
         raise CheckpointError(f"cannot read {pointer}: {first_line(e)}") from None
     name = f"{pointer.name.removesuffix(POINTER)}-{step}"
@@ -121,7 +120,7 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
     found = {}
     for folder in _array_folders(path):
         try:
-            metadata = json.loads(read_regular(folder / METADATA))
+            metadata = json.loads((folder / METADATA).read_bytes())
             shape = tuple(map(int, metadata["shape"]))
             fill = metadata.get("fill_value") is not None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:

@@ -107,7 +107,7 @@ def _windows(config: Json, _: Json) -> Json:
 
 def _rotary_fraction(config: Json, found: Json) -> Json:
     head_dim = found["width"] // found["num_heads"]
-    rotary = int(head_dim * hf.fraction(config, "rotary_pct", 0.25))
+    rotary = int(head_dim * hf.number(config, "rotary_pct", 0.25))
     return {"rotary_fraction": rotary / max(head_dim, 1)}
 
 

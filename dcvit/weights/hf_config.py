@@ -57,14 +57,6 @@ def number(config: Json, name: str, default: float | None = None) -> float:
     return float(value)
 
 
-def fraction(config: Json, name: str, default: float | None = None) -> float:
-    """Return the value of the key `name`, a number in (0, 1]; a key that is absent has the default, if there is one."""
-    value = number(config, name, default)
-    if value > 1:
-        raise CheckpointError(f"config.json: {name}={value!r}; expected a number in (0, 1]")
-    return value
-
-
 def flag(config: Json, name: str, default: bool) -> bool:
     """Return the value of the key `name`, a boolean; a key that is absent has the default."""
     value = config.get(name, default)
@@ -128,16 +120,14 @@ def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
         raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only default, linear and llama3")
     scaling = [number(values, "factor")]
     if kind == "llama3":
-        low, high = (number(values, f"{end}_freq_factor") for end in ("low", "high"))
-        if low >= high:
-            raise CheckpointError(f"config.json: {key}: low_freq_factor={low} should be below high_freq_factor={high}")
-        scaling += [low, high, size(config, ORIGINAL, size(values, ORIGINAL, context))]
+        scaling += [number(values, f"{end}_freq_factor") for end in ("low", "high")]
+        scaling.append(size(config, ORIGINAL, size(values, ORIGINAL, context)))
     return {**found, "rotary_scaling": scaling}
 
 
 def rotary_fraction(config: Json, name: str, default: float) -> float:
     """Return the fraction of a head's numbers to which the rotary embedding applies."""
-    return fraction(_rope(config)[1], "partial_rotary_factor", fraction(config, name, default))
+    return number(_rope(config)[1], "partial_rotary_factor", number(config, name, default))
 
 
 def _rope(config: Json) -> tuple[str, Json]:

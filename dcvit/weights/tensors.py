@@ -21,7 +21,6 @@ from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import Tensor, Tensors
 from dcvit.runs import checksums
 from dcvit.weights import big_vision_files
-from input_pipeline.files import read_regular
 
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
@@ -117,7 +116,7 @@ def tokenizer_of(weights: Path) -> Path | None:
 def read_json(path: Path) -> Json:
     """Return a JSON object. Raises CheckpointError if the file is damaged or has another value."""
     try:
-        found = json.loads(read_regular(path))
+        found = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as e:
         raise CheckpointError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(found, dict):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import OpenedFiles, expand, named_errors, read_regular
+from input_pipeline.files import OpenedFiles, expand
 from input_pipeline.images.folder import describe_classes
 from input_pipeline.source import Example
 from input_pipeline.table import Table, read_table
@@ -204,11 +204,10 @@ def _class_list(classes: str | Sequence[str] | None) -> Sequence[str] | None:
         what, file = f"classes={classes}", expand(classes)
         if not file.is_file():
             raise MissingDataError(f"{what}: no such file")
-        with named_errors(file):
-            try:
-                found = [line.strip() for line in read_regular(file).decode().splitlines()]
-            except ValueError as e:  # not UTF-8
-                raise InputError(f"{what}: {e}") from None
+        try:
+            found = [line.strip() for line in file.read_bytes().decode().splitlines()]
+        except (OSError, ValueError) as e:
+            raise InputError(f"{what}: {e}") from None
     doubled = [name for name, count in Counter(found).items() if count > 1 or not name]
     if doubled or not found:
         raise InputError(f"{what}: expected different names, one for each class, found {doubled or found}")

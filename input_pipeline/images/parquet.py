@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from input_pipeline import memory
-from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split, has_type, nearest
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split, nearest
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
 from input_pipeline.row_groups import open_parquet, read_batches
@@ -138,7 +138,7 @@ class Source:
             with open_parquet(file.path) as opened:
                 for group in file.groups:
                     check_unchanged(group.path, group.state)
-                    labels = _labels(opened, group.number, self.label, file.path)
+                    labels = _labels(opened, group.number, self.label)
                     found.append(labels.cast("int64").fill_null(-1).to_numpy().astype(np.int32))
         return np.concatenate(found)
 
@@ -320,7 +320,7 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
             raise InputError(f"{path}: the column {image!r} should contain the bytes of image files, not {images}")
         if not pa.types.is_integer(labels):
             raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
-        first = _labels(opened, 0, label, path).unique() if metadata.num_row_groups else []
+        first = _labels(opened, 0, label).unique() if metadata.num_row_groups else []
         column = image if encoded == images else f"{image}.bytes"
     parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
@@ -343,20 +343,14 @@ def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tupl
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         names = features.get(label, {}).get("names")
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         raise InputError(f"{path}: the metadata `huggingface` of its schema is damaged") from None
-    if names is not None and not has_type(names, Sequence[str]):
-        raise InputError(f"{path}: the class names in the metadata `huggingface` are not strings")
     return None if names is None else tuple(names)
 
 
-def _labels(opened: "ParquetFile", number: int, label: str, what: str) -> "pa.Array":
-    """Return the labels of row group `number`. Raises InputError if there are more or fewer than its rows."""
-    rows = opened.metadata.row_group(number).num_rows
-    labels = opened.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
-    if len(labels) != rows:
-        raise InputError(f"{what} has {len(labels):,} labels, but {rows:,} rows according to the footer")
-    return labels
+def _labels(opened: "ParquetFile", number: int, label: str) -> "pa.Array":
+    """Return the labels of row group `number`."""
+    return opened.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
 
 
 def _read(group: RowGroup) -> Columns:
@@ -368,15 +362,12 @@ def _read(group: RowGroup) -> Columns:
     """
     check_unchanged(group.path, group.state)
     images: list[bytes | None] = []
-    what = f"row group {group.number}"
-    with open_parquet(group.path, what) as opened:
-        labels = _labels(opened, group.number, group.columns[1], what)
+    with open_parquet(group.path, f"row group {group.number}") as opened:
+        labels = _labels(opened, group.number, group.columns[1])
         for batch in read_batches(opened, group.number, [group.encoded]):
             column = batch.column(group.columns[0])
             if column.type.num_fields:  # a struct
                 column = column.flatten()[column.type.get_field_index("bytes")]
             images += column.to_pylist()
-    if len(images) != group.rows:
-        raise InputError(f"{what} has {len(images):,} images, but {group.rows:,} rows according to the footer")
     nbytes = sum(len(image or b"") + VALUE_BYTES for image in images) + ROW_BYTES * group.rows
     return Columns(images, labels, nbytes)

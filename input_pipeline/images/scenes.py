@@ -17,7 +17,6 @@ relation, and its fill an attribute of the digit that the relation finds:
     next       outline     the next one, 0 after 9
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,39 +58,20 @@ class Source:
 
     class_names = tuple("0123456789")
 
-    def __init__(
-        self,
-        split: str = "train",
-        seed: int = 0,
-        relations: Sequence[str] = RELATIONS,
-        attributes: Sequence[str] = ATTRIBUTES,
-        examples: int = 1_000_000,
-        least_distractors: int = 1,
-    ):
+    def __init__(self, split: str = "train", seed: int = 0, examples: int = 1_000_000):
         """
         Args:
           split: "train", "validation" or "test".
           seed: seed of all random choices.
-          relations: the relations that markers ask for.
-          attributes: the attributes that markers ask for.
           examples: number of scenes.
-          least_distractors: minimum number of digits, 0 to 4, in addition to those that the question is about. With 0,
-            some scenes are easy, and a model learns from these first.
 
         Raises:
-          InputError: the split, a relation or an attribute is unknown, or a number is out of range.
+          InputError: the split is unknown, or a number is out of range.
         """
         check_split("scenes", split, SPLITS)
-        for given, known in ((relations, RELATIONS), (attributes, ATTRIBUTES)):
-            wrong = [name for name in given if name not in known]
-            if wrong or not given:
-                raise InputError(f"scenes: {given!r} should be a list of {', '.join(known)}")
-        if not 1 <= examples <= 1 << 32 or not 0 <= seed < 1 << 64:
-            raise InputError(f"scenes: examples={examples}, seed={seed}: expected 1 … 2**32 and 64 bits")
-        if not 0 <= least_distractors <= MOST_DISTRACTORS:
-            raise InputError(f"scenes: least_distractors={least_distractors}: expected 0 … {MOST_DISTRACTORS}")
-        self.split, self.seed, self.examples, self.least_distractors = split, seed, examples, least_distractors
-        self.relations, self.attributes = tuple(relations), tuple(attributes)
+        if examples < 1 or seed < 0:
+            raise InputError(f"scenes: examples={examples}, seed={seed}: expected 1 or more, and 0 or more")
+        self.split, self.seed, self.examples = split, seed, examples
         source = digits.Source("test" if split == "test" else "train")
         part = {"train": slice(VALIDATION_DIGITS, None), "validation": slice(VALIDATION_DIGITS), "test": slice(None)}
         images, labels = source.images[part[split], ..., 0], source.labels[part[split]]
@@ -132,13 +112,13 @@ class Source:
     def _scene(self, index: int) -> tuple[Scene, Draw]:
         """Return the content of scene `index`, and the function that draws the random numbers for its pixels."""
         draw = draws(self.seed, SPLITS.index(self.split), index, DRAWS)
-        relation = self.relations[draw(len(self.relations))]
-        attribute = self.attributes[draw(len(self.attributes))]
-        return make_scene(relation, attribute, draw, self.least_distractors), draw
+        relation = RELATIONS[draw(len(RELATIONS))]
+        attribute = ATTRIBUTES[draw(len(ATTRIBUTES))]
+        return make_scene(relation, attribute, draw), draw
 
 
-def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int = 1) -> Scene:
-    """Return a random scene for a question, with `least_distractors` or more digits that the question is not about."""
+def make_scene(relation: str, attribute: str, draw: Draw) -> Scene:
+    """Return a random scene for a question, with one to four digits that the question is not about."""
     step = STEPS.get(relation, (0, 0))
     fitting = [place for place in range(PLACES**2) if _neighbor(place, step) is not None]
     marker_at = fitting[draw(len(fitting))]
@@ -157,7 +137,7 @@ def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int
     places: list[int | None] = [None] * PLACES**2
     for place in targets:
         places[place] = found
-    for _ in range(least_distractors + draw(MOST_DISTRACTORS + 1 - least_distractors)):
+    for _ in range(1 + draw(MOST_DISTRACTORS)):
         places[free.pop(draw(len(free)))] = kinds.pop()
     return Scene(relation, attribute, marker_at, tuple(places), (answer + (attribute == "next")) % CLASSES)
 

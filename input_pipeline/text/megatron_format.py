@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, TypedDict, cast
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -77,7 +77,7 @@ def read_description(prefix: str) -> Description:
     if not path.is_file():
         return {}
     try:
-        description = json.loads(read_regular(path))
+        description = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f"cannot read {path}: {first_line(e)}") from None
     numbers = ("vocab_size", "end_of_text", "documents")

@@ -9,7 +9,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from jaxtyping import Int32
 
 from input_pipeline import huggingface
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand, named_errors
 from input_pipeline.optional import require
 
 if TYPE_CHECKING:
@@ -113,7 +112,10 @@ class FileTokenizer:
             file = file / FILE if file.is_dir() else file
             self.origin = str(file.resolve())
         self.path = str(file)
-        content = _read(file)
+        if not file.is_file():
+            raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it")
+        with named_errors(file):
+            content = file.read_bytes()
         with _one_line_errors(f"{file} is not a valid tokenizer.json"):
             self._tokenizer: tokenizers.Tokenizer = library.Tokenizer.from_str(content.decode())
             description = json.loads(content)
@@ -226,8 +228,6 @@ def vocabulary(
     Raises:
       InputError: the tokenizer has more than `vocab_size` tokens, or `end_of_text` is not in the vocabulary.
     """
-    if vocab_size is not None and vocab_size < 1:
-        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 or more")
     known = None
     if tokenizer is not None or of_bytes:
         known = open_tokenizer(tokenizer, END_OF_TEXT if end_of_text is None else None)
@@ -242,18 +242,6 @@ def vocabulary(
     if token_bytes is not None and vocab_size is not None:
         token_bytes = np.pad(token_bytes, (0, vocab_size - len(token_bytes)))
     return Vocabulary(vocab_size, end_of_text, token_bytes)
-
-
-def _read(file: Path) -> bytes:
-    """Return the content of a tokenizer.json. Raises MissingDataError or InputError if it cannot be read."""
-    try:
-        return read_regular(file)
-    except FileNotFoundError:
-        raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it") from None
-    except OSError as e:
-        raise InputError(f"cannot read {file}: {e.strerror}") from None
-    except InputError as e:
-        raise InputError(f"cannot read {file}: {e}") from None
 
 
 @contextlib.contextmanager

@@ -37,7 +37,6 @@ from dcvit.dcmha.folded import combine_heads, multiply_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.dcmha.plan import BACKENDS, COMPOSED
-from dcvit.dcmha.selection import set_default
 from dcvit.parallel import hlo, runtime
 from dcvit.training.timing import device, interleaved
 
@@ -332,7 +331,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 0:
         parser.error(f"--rounds {args.rounds}: expected 0 or more")
-    set_default("verify")
     machine = device()
     print(machine)
     result: Row = {"machine": machine, "rounds": args.rounds}

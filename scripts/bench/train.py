@@ -34,7 +34,6 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from dcvit.dcmha.selection import set_default
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
@@ -186,7 +185,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
-    set_default("verify")
     if args.rounds < 0:
         parser.error(f"--rounds {args.rounds}: expected 0 or more")
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dcvit.dcmha.selection import set_default
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
@@ -205,7 +204,6 @@ def main() -> None:
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds}: expected a number above 0")
     runtime.skip_absent_tpu()
-    set_default("verify")
     size = TINY if args.tiny else Size()
     rows, held_out = text("train", size), text("validation", size)
     held_out = held_out[: size.evaluated].reshape(-1, size.rows, size.context + 1)

@@ -107,11 +107,12 @@ def test_unreadable_files_are_errors_and_the_others_are_classified(digits_workdi
 
 def test_batch_is_yielded_before_the_files_of_the_next_are_read(digits_workdir, monkeypatch):
     """Any number of files needs the memory of one batch."""
+    model = dcvit.load(digits_workdir)
     data, read = encoded(Image.new("L", (8, 8), 255), "PNG"), []
-    monkeypatch.setattr(inference, "read_regular", lambda path: read.append(path) or data)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or data)
     files = [Path(f"{i}.png") for i in range(2 * inference.BATCH + 1)]
     images = inference.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
-    batches = dcvit.load(digits_workdir).classify(images, topk=1)
+    batches = model.classify(images, topk=1)
     for number in (1, 2):
         batch = next(batches)
         assert (len(batch), len(read)) == (inference.BATCH, number * inference.BATCH)

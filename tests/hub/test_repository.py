@@ -150,7 +150,7 @@ def test_the_arguments_of_a_config_have_the_commit_too(hub, tmp_path):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"pytorch_model.bin": b"x"}, "has no safetensors file; pytorch_model.bin is not read"),
+        ({"pytorch_model.bin": b"x"}, "has 0 safetensors files and no model.safetensors.index.json"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a file beside it"),
         ({"model.safetensors": b"x", "checksums.sha256": b"0" * 64 + b"  model.safetensors\n"}, "is damaged"),
     ],

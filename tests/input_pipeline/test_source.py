@@ -57,7 +57,6 @@ def test_parts_of_a_source_are_disjoint_and_complete():
         ({"kind": "digts"}, "did you mean 'digits'"),
         ({"kind": "digits", "split": "tset"}, "did you mean 'test'"),
         ({"kind": "digits", "limit": 0}, "limit=0 should be 1 or more"),
-        ({"kind": "scenes", "relations": ("left", "behind")}, "should be a list of right, left, above, below, pair, c"),
         ({"kind": "digits", "part": (0.5, 0.5)}, r"part=\(0.5, 0.5\) should be two increasing fractions"),
     ],
 )

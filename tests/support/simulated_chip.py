@@ -3,7 +3,6 @@
 The CPU is taken for a TPU, and `pallas_tpu` is replaced by a function of this module; all else is the code of a chip.
 """
 
-import functools
 import os
 import sys
 import time
@@ -13,11 +12,9 @@ import numpy as np
 
 from dcvit import cli
 from dcvit.__main__ import dispatch as command
-from dcvit.dcmha import device
+from dcvit.dcmha import device, verification
 from dcvit.dcmha.backends.tpu import api, tiling
 from dcvit.dcmha.backends.xla import blockwise, reference
-from dcvit.dcmha.selection import Selection
-from dcvit.training import kernels
 
 right = blockwise.run
 
@@ -54,7 +51,7 @@ def delayed(implementation):
 
 
 if __name__ == "__main__":
-    kernels.Selection = functools.partial(Selection, seconds=10.0)
+    verification.SECONDS = 10.0
     device.platform = lambda: "tpu"
     tiling.device_kind = lambda: "TPU v5 lite"
     kernel = os.environ["KERNEL"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from dcvit.errors import MetricsError
 from dcvit.runs import metrics, steps
 from dcvit.versions import __version__
 from dcvit.weights import dcvit_hf
@@ -155,17 +154,11 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
 
 
 def _metrics(weights: Weights) -> dict[str, object]:
-    """Return the last value of each metric of a run, up to its checkpoint, by name.
-
-    There is none if the file is damaged, or the model is of no run.
-    """
+    """Return the last value of each metric of a run, up to its checkpoint, by name; none if the model is of no run."""
     workdir = None if weights.averaged else weights.workdir
-    try:
-        rows = metrics.read(workdir / "metrics.jsonl") if workdir else []
-        name = steps.step_folder(weights.path).name if workdir else ""
-        rows = [row for row in rows if not steps.is_step(name) or row["step"] <= int(name)]
-    except MetricsError:
-        rows = []
+    rows = metrics.read(workdir / "metrics.jsonl") if workdir else []
+    name = steps.step_folder(weights.path).name if workdir else ""
+    rows = [row for row in rows if not steps.is_step(name) or row["step"] <= int(name)]
     values: dict[str, object] = {}
     for row in rows:
         values |= {key: f"{v:.{DIGITS}g}" if isinstance(v, float) else v for key, v in row.items() if v is not None}

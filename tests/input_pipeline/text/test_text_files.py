@@ -74,7 +74,7 @@ def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl:2: not JSON: Expecting value at character"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl:2: not JSON: Expecting value"),
         ("a.txt", b"one\ntwo\nth\xc3(ree", {}, r"a\.txt:3: not UTF-8: invalid continuation byte at byte 3"),
     ],
 )
