@@ -74,7 +74,7 @@ def evaluate_tasks(
         with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
             results: dict[str, Any] = simple_evaluate(
                 model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit,
-                log_samples=False, bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
+                log_samples=False, bootstrap_iters=RESAMPLES,
             )  # fmt: skip
         return results
     except (ConfigError, CheckpointError):

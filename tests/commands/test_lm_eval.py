@@ -178,8 +178,9 @@ def audit(event, args):
 sys.addaudithook(audit)
 from dcvit import errors, lm_eval
 lm_eval.prepare(online=False)
+from lm_eval.models.dummy import DummyLM
 try:
-    lm_eval.evaluate_tasks(None, ["piqa"])
+    lm_eval.evaluate_tasks(DummyLM(), ["piqa"])
 except errors.ConfigError as e:
     print(e)
 """
