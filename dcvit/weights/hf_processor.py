@@ -127,6 +127,6 @@ def _size(found: object) -> tuple[int, int] | None:
     """Return height and width from `size` in any form that transformers has; None if there are none."""
     if found is None:
         return None
-    sides = found if isinstance(found, dict) else {"shortest_edge": found}
+    sides: Json = found if isinstance(found, dict) else {"shortest_edge": found}
     height, width = (int(sides[key if key in sides else "shortest_edge"]) for key in ("height", "width"))
     return height, width
