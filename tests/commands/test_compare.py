@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import statistics
 from pathlib import Path
 

@@ -113,7 +113,7 @@ def test_a_commit_stays_when_the_repository_changes(hub, folder):
     assert same(parameters(f"hf:owner/name@{old}"), before)
     assert not same(parameters("hf:owner/name"), before)
     assert same(parameters(f"hf:owner/name@{new}"), parameters("hf:owner/name@main"))
-    assert "no safetensors" in line(CheckpointError, find, "hf:owner/name@dev")
+    assert "0 safetensors files" in line(CheckpointError, find, "hf:owner/name@dev")
 
 
 def test_a_config_holds_the_commit_and_a_run_keeps_its_own(hub, folder, tmp_path):

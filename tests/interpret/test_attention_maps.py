@@ -93,12 +93,12 @@ def expected_matrices(p, x, heads, rank):
             lm_oracle.normalize(y, {"bias": 0, **p[f"{name}_norm"]}, 1e-6) for y, name in ((q, "query"), (k, "key"))
         )
     matrices = [np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])]
-    for where, normalized in (("pre", softmax), ("post", None)):
+    for where in ("pre", "post"):
         composed = matrices[-1]
         if where in p:
             rows = [lm_oracle.compose_weights(p[where], each, heads, rank) for each in x]
             composed = np.concatenate([oracle.compose(m[None], w) for m, w in zip(composed, rows, strict=True)])
-        matrices += [composed, normalized(composed)] if normalized else [composed]
+        matrices += [composed, softmax(composed, True)] if where == "pre" else [composed]
     return matrices
 
 

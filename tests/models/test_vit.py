@@ -145,7 +145,7 @@ def test_bfloat16_is_in_every_block_and_near_float32_with_parameters_and_logits_
 @pytest.mark.slow
 def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     block = encoder.Encoder1DBlock(
-        lambda **fields: Attention(4, **fields), lambda: layers.MlpBlock(8), nn.LayerNorm, deterministic=False
+        lambda layer, name: Attention(4, name=name), lambda: layers.MlpBlock(8), nn.LayerNorm, deterministic=False
     )
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}

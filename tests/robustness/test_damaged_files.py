@@ -39,15 +39,6 @@ class TestTokens:
             open_text(tmp_path / "a", "megatron", vocab_size=10)
 
 
-class TestText:
-    def test_text_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch):
-        (tmp_path / "a.txt").write_bytes(b"x" * 1000)
-        assert len(open_text(tmp_path / "a.txt"))
-        monkeypatch.setattr(memory, "available", lambda: 1999)
-        with refused(ip.InputError, "a.txt", "one document"):
-            open_text(tmp_path / "a.txt")
-
-
 class TestTokenizers:
     @pytest.fixture(autouse=True)
     def _library(self):
