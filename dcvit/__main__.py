@@ -43,7 +43,7 @@ def dispatch(argv: Sequence[str] | None) -> int:
         print(f"dcvit {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+        raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS, 'dcvit ')}")
     return int(importlib.import_module(f"dcvit.{words[0].replace('-', '_')}").main(words[1:]))
 
 

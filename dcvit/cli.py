@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
             if name.removeprefix("--") in values.known_keys():
                 return f"did you mean '--config.{name.removeprefix('--')}=VALUE'?"
-        return nearest(name, valid)
+        return nearest(name, valid, f"{self.prog} ")
 
     def parse_without_config(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse the words of a command that takes no config. Raises ConfigError also for an override of a config."""

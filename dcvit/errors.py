@@ -34,27 +34,31 @@ SYNONYMS = {
 }
 
 
-# Names that the release 0.3.0 removed: commands, config keys and their values → what to use instead. For one release.
+# What the release 0.3.0 removed, by its complete name (of an option, with the command) → what to use instead. For one
+# release.
 REMOVED: dict[str, str] = {
-    "--soup": "`--average` averages all sources; greedy soups are gone",
-    "bv": "big_vision also reads what --to npz writes",
-    "lora": "fine-tune with `freeze_layers`, `frozen` and `layer_decay`",
-    "peft": "write the merged model with --to hf",
-    "savedmodel": "write a program with --to stablehlo or onnx",
-    "mlflow": "use wandb, or the events that TensorBoard reads",
-    "trackio": "use wandb, or the events that TensorBoard reads",
-    "distill.cache": "each step computes the teacher's logits",
-    "--peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
-    "--all": "give --config and --topology",
-    "--group": "dcvit train --seeds writes means and intervals to seeds.md",
-    "--allow_code": "the files of --include_path may always run code",
+    "dcvit convert --soup": "`--average` averages all sources; greedy soups are gone",
+    "--to bv": "big_vision also reads what --to npz writes",
+    "config.lora": "fine-tune with `freeze_layers`, `frozen` and `layer_decay`",
+    "--to peft": "write the merged model with --to hf",
+    "--to savedmodel": "write a program with --to stablehlo or onnx",
+    "config.mlflow": "use wandb, or the events that TensorBoard reads",
+    "config.trackio": "use wandb, or the events that TensorBoard reads",
+    "config.distill.cache": "each step computes the teacher's logits",
+    "dcvit benchmark --peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
+    "dcvit aot --all": "give --config and --topology",
+    "dcvit compare --group": "dcvit train --seeds writes means and intervals to seeds.md",
+    "dcvit lm_eval --allow_code": "the files of --include_path may always run code",
     **dict.fromkeys(
-        ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired"),
+        [
+            f"heads={name}"
+            for name in ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
+        ],
         "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
     ),
-    "known": "`verify` verifies what has no verdict, `off` uses no kernels",
-    "--seconds": "each implementation has 60 s",
-    "reproduce": "run `python scripts/paper` in a clone",
+    "config.kernels=known": "`verify` verifies what has no verdict, `off` uses no kernels",
+    "dcvit check-kernels --seconds": "each implementation has 60 s",
+    "dcvit reproduce": "run `python scripts/paper` in a clone",
 }
 
 
@@ -89,9 +93,13 @@ def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
     return {name for name in names if re.fullmatch(pattern, name)}
 
 
-def nearest(name: str, valid_names: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: what replaced it, the most similar one, or all."""
-    return f"removed in 0.3.0: {REMOVED[name]}" if name in REMOVED else similar(name, valid_names)
+def nearest(name: str, valid_names: Iterable[str], place: str = "") -> str:
+    """Return the end of an error message about an unknown name: what replaced it, the most similar one, or all.
+
+    The name in `REMOVED` is that of `place`, such as "--to ", and `name`.
+    """
+    replacement = REMOVED.get(f"{place}{name}")
+    return f"removed in 0.3.0: {replacement}" if replacement else similar(name, valid_names)
 
 
 def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
@@ -102,8 +110,8 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
       key: the part of it that is not known.
       known: the valid names in its place.
     """
-    if key in REMOVED:
-        return f"unknown key {name!r}; {nearest(key, known)}"
+    if name in REMOVED:
+        return f"unknown key {name!r}; {nearest(name, known)}"
     close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     if name == f"config.{key}" and key in SYNONYMS:
         close = [SYNONYMS[key]]
@@ -142,8 +150,8 @@ def check_call(
       ConfigError: names the argument, and the nearest valid one.
     """
     for name in kwargs:
-        if removed := REMOVED.get(f"{what}.{name}".removeprefix("config.")):
-            raise ConfigError(f"{what} has no option {name!r}; removed in 0.3.0: {removed}")
+        if f"{what}.{name}" in REMOVED:
+            raise ConfigError(f"{what} has no option {name!r}; {nearest(name, (), f'{what}.')}")
     try:
         check_arguments(function, args, kwargs, what, also)
     except InputError as e:

@@ -44,7 +44,8 @@ def check_types(config: ConfigDict) -> None:
             raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
     for key, (holds, expected) in RANGES.items():
         if not holds(config[key]):
-            removed = f"; {nearest(str(config[key]), ())}" if str(config[key]) in REMOVED else ""
+            name = f"config.{key}={config[key]}"
+            removed = f"; {nearest(name, ())}" if name in REMOVED else ""
             raise ConfigError(f"config.{key}={config[key]!r} should be {expected}{removed}")
     for key in ("wd_mults", "lr_mults", "frozen"):
         paired = key != "frozen"

@@ -62,7 +62,7 @@ def of_attention(name: str) -> dict[str, object]:
       ValueError: the name is unknown.
     """
     if name not in NAMES:
-        raise ValueError(f"attention={name!r}; {nearest(name, NAMES)}")
+        raise ValueError(f"attention={name!r}; {nearest(name, NAMES, 'heads=')}")
     if name in ("dcmha", "dcmha_post"):
         return {"compose": SETTINGS[name]["compose"]}  # the other fields are the defaults of a model, or of its preset
     return {"heads": name} if name in FOLDED else dict(SETTINGS[name])
@@ -90,7 +90,7 @@ def resolve(
     if name is None:
         return merged
     if name not in NAMES:
-        raise ValueError(f"heads={name!r}; {nearest(str(name), NAMES)}")
+        raise ValueError(f"heads={name!r}; {nearest(str(name), NAMES, 'heads=')}")
     meant = SETTINGS[name]
     if name in FOLDED:
         heads = merged.get("num_heads", num_heads)

@@ -121,7 +121,7 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
     found: dict[str, str] = {}
     if "config" in saved:
         # Removed keys that were not set have no effect.
-        before = {key: value for key, value in saved["config"].items() if value or key not in REMOVED}
+        before = {key: value for key, value in saved["config"].items() if value or f"config.{key}" not in REMOVED}
         defaults = json.loads(json.dumps(values.defaults()))  # of keys that an older version did not have
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))

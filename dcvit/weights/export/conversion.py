@@ -77,7 +77,7 @@ def convert(
       OSError: a file cannot be written; nothing is left at the target.
     """
     if to not in WRITERS:
-        raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS)}")
+        raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS, '--to ')}")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
     for place in sources:
