@@ -134,7 +134,7 @@ WIDE_STRIPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", params(WIDE_STRIPS, {"vector"}))
 def test_kernels_with_strips_of_sixteen_keys_equal_the_reference(monkeypatch, family):
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")

@@ -322,7 +322,7 @@ def test_a_missing_teacher_is_named(tmp_path):
         small_setup(**{"distill.teacher": "absent"})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     (block,) = blocks(ROOT / "docs" / "distillation.md", "bash", "<!-- run by tests/training/test_distillation.py -->")
     first, *rest = commands(block)
