@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 IGNORED = ("", "-1")  # cells of unknown labels
 TRUTH = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, **dict.fromkeys((*IGNORED, "-1.0"), -1)}
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")  # of a column in `path`
+NEGATIVE = re.compile(r"-\d+")  # no label, but "-1" alone in a cell
 WHOLE = re.compile(r"-?\d+\.0")  # an integer as libraries write it where other rows have no value
 
 
@@ -142,13 +143,17 @@ def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | 
     """Return the labels of `rows` in a column of class names or numbers, one in each cell, or several with `sep`.
 
     Raises:
-      InputError: a cell of any row has an unknown class, or no cell has a class.
+      InputError: a cell of any row has an unknown class or a number below 0, or no cell has a class.
     """
     if sep is not None and not sep.strip():  # a cell with the separator alone, for no class, would be an empty one
         raise InputError(f"sep={sep!r}: expected the text between two class names, such as '|'")
     cells = [_cell(cell) for cell in table.columns[column]]
     listed = [[cell] if sep is None else [_cell(part) for part in cell.split(sep)] for cell in cells]
     distinct = {name for cell, names in zip(cells, listed, strict=True) if cell not in IGNORED for name in names} - {""}
+    if negative := next(filter(NEGATIVE.fullmatch, distinct), None):
+        row = next(row for row, names in enumerate(listed) if negative in names and cells[row] not in IGNORED)
+        message = f"{negative[:40]!r} is no class; an unknown label is -1 alone, or nothing"
+        raise InputError(f"{table.location(row)}: {message}")
     if not distinct:
         raise InputError(f"{table.file}: no row has a label in the column {column!r}")
     class_names, numbers = _numbered(distinct, classes)
@@ -181,7 +186,7 @@ def _numbered(names: Iterable[str], classes: Sequence[str] | None) -> tuple[tupl
     Names that are all integers are sorted as numbers. With other `classes`, integers are the numbers of the classes.
     """
     names = set(names)
-    are_integers = all(name.isdecimal() for name in names)
+    are_integers = all(name.isdecimal() and len(name) < 19 for name in names)
     if classes is None:
         found = sorted(names, key=lambda name: (int(name), name)) if are_integers else sorted(names)
         return tuple(found), {name: number for number, name in enumerate(found)}
@@ -205,7 +210,7 @@ def _class_list(classes: str | Sequence[str] | None) -> Sequence[str] | None:
         if not file.is_file():
             raise MissingDataError(f"{what}: no such file")
         try:
-            found = [line.strip() for line in file.read_bytes().decode().splitlines()]
+            found = [line.strip() for line in file.read_bytes().decode("utf-8-sig").splitlines()]
         except (OSError, ValueError) as e:
             raise InputError(f"{what}: {e}") from None
     doubled = [name for name, count in Counter(found).items() if count > 1 or not name]

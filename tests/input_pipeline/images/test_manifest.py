@@ -106,7 +106,7 @@ def test_numbers_are_names_in_numeric_order_and_minus_one_is_unknown(folder, lis
 def test_given_classes_number_the_labels(folder, listed):
     paths = [path for path, _ in listed]
     by_name = manifests.write_csv(folder / "a.csv", ("path", "label"), [(p, "cat") for p in paths])
-    (folder / "classes.txt").write_text("fox\ncat\ndog\n")
+    (folder / "classes.txt").write_text("\ufefffox\ncat\ndog\n")
     for classes in (["fox", "cat", "dog"], str(folder / "classes.txt")):
         source = opened(by_name, classes=classes)
         assert (source.class_names, source.labels[0]) == (("fox", "cat", "dog"), 1)
@@ -161,6 +161,9 @@ INVALID = [
     ("path,label\n", {}, "labels.csv has no rows"),
     (f"file,label\n{P},a\n", {}, "labels.csv has no column 'path'; known: file, label"),
     (f"path,label\n{P},cat\n", {"classes": ["cats", "dog"]}, "labels.csv:2: no class 'cat'; did you mean 'cats'"),
+    (f"path,label\n{P},-2\n", {}, "labels.csv:2: '-2' is no class; an unknown label is -1 alone, or nothing"),
+    (f"path,label\n{P},red|-1\n", {"sep": "|"}, "labels.csv:2: '-1' is no class"),
+    (f"path,label\n{P},{'9' * 5000}\n", {"classes": ["cats", "dog"]}, "labels.csv:2: no class '999"),
     (f"path,a,b\n{P},1,2\n", {"labels": ["a", "b"]}, "labels.csv:2: 'b' is '2', expected 1, 0, or -1 or nothing"),
     (f"path,label,split\n{P},a,train\n", {"split": "trian"}, "no row has 'trian' in the column 'split'; did you mean"),
     ("path,label\n../secret.png,a\n", {}, "labels.csv:2: '../secret.png' is outside of"),
