@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Collection, Iterator
 
@@ -20,6 +21,7 @@ EXTRAS = {
     "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
 }  # fmt: skip
 
+START = threading.Lock()  # of TensorFlow
 FROM_FLAX = ("optax", "orbax", "tensorstore")  # those of the extra `train` that flax itself needs
 
 # Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
@@ -74,7 +76,6 @@ class Late:
         return getattr(require(self._module), name)
 
 
-@functools.cache
 def tensorflow() -> types.ModuleType:
     """Import TensorFlow for use on the CPU, with one thread per operation, and return it.
 
@@ -84,6 +85,12 @@ def tensorflow() -> types.ModuleType:
     Raises:
       ReadingError: TensorFlow is not installed or fails to load.
     """
+    with START:  # a second thread would redirect standard error inside the redirection of the first
+        return _start_tensorflow()
+
+
+@functools.cache
+def _start_tensorflow() -> types.ModuleType:
     with remove_lines(START_UP_MESSAGE):
         tf = require("tensorflow")
         for kind in ("GPU", "TPU"):

@@ -1,8 +1,12 @@
 """Missing libraries are named; TensorFlow's start-up messages are removed from stderr, and nothing else is."""
 
+import concurrent.futures
 import contextlib
 import os
 import sys
+import time
+import types
+from unittest import mock
 
 import image_datasets
 import numpy as np
@@ -46,7 +50,7 @@ USES = {
 @pytest.mark.parametrize("module", USES)
 def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
     extra, use = USES[module]
-    for cached in (optional.tensorflow, kernels._loops, stored._tifffile):
+    for cached in (optional._start_tensorflow, kernels._loops, stored._tifffile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):
@@ -73,3 +77,22 @@ def test_only_start_up_messages_are_removed_also_where_the_context_fails(capfd, 
             raise ImportError("broken")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == ERRORS + "after\n"
+
+
+def test_tensorflow_starts_in_one_thread(monkeypatch):
+    """Two threads that redirect standard error at the same time would leave it redirected."""
+    optional._start_tensorflow.cache_clear()
+    starts = []
+
+    def slow_require(name):
+        starts.append(name)
+        time.sleep(0.1)
+        module = types.ModuleType(name)
+        module.config = mock.MagicMock()
+        return module
+
+    monkeypatch.setattr(optional, "require", slow_require)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: optional.tensorflow(), range(4)))
+    optional._start_tensorflow.cache_clear()
+    assert starts == ["tensorflow"]
