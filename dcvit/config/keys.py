@@ -24,7 +24,7 @@ DURATIONS = {
     "total": "Length of training. Required.",
     "log": "Interval between rows of metrics.jsonl; 50 steps if not set. 0: rows of evaluations only.",
     "ckpt": "Interval between checkpoints; only the last step is saved if not set. 0: nothing is saved.",
-    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed. 0: none.",
+    "keep_ckpt": "Steps between checkpoints that are also saved, and never removed. 0: none.",
 }
 KEYS = {
     "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),

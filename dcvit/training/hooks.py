@@ -152,14 +152,15 @@ class CheckpointHook(Hook):
 
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
-        self.interval, self.total_steps = run.setup.plan.intervals.ckpt, run.setup.plan.total_steps
+        self.plan = run.setup.plan
         self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
         """Save the state after a step at which a checkpoint is due, or which is the best so far."""
-        last = result.step == self.total_steps or self.progress.early.reason
-        due = bool(self.interval) and (last or is_due(self.interval, result.step))
-        if not due and self.progress.best.step != result.step:
+        every = self.plan.intervals
+        last = result.step == self.plan.total_steps or self.progress.early.reason
+        due = bool(every.ckpt) and (last or is_due(every.ckpt, result.step))
+        if not due and not is_due(every.keep_ckpt, result.step) and self.progress.best.step != result.step:
             return
         self.progress.guard.check(result)  # waits for the steps under way, which are not part of the pause
         with self.progress.clock.paused():

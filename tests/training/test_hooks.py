@@ -103,3 +103,9 @@ def test_best_checkpoint_is_saved_and_kept_also_by_a_resumed_run(digits_run, mon
     assert status == 0
     losses = {row["step"]: row["test/loss"] for row in metrics.read(workdir / "metrics.jsonl") if row["step"]}
     assert saved_steps(workdir) == sorted({best(losses, key=losses.get), 6})
+
+
+def test_checkpoints_of_the_second_interval_are_saved_and_kept(digits_run):
+    status, workdir = digits_run(ckpt_steps=4, keep_ckpt_steps=3, ckpt_keep=1, total_steps=7, evals={})
+    assert status == 0
+    assert saved_steps(workdir) == [3, 6, 7]
