@@ -11,7 +11,7 @@ import contextlib
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +30,7 @@ else:
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
 MAX_PIXELS = (1 << 29) // 3  # 178,956,970: three times ImageNet's largest, and the limit of TensorFlow and Pillow
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
-ORIENTATION = 0x0112  # the EXIF tag
+ORIENTATION, SAMPLES = 0x0112, 0x0115  # the tags of EXIF and TIFF
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of TIFF and BigTIFF files
 CROP_ATTEMPTS = 100
 # A JPEG marker with a meaning between segments: neither a stuffed byte, nor padding, nor a restart.
@@ -231,6 +231,15 @@ def pillow_image(data: bytes) -> Iterator[Image.Image]:
         if data[:4] in TIFF_STARTS:
             reason += ', or one of channels that are not converted: see decode(channels, dtype="uint16")'
         raise InputError(reason) from None
+
+
+def loses_channels(data: bytes) -> bool:
+    """Return True for a TIFF with more channels than Pillow returns: of several gray ones, it reads the first plane."""
+    if data[:4] not in TIFF_STARTS:
+        return False
+    with pillow_image(data) as image:
+        tags: Mapping[int, int] = getattr(image, "tag_v2", {})
+        return tags.get(SAMPLES, 1) > len(image.getbands())
 
 
 def _orientation(data: bytes) -> int:

@@ -35,8 +35,8 @@ VGG_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: str = "uint8") -> Change:
     """Decode `image` from the bytes of a JPEG, PNG, WebP, AVIF, BMP, GIF, TIFF or `.npy` file.
 
-    As uint8 of 1 or 3 channels, every image is converted to gray or RGB, except a `.npy` file. Otherwise values are
-    those of the file, which must have `channels`; see `input_pipeline.images.stored`.
+    As uint8 of 1 or 3 channels, every image is converted to gray or RGB, except a `.npy` file and a TIFF of several
+    gray channels. Otherwise values are those of the file, which must have `channels`; see `input_pipeline.images.stored`.
 
     Args:
       channels: 1 for gray, 3 for RGB, or the number of channels of the files.
@@ -51,7 +51,7 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: 
     converts = channels in (1, 3) and dtype == "uint8"
 
     def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
-        if converts and not stored.is_array(data):
+        if converts and not stored.is_array(data) and not decoding.loses_channels(data):
             return decoding.decode(data, channels, precise=precise, exif=exif)
         return stored.decode(data, channels, dtype, exif=exif)
 
@@ -90,10 +90,9 @@ def decode_jpeg_and_inception_crop(
     def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
         if decoding.is_jpeg(data):
             return fit(decoding.decode_crop(data, sample(decoding.jpeg_size(data), rng), exif=exif))
-        if stored.is_array(data):
-            raise InputError(
-                "decode_jpeg_and_inception_crop reads no .npy file: use decode(channels)|inception_crop(size)"
-            )
+        if stored.is_array(data) or decoding.loses_channels(data):
+            kinds = "no .npy file, and no TIFF of several gray channels"
+            raise InputError(f"decode_jpeg_and_inception_crop reads {kinds}: use decode(channels)|inception_crop(size)")
         image = decoding.decode(data, exif=exif)
         return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
 

@@ -76,6 +76,16 @@ def test_a_wider_dtype_holds_the_values_of_smaller_ones(dtype):
         np.testing.assert_array_equal(decode(data, 5, "float32"), image)
 
 
+@pytest.mark.parametrize("compression", ["zlib", "lzw"])
+def test_planes_of_a_tiff_of_bytes_are_all_read(compression):
+    """Pillow would return the first plane three times."""
+    image = values("uint8", 3)
+    data = tiff(image, "separate", compression=compression)
+    np.testing.assert_array_equal(decode(data, 3), image)
+    with refused(ip.InputError, "no TIFF of several gray channels"):
+        ip.Preprocess("decode_jpeg_and_inception_crop(8)")({"image": data}, np.random.default_rng(0))
+
+
 def test_masks_and_reduced_copies_are_not_channels():
     image, file = values("uint16", 2), io.BytesIO()
     with tifffile.TiffWriter(file) as writer:
@@ -107,7 +117,7 @@ def test_transparency_of_a_palette_and_gray_arrays_are_read():
 
 def test_an_array_for_the_op_that_decodes_jpegs_names_another_op():
     op = ip.Preprocess("decode_jpeg_and_inception_crop(8)")
-    with pytest.raises(ip.InputError, match=r"no \.npy file: use decode\(channels\)\|inception_crop\(size\)$"):
+    with pytest.raises(ip.InputError, match=r"no \.npy file, .*: use decode\(channels\)\|inception_crop\(size\)$"):
         op({"image": npy(values("uint8", 3))}, np.random.default_rng(0))
 
 
