@@ -157,7 +157,7 @@ def open_source(
     if isinstance(part, str):
         rows = _rows_of_fold(part, source, f"data of kind {kind!r}")
     elif part is not None:
-        rows = _rows_of_part(part, len(source), f"data of kind {kind!r}")
+        rows = _rows_of_part(part, source, f"data of kind {kind!r}")
     return _Selection(source, rows[:limit], cache) if cache or len(rows[:limit]) < len(source) else source
 
 
@@ -222,12 +222,14 @@ def _rows_of_fold(part: str, source: Source, what: str) -> np.ndarray:
     return rows_of_fold(part, [name(i) for i in range(len(source))], labels_of(source), what)
 
 
-def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
+def _rows_of_part(part: Sequence[float], source: Source, what: str) -> range:
     """Return the indices between two fractions of the number of examples; adjacent parts do not overlap.
 
     Raises:
-      InputError: these are not two fractions, or there is no example between them.
+      InputError: these are not two fractions, there is no example between them, or the examples are sorted by class, so
+        that some classes are not in this part.
     """
+    examples, labels = len(source), labels_of(source)
     if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
         raise InputError(f"{what}: part={part} should be two increasing fractions from 0 to 1")
     rows = range(round(part[0] * examples), round(part[1] * examples))
@@ -236,4 +238,11 @@ def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
             f"{what}: part={tuple(part)} of {examples} example(s) is empty; give another fraction, or, for text, a"
             " shorter context"
         )
+    if labels is not None and labels.ndim == 1 and (labels[:-1] <= labels[1:]).all():
+        found, classes = len({*labels[rows].tolist()}), len({*labels.tolist()})
+        if found < classes:
+            raise InputError(
+                f"{what}: part={tuple(part)} has {found} of {classes} classes, because the examples are sorted by class;"
+                ' use a fold, such as part="all but fold 1 of 5"'
+            )
     return rows
