@@ -44,7 +44,7 @@ def prepare(online: bool) -> None:
 
 
 def evaluate_tasks(
-    model: HarnessModel, names: Sequence[str], include_path: Path | None = None, **options: Any
+    model: HarnessModel, names: Sequence[str], include_path: Path | None = None, **options: object
 ) -> dict[str, Any]:
     """Run tasks, groups or tags on a model and return the library's results.
 

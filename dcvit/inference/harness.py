@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 256  # the harness's default for a task without a limit; at most half the model's context
 
-Request = tuple[Any, list[int], list[int]]  # anything, the tokens of a context, the tokens of its continuation
+Request = tuple[object, list[int], list[int]]  # anything, the tokens of a context, the tokens of its continuation
 Score = tuple[float, bool]  # log p of a continuation, and whether all its tokens are those of the highest logits
 
 
@@ -177,14 +177,14 @@ class HarnessModel(TemplateLM):
         A text is scored in windows of the model's context, and every token is scored once. The last window includes
         preceding tokens up to the length of the context.
         """
-        windows: list[Request] = []
+        windows: list[tuple[int, list[int], list[int]]] = []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             windows += [(i, *make_disjoint_window(window)) for window in found]
         totals = [0.0] * len(requests)
-        for window, (log_p, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
-            totals[window[0]] += log_p
+        for (i, _, _), (log_p, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
+            totals[i] += log_p
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
