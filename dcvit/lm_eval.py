@@ -29,10 +29,7 @@ RESAMPLES = 1000
 
 
 def prepare(online: bool) -> None:
-    """Set the environment variables that the harness and its libraries read when they are imported.
-
-    Args:
-      online: allow downloads of data that is not in the local cache.
+    """Set the variables that the harness and its libraries read when they are imported: `online` allows downloads.
 
     Raises:
       MissingLibraryError: the harness is not installed.
@@ -48,11 +45,7 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Run tasks, groups or tags on a model and return the library's results.
 
-    Args:
-      model: the model.
-      names: names of tasks, groups or tags.
-      include_path: a folder of further task files, which may run code.
-      options: further arguments of the library's function `simple_evaluate`.
+    Task files in the folder `include_path` may run code. `options` are further arguments of `simple_evaluate`.
 
     Raises:
       ConfigError: a task is unknown or not supported, or its data is missing.
@@ -116,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, minimum in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
         if (value := getattr(args, name)) is not None and value < minimum:
             raise ConfigError(f"--{name} {value}: should be {minimum} or more")
+    if args.include_path and not args.include_path.is_dir():
+        raise ConfigError(f"--include_path: no folder {args.include_path}")
     cli.check_model(args, overrides)
 
     from dcvit.inference.loading import open_model
