@@ -8,7 +8,6 @@ folder, which may run code.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import numbers
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcvit import cli
 from dcvit.errors import CheckpointError, ConfigError, first_line_with_type
+from input_pipeline.optional import require_extra
 
 if TYPE_CHECKING:  # it imports the library, whose variables `prepare` sets before
     from dcvit.inference.harness import HarnessModel
@@ -29,37 +29,23 @@ RESAMPLES = 1000
 
 
 def prepare(online: bool) -> None:
-    """Set the environment variables that lm-evaluation-harness and its libraries read when they are imported.
-
-    Args:
-      online: allow downloads of data that is not in the local cache.
+    """Set the variables that the harness and its libraries read when they are imported: `online` allows downloads.
 
     Raises:
-      ConfigError: the library is not installed.
+      MissingLibraryError: the harness is not installed.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError('this needs lm_eval, which is not installed: pip install "dcvit[eval]"')
+    require_extra("eval")
     os.environ["DISABLE_MULTIPROC"] = "1"  # a process with JAX's threads should not fork
     if not online:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
 
 
 def evaluate_tasks(
-    model: HarnessModel,
-    names: Sequence[str],
-    *,
-    include_path: Path | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
+    model: HarnessModel, names: Sequence[str], include_path: Path | None = None, **options: object
 ) -> dict[str, Any]:
-    """Run tasks on a model and return the library's results.
+    """Run tasks, groups or tags on a model and return the library's results.
 
-    Args:
-      model: the model.
-      names: names of tasks, groups or tags.
-      include_path: a folder of further task files, which may run code.
-      num_fewshot: the number of examples before each question; by default the tasks decide.
-      limit: the maximum number of questions of each task.
+    Task files in the folder `include_path` may run code. `options` are further arguments of `simple_evaluate`.
 
     Raises:
       ConfigError: a task is unknown or not supported, or its data is missing.
@@ -73,9 +59,8 @@ def evaluate_tasks(
         manager = TaskManager(include_path=include_path and str(include_path))
         with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
             results: dict[str, Any] = simple_evaluate(
-                model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit,
-                log_samples=False, bootstrap_iters=RESAMPLES,
-            )  # fmt: skip
+                model, tasks=list(names), task_manager=manager, log_samples=False, bootstrap_iters=RESAMPLES, **options
+            )
         return results
     except (ConfigError, CheckpointError):
         raise
@@ -122,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
     args, overrides = parser.parse(argv)
     for name, minimum in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
-        value = getattr(args, name)
-        if value is not None and value < minimum:
+        if (value := getattr(args, name)) is not None and value < minimum:
             raise ConfigError(f"--{name} {value}: should be {minimum} or more")
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
@@ -142,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         opened.module, opened.params, tokenizer, end_tokens=opened.end_tokens, batch_size=args.batch_size
     )
     results = evaluate_tasks(
-        model, args.tasks.split(","), include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
+        model, args.tasks.split(","), args.include_path, num_fewshot=args.num_fewshot, limit=args.limit
     )
     cli.show(table_rows(results), args.format)
     return 0

@@ -18,7 +18,7 @@ from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_
 EXTRAS = {
     "PIL": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
     "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
-    "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
+    "imagecodecs": "tiff", "lm_eval": "eval", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
 }  # fmt: skip
 
 START = threading.Lock()  # of TensorFlow

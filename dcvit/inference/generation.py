@@ -164,8 +164,8 @@ def _generate(
     """Run `generate` on checked arguments, with one random key for each prompt."""
     program = Program(model, options.sampling, options.vocab_size)
     longest, max_tokens, stop = max(map(len, prompts)), options.max_tokens, frozenset(options.stop)
-    length, slots = (min(_round_up(n, 16), model.context) for n in (longest, longest + max_tokens))
-    rows = [*prompts, *[prompts[-1]] * (_round_up(len(prompts)) - len(prompts))]
+    length, slots = (min(round_up(n, 16), model.context) for n in (longest, longest + max_tokens))
+    rows = [*prompts, *[prompts[-1]] * (round_up(len(prompts)) - len(prompts))]
     keys = jnp.concatenate([keys, jnp.repeat(keys[-1:], len(rows) - len(prompts))])
     padded = np.zeros((len(rows), length), np.int32)
     for row, prompt in zip(padded, rows, strict=True):
@@ -228,7 +228,7 @@ def _select(
     return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, program.sampling), -1)
 
 
-def _round_up(size: int, multiple: int = 1) -> int:
+def round_up(size: int, multiple: int = 1) -> int:
     """Return a size rounded up to a multiple of `multiple`; above 8·multiple, to one of four sizes per doubling."""
     step = max(multiple, 2 ** ((size - 1).bit_length() - 3))
     return -(-size // step) * step

@@ -1,86 +1,87 @@
 """A language model for lm-evaluation-harness: log-likelihoods of texts, and generation until a stop string.
 
-Importing this module imports the library `lm_eval`, which the extra `eval` installs.
+Weights of another library are evaluated as by the harness's own class for transformers, `HFLM`: with the template and
+the special tokens of their tokenizer. Texts of a run have the tokens that they would have as training data. Importing
+this module imports the library `lm_eval`, which the extra `eval` installs.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import chunks, normalize_gen_kwargs
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
-from dcvit.inference.generation import Options, Params, cast_params, generate
+from dcvit.inference.generation import Options, Params, cast_params, generate, round_up
 from dcvit.inference.sampling import Sampling
-from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.inference.texts import end_of_text
 from dcvit.models.lm import LM, head_kernel, unembed
 from dcvit.models.losses import target_scores
-from dcvit.parallel.sharding import data_mesh, prefetch, replicated
+from dcvit.parallel.sharding import data_mesh, put_batch, replicated
 from dcvit.runs.progress import ProgressBar
-from input_pipeline.text.tokenizer import Tokenizer
+from dcvit.weights.tensors import Json, read_json
+from input_pipeline.optional import require
+from input_pipeline.text.tokenizer import FileTokenizer, Tokenizer
 
-SHORTEST = 32  # the smallest length to which rows are padded
+if TYPE_CHECKING:
+    import tokenizers
+
 NEW_TOKENS = 256  # the harness's default for a task without a limit; at most half the model's context
 
-Batch = dict[str, Array]
 Request = tuple[object, list[int], list[int]]  # anything, the tokens of a context, the tokens of its continuation
+Score = tuple[float, bool]  # log p of a continuation, and whether all its tokens are those of the highest logits
 
 
-def padded_length(length: int, maximum: int) -> int:
-    """Return a length rounded up to a power of two or 3/4 of one, at most `maximum`.
-
-    Rows of different lengths then share few compiled programs.
-    """
-    power = max(SHORTEST, 1 << (length - 1).bit_length())
-    return min(power * 3 // 4 if length <= power * 3 // 4 else power, maximum)
-
-
-def make_scorer(model: LM, mesh: Mesh) -> Callable[[Params, Batch], Batch]:
-    """Return the compiled function (params, batch) -> scores.
-
-    A batch has `tokens`, `targets` and `mask`, each of shape B T. The scores are `log_p` (B T), which is
-    log p(target | tokens up to its position) and 0 where the mask is False, and `greedy` (B), which is True if every
-    target where the mask is True is the token of the highest logit.
-    """
-
-    def score(params: Params, batch: Batch) -> Batch:
-        _, out = model.apply({"params": params}, batch["tokens"])
-        mask, unembed_position = batch["mask"], functools.partial(unembed, kernel=head_kernel(params))
-        log_p, best = target_scores(unembed_position, out["pre_logits"], batch["targets"])
-        return {"log_p": jnp.where(mask, log_p, 0.0), "greedy": jnp.all(best | ~mask, axis=1)}
-
-    return jax.jit(score, out_shardings=replicated(mesh))
+@functools.partial(jax.jit, static_argnums=0)
+def score(model: LM, params: Params, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T-1"], Bool[Array, "B T-1"]]:
+    """Return log p of each token after the first of its row, and whether it is the token of the highest logit."""
+    _, out = model.apply({"params": params}, tokens[:, :-1])
+    unembed_position = functools.partial(unembed, kernel=head_kernel(params))
+    return target_scores(unembed_position, out["pre_logits"], tokens[:, 1:])
 
 
 def read_generation_options(options: Mapping[str, object], context: int) -> tuple[Options, list[str]]:
     """Return the options and the stop strings of a request's `generation_kwargs`, for a model with this context.
 
     Raises:
-      ConfigError: an unsupported option, or a value out of its range.
+      ConfigError: an unsupported option.
     """
     given = dict(normalize_gen_kwargs(dict(options), min(NEW_TOKENS, context // 2)))
-    until, max_tokens = given.pop("until"), int(given.pop("max_gen_toks"))
+    until, max_tokens = [text for text in given.pop("until") if text], int(given.pop("max_gen_toks"))
     sampled, temperature = given.pop("do_sample"), float(given.pop("temperature", 1.0))
-    sampling = Sampling(
-        temperature if sampled else 0.0, int(given.pop("top_k", 0) or 0), float(given.pop("top_p", 1.0) or 1.0)
-    )
-    sampling.check()
+    top_k, top_p = int(given.pop("top_k", 0) or 0), float(given.pop("top_p", 1.0) or 1.0)
     if given and given != {"num_beams": 1}:
         raise ConfigError(f"a task's generation_kwargs have {given}, which is not supported")
-    if not 1 <= max_tokens < context:
-        raise ConfigError(f"a task asks for {max_tokens} new tokens; the model's context is {context} with the prompt")
-    return Options(max_tokens, sampling), [text for text in until if text]
+    return Options(max_tokens, Sampling(temperature if sampled else 0.0, top_k, top_p)), until
+
+
+def open_as_transformers(path: str) -> tuple[tokenizers.Tokenizer, int | None, int | None]:
+    """Open a tokenizer.json with its template, and with special tokens in texts, unless a file beside it forbids them.
+
+    Returns:
+      The tokenizer, the token that begins texts and the one that ends them; None if it has none.
+    """
+    opened = require("tokenizers").Tokenizer.from_file(path)
+    opened.no_truncation()
+    opened.no_padding()
+    beside: Json = {}
+    for file in map(Path(path).with_name, ("tokenizer_config.json", "special_tokens_map.json")):
+        beside |= read_json(file) if file.is_file() else {}
+    opened.encode_special_tokens = bool(beside.get("split_special_tokens"))
+    named = [beside.get(name) for name in ("bos_token", "eos_token")]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    begin, end = [opened.token_to_id(text) if text else None for text in texts]
+    template: list[int] = opened.encode("").ids
+    return opened, template[0] if begin is None and template else begin, end
 
 
 class HarnessModel(TemplateLM):
@@ -92,101 +93,97 @@ class HarnessModel(TemplateLM):
     Args:
       model: the language model.
       params: its parameters.
-      tokenizer: the tokenizer of its training data.
-      end_tokens: tokens that end a text; the first is used if neither the tokenizer nor the model has one.
+      tokenizer: the tokenizer of its training data, or that of another library's weights, without an `end_of_text`.
+      end_tokens: tokens that end a text, besides those of the tokenizer and the model.
       batch_size: rounded up to a multiple of the number of devices, which share a batch.
 
     Raises:
-      ConfigError: there is no end-of-text token, with which the harness begins texts.
+      ConfigError: there is no token with which the harness begins a text.
     """
 
     def __init__(
         self, model: LM, params: Params, tokenizer: Tokenizer, *, end_tokens: Sequence[int] = (), batch_size: int = 8
     ):
         super().__init__()
-        end = next((token for token in (end_of_text(model, tokenizer), *end_tokens) if token is not None), None)
-        if end is None:
+        self.net, self.text, self.max_length = model, tokenizer, model.context
+        self.file, begin, end = None, None, None
+        if isinstance(tokenizer, FileTokenizer) and tokenizer.end_of_text is None:
+            self.file, begin, end = open_as_transformers(tokenizer.path)
+        self.ends = [token for token in (end, end_of_text(model, tokenizer), *end_tokens) if token is not None]
+        self.begins = self.ends if begin is None else [begin]
+        if not self.begins:
             raise ConfigError("the tokenizer has no end-of-text token, with which the harness begins a text")
-        self.net, self.text, self.end = model, tokenizer, int(end)
+        self.end_text = self.file.id_to_token(self.ends[0]) if self.file and self.ends else None
         self.mesh = data_mesh()
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
         self.params = jax.device_put(cast_params(model, params), replicated(self.mesh))
-        self.score = make_scorer(model, self.mesh)
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token."""
-        return self.end
+        """The token that ends a text, or the one that begins it if there is none."""
+        return (self.ends or self.begins)[0]
 
     @property
-    def max_length(self) -> int:
-        """The length of the model's context in tokens."""
-        return self.net.context
+    def prefix_token_id(self) -> int:
+        """The token after which the first one of a text is scored."""
+        return self.begins[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
-        """Return the tokens of a text, without special tokens."""
-        return list(self.text.encode(string))
+        """Return the tokens of a text, by default with those of a template unless the text begins with its first."""
+        if self.file is None:
+            return list(self.text.encode(string))
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.file.id_to_token(self.prefix_token_id) or "")
+        return list(self.file.encode(string, add_special_tokens=add_special_tokens).ids)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Request], **options: object) -> list[tuple[float, bool]]:
-        """Score the continuation of each request: (anything, tokens of a context, tokens of its continuation).
-
-        Returns:
-          For each request the sum of log p over the tokens of the continuation, each given all tokens before it that
-          the model's context holds, and whether each of them is the token of the highest logit.
+    def _loglikelihood_tokens(self, requests: Sequence[Request], **options: object) -> list[Score]:
+        """Score the continuation of each request, given as many tokens before it as the model's context holds.
 
         Raises:
           ConfigError: a continuation is longer than the context.
           CheckpointError: the model's logits are not finite.
         """
-        rows = []
-        for _, context, continuation in requests:
-            if len(continuation) > self.max_length:
-                raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens is longer than the model's context of "
-                    f"{self.max_length}"
-                )
-            rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        parts = list(chunks(order, self.batch_size))
-        batches = prefetch((self._batch([rows[i] for i in part]) for part in parts), self.mesh, self.batch_size)
-        results: dict[int, tuple[float, bool]] = {}
+        rows = [((context + scored)[-(self.max_length + 1) :], len(scored)) for _, context, scored in requests]
+        if (longest := max((scored for _, scored in rows), default=0)) > self.max_length:
+            raise ConfigError(f"a continuation of {longest} tokens exceeds the model's context of {self.max_length}")
+        order = Collator(rows, lambda row: -len(row[0]))
+        results: list[Score] = []
         with ProgressBar("loglikelihood", len(rows)) as bar:
-            for part, batch in zip(parts, batches, strict=True):
-                with jax.set_mesh(self.mesh):  # the kernels need it
-                    scores = jax.device_get(self.score(self.params, batch))
-                sums = scores["log_p"].sum(axis=1, dtype=np.float64)
-                if not np.isfinite(sums).all():
-                    raise CheckpointError(f"the model's logits are {NOT_FINITE}")
-                results.update((i, (float(sums[j]), bool(scores["greedy"][j]))) for j, i in enumerate(part))
+            for part in order.get_batched(n=self.batch_size):
+                results += self._score(part)
                 bar.show(len(results))
-        return [results[i] for i in range(len(rows))]
+        return list(order.get_original(results))
 
-    def _batch(self, rows: Sequence[tuple[list[int], int]]) -> dict[str, np.ndarray]:
-        """Return the batch for `make_scorer` of rows (tokens, number of tokens to score at the end)."""
-        length = padded_length(max(1, max(len(tokens) for tokens, _ in rows) - 1), self.max_length)
-        batch = {name: np.zeros((self.batch_size, length), np.int32) for name in ("tokens", "targets")}
-        batch["mask"] = np.zeros((self.batch_size, length), bool)
-        for i, (tokens, scored) in enumerate(rows):
-            last = len(tokens) - 1
-            batch["tokens"][i, :last], batch["targets"][i, :last] = tokens[:-1], tokens[1:]
-            batch["mask"][i, last - scored : last] = True
-        return batch
+    def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
+        """Score the end of each row: (tokens, number of tokens to score). Raise CheckpointError if not finite."""
+        length = round_up(max(len(row) for row, _ in rows), 64)  # few lengths, for few compiled programs
+        tokens = np.zeros((self.batch_size, min(length, self.max_length) + 1), np.int32)
+        for padded, (row, _) in zip(tokens, rows, strict=False):
+            padded[: len(row)] = row
+        batch = put_batch({"tokens": tokens}, self.mesh, self.batch_size)
+        with jax.set_mesh(self.mesh):  # the kernels need it
+            log_p, greedy = jax.device_get(score(self.net, self.params, batch["tokens"]))
+        found = []
+        for i, (row, scored) in enumerate(rows):
+            end = slice(len(row) - 1 - scored, len(row) - 1)
+            found.append((float(log_p[i, end].sum(dtype=np.float64)), bool(greedy[i, end].all())))
+        if not np.isfinite([total for total, _ in found]).all():
+            raise CheckpointError(f"the model's logits are {NOT_FINITE}")
+        return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the sum of log p over all tokens of each text, which begins with an end-of-text token.
+        """Return the sum of log p over all tokens of each text, the first one after `prefix_token_id`.
 
         A text is scored in windows of the model's context, and every token is scored once. The last window includes
         preceding tokens up to the length of the context.
         """
-        windows: list[Request] = []
-        owners: list[int] = []  # the request of each window
+        windows: list[tuple[int, list[int], list[int]]] = []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
-                windows.append((None, *make_disjoint_window(window)))
-                owners.append(i)
-        totals = [0.0 for _ in requests]
-        for i, (log_p, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            windows += [(i, *make_disjoint_window(window)) for window in found]
+        totals = [0.0] * len(requests)
+        for (i, _, _), (log_p, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
             totals[i] += log_p
         return totals
 
@@ -197,34 +194,36 @@ class HarnessModel(TemplateLM):
         request depend on its index and not on its batch.
 
         Raises:
-          ConfigError: see `read_generation_options`.
+          ConfigError: the options of a request are not supported, or do not fit the model.
           CheckpointError: the model's logits are not finite.
         """
-        groups: dict[str, list[int]] = {}  # requests of equal options
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        texts: dict[int, str] = {}
-        with ProgressBar("generation", len(requests)) as bar:
-            for members in groups.values():
-                options, until = read_generation_options(requests[members[0]].args[1], self.max_length)
-                room = self.max_length - options.max_tokens
-                prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.end] for i in members}
-                members.sort(key=lambda i: -len(prompts[i]))
-                for part in chunks(members, self.batch_size):
-                    found = self._continue([prompts[i] for i in part], part, options, until)
-                    texts.update(zip(part, found, strict=True))
-                    bar.show(len(texts))
-        return [texts[i] for i in range(len(requests))]
+        rows = [(self.tok_encode(request.args[0]), i, request.args[1]) for i, request in enumerate(requests)]
+        order = Collator(rows, lambda row: -len(row[0]), lambda row: row[2], "gen_kwargs")
+        texts: list[str] = []
+        with ProgressBar("generation", len(rows)) as bar:
+            for part in order.get_batched(n=self.batch_size):
+                prompts, numbers, kwargs = zip(*part, strict=True)
+                texts += self._continue(prompts, numbers, *read_generation_options(kwargs[0], self.max_length))
+                bar.show(len(texts))
+        return list(order.get_original(texts))
 
     def _continue(
-        self, prompts: Sequence[list[int]], numbers: Sequence[int], options: Options, until: Sequence[str]
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], options: Options, until: list[str]
     ) -> list[str]:
         """Return the text generated after each prompt, up to a string `until`; `numbers` seed the prompts' sampling."""
-        streams = [TextStream(self.text.decode, until, after=prompt) for prompt in prompts]
-        texts = ["" for _ in prompts]
-        options = options._replace(stop=(self.end,), vocab_size=min(self.text.vocab_size, self.net.vocab_size))
-        steps = generate(self.net, self.params, prompts, options, examples=numbers)
-        for pieces in push_steps(steps, streams):
-            for i, piece in pieces:
-                texts[i] += piece
-        return [text + stream.rest() for text, stream in zip(texts, streams, strict=True)]
+        room, known = self.max_length - options.max_tokens, min(self.text.vocab_size, self.net.vocab_size)
+        options = options._replace(stop=self.ends, begin=self.prefix_token_id, vocab_size=known)
+        until = handle_stop_sequences(until, self.end_text)
+        reach = max((len(text.encode()) for text in until), default=1)  # the most tokens that a stop string consists of
+        found: list[list[int]] = [[] for _ in prompts]
+        running = set(range(len(prompts)))
+        for step in generate(self.net, self.params, [tokens[-room:] for tokens in prompts], options, numbers):
+            for i in list(running):
+                if (token := step[i]) is not None:
+                    found[i].append(token)
+                latest = self.text.decode(found[i][-reach:])
+                if token is None or any(text in latest for text in until):
+                    running.remove(i)
+            if not running:
+                break
+        return [postprocess_generated_text(self.text.decode(tokens), until, None) for tokens in found]

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -24,57 +25,14 @@ from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
 
-NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.bind")
-watched = []
-
-
-def audit(event, args):
-    if watched and event in NETWORK:
-        raise RuntimeError(f"network: {event} {args}")
-
-
-sys.addaudithook(audit)
-
 
 @pytest.fixture
 def one():
     return made("DCFormer++")
 
 
-CHOICE = """
-task: colors
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-fewshot_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: [red, green]
-doc_to_target: label
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-ROLLING = """
-include: colors.yaml
-task: words
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{question}}"
-doc_to_choice: null
-metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
-"""
-GENERATION = """
-include: [colors.yaml]
-task: answers
-output_type: generate_until
-doc_to_target: "{{answer}}"
-doc_to_choice: null
-generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-GROUP = """
-group: everything
-task: [colors, words]
-"""
+def metric(name, aggregation, higher_is_better):
+    return [{"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better}]
 
 
 @pytest.fixture
@@ -82,11 +40,31 @@ def folder(tmp_path):
     """Task files of the three kinds of requests, with five questions."""
     rows = [{"question": f"What color is number {i}?", "label": i % 2, "answer": "red"} for i in range(5)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"colors": CHOICE, "words": ROLLING, "answers": GENERATION, "everything": GROUP}
-    (tmp_path / "tasks").mkdir()
-    for name, text in files.items():
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(text.replace("DATA", str(tmp_path / "data.jsonl")))
-    return tmp_path / "tasks"
+    colors = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}},
+        "test_split": "test", "fewshot_split": "test", "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}", "doc_to_choice": ["red", "green"], "doc_to_target": "label",
+        "metric_list": metric("acc", "mean", True),
+    }  # fmt: skip
+    words = {
+        "include": "colors.yaml", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_choice": None,
+        "doc_to_target": "{{question}}", "metric_list": metric("word_perplexity", "weighted_perplexity", False),
+    }  # fmt: skip
+    answers = {
+        "include": ["colors.yaml"], "output_type": "generate_until", "doc_to_target": "{{answer}}",
+        "doc_to_choice": None, "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+        "metric_list": metric("exact_match", "mean", True),
+    }  # fmt: skip
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name, task in (("colors", colors), ("words", words), ("answers", answers)):
+        (tasks / f"{name}.yaml").write_text(json.dumps({"task": name, **task}))  # JSON is YAML
+    (tasks / "everything.yaml").write_text("group: everything\ntask: [colors, words]\n")
+    return tasks
+
+
+def refuse(*arguments):
+    raise RuntimeError(f"network: {arguments}")
 
 
 @pytest.fixture
@@ -99,15 +77,12 @@ def call(one, monkeypatch, capsys):
     opened = LanguageModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(loading, "open_model", lambda *options: opened)
     monkeypatch.setattr(cli, "check_model", lambda *options: None)
+    for holder, name in ((socket.socket, "connect"), (socket.socket, "bind"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(holder, name, refuse)
 
     def run(*argv):
-        watched.append(True)
-        try:
-            capsys.readouterr()
-            status = cli.run(command.main, [str(a) for a in argv])
-        finally:
-            watched.clear()
-        return status, *capsys.readouterr()
+        capsys.readouterr()
+        return cli.run(command.main, [str(a) for a in argv]), *capsys.readouterr()
 
     return run
 
@@ -149,23 +124,19 @@ def test_task_files_may_run_code(folder, call):
     assert "loud" in out
 
 
-def test_a_template_that_fails_is_a_one_line_error(folder, call):
-    (folder / "sly.yaml").write_text('include: colors.yaml\ntask: sly\ndoc_to_text: "{{ nothing }}"\n')
-    status, _, err = call("--include_path", folder, "--tasks", "sly")
-    assert status == 2
-    assert "'nothing' is undefined" in err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tasks", "color"], "'color' is not a registered task"),
-        (["--tasks", "words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
+        (["color"], "'color' is not a registered task"),
+        (["sly"], "'nothing' is undefined"),
+        (["words", "--limit", "0"], "--limit 0: should be 1 or more"),
+        (["words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
     ],
 )
-def test_invalid_options_are_one_line_errors(argv, message, folder, call, monkeypatch, tmp_path):
+def test_what_cannot_run_is_an_error_of_one_line(argv, message, folder, call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    status, _, err = call("--include_path", folder, *argv)
+    (folder / "sly.yaml").write_text('include: colors.yaml\ntask: sly\ndoc_to_text: "{{ nothing }}"\n')
+    status, _, err = call("--include_path", folder, "--tasks", *argv)
     assert status == 2
     assert message in err.splitlines()[-1]
 
@@ -199,6 +170,6 @@ def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_p
 
 
 def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.run(command.main, ["--tasks", "piqa", "--workdir", "."]) == 2
     assert 'pip install "dcvit[eval]"' in capsys.readouterr().err

@@ -1,6 +1,7 @@
-"""The requests of lm-evaluation-harness, answered as forward passes of the model answer them."""
+"""The requests of lm-evaluation-harness, answered as forward passes of the model and as the harness's `HFLM` do."""
 
 import importlib.util
+import string
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import pytest
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip('lm_eval is not installed: pip install "dcvit[eval]"', allow_module_level=True)
 
+from foreign_models import libraries, with_random_weights
 from harness_library import CONTEXT, END, MODELS, TINY, direct, harness_library, made  # noqa: F401
 
+import dcvit
 from dcvit.errors import ConfigError
 from dcvit.inference.generation import Options
 from dcvit.inference.sampling import Sampling
@@ -82,8 +85,7 @@ def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     prompts, expected = ["abc", "", "some text", "y" * 60], []
     for prompt in prompts:
         tokens = greedy(one, ([*prompt.encode()] or [END])[-(CONTEXT - 12) :], 12)
-        tokens = tokens[: tokens.index(END)] if END in tokens else tokens
-        expected.append(ByteTokenizer().decode(tokens).removesuffix("\ufffd"))
+        expected.append(ByteTokenizer().decode(tokens[: tokens.index(END)] if END in tokens else tokens))
     options = {"until": [], "max_gen_toks": 12, "do_sample": False}
     found = one.sized[1].generate_until(requests(*((prompt, options) for prompt in prompts)))
     assert found == expected
@@ -91,6 +93,66 @@ def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     options = {"until": stop, "max_gen_toks": 12, "temperature": 0.0}
     found = one.sized[1].generate_until(requests(*((prompt, options) for prompt in prompts)))
     assert found == [text.split(stop)[0] for text in expected]
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "max_position_embeddings": CONTEXT}
+TOKENIZERS = {"llama": "LlamaTokenizer", "gpt2": "GPT2Tokenizer", "gpt_neox": "GPTNeoXTokenizer"}
+
+
+def tokenizer_of(kind):
+    """A small tokenizer of transformers: LLaMA's, with `<s>` before each text, or one of bytes as in GPT-2."""
+    _, transformers = libraries()
+    if kind == "llama":
+        space, special, options = "\u2581", ["<unk>", "<s>", "</s>"], {"add_bos_token": True}
+        letters = [*(f"<0x{i:02X}>" for i in range(256)), space, *string.ascii_lowercase]
+    else:
+        space, special, options = "\u0120", ["<|endoftext|>"], {}
+        letters = sorted(pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), (space, "the"), ("f", "o"), ("fo", "x"), (space, "fox")]
+    tokens = [*special, "<|eot|>", *letters, *("".join(pair) for pair in merges)]
+    return getattr(transformers, TOKENIZERS[kind])(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, extra_special_tokens=["<|eot|>"], **options
+    )
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_weights_of_transformers_are_evaluated_as_by_the_harness(kind, tmp_path):
+    """Tokens at the beginning and the end of texts, in texts, beyond the context, and incomplete characters."""
+    import torchvision_ops  # noqa: F401
+    from lm_eval.models.huggingface import HFLM
+
+    from dcvit.inference.harness import HarnessModel
+
+    torch, transformers = libraries()
+    tokenizer = tokenizer_of(kind)
+    begin, ends = tokenizer.bos_token, [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot|>")]
+    config = transformers.AutoConfig.for_model(kind, **SIZES, vocab_size=len(tokenizer), eos_token_id=ends)
+    model = with_random_weights(transformers.AutoModelForCausalLM.from_config(config))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[ends[1]] *= 3  # generated often
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    # The library's cache scores a short continuation at the place of a longer one with the same tokens before it.
+    theirs = HFLM(str(tmp_path), device="cpu", batch_size=1, logits_cache=False)
+    loaded = dcvit.load(tmp_path)
+    ours = HarnessModel(loaded.module, loaded.params, loaded.tokenizer, end_tokens=loaded.end_tokens)
+
+    pairs = requests(
+        ("", "the fox"), ("", f"{begin}the"), ("a", " b"), ("the ", "fox"), ("the fox  ", " é"), ("漢", "字"),
+        ("the lazy dog " * 20, "jumps"), (f"{begin}the", " fox"), ("dog<|eot|>", " é"), ("é", "x" * 30),
+    )  # fmt: skip
+    for (log_p, is_greedy), expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        assert (pytest.approx(log_p, abs=1e-4), is_greedy) == expected
+    texts = requests(("",), ("a",), ("the quick brown 漢字 fox " * 20,), (f"{begin}the dog",))
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-4)
+    prompts = ["the", "a ", "quick brown fox " * 20, f"{begin}dog", "naïve 漢", "jumps", "over"]
+    prompts += [""] if kind == "llama" else []  # `HFLM` fails without a token
+    for until in ([], ["\n", "e", " b"], "ox"):
+        asked = requests(*((prompt, {"until": until, "max_gen_toks": 12}) for prompt in prompts))
+        assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
 def test_generation_options_have_the_defaults_of_the_harness_or_are_refused():
