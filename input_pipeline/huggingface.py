@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from input_pipeline.errors import InputError, first_line_with_type
@@ -152,7 +152,7 @@ def cached(path: object) -> Repository | None:
     return Repository(f"{found[1]}/{found[2]}", found[4].removeprefix("/"), found[3]) if found else None
 
 
-def title(path: Path) -> str:
+def title(path: PurePath) -> str:
     """Return a short name of a file or folder: its last part, or the repository and the commit of a cached one."""
     found = cached(path)
     if not found:

@@ -7,16 +7,18 @@ import math
 import corpora
 import numpy as np
 import pytest
-from trained_workdirs import LM_TINY, TEXT
+from trained_workdirs import TEXT
 from training_runs import nats, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.evaluators.perplexity import Evaluator, Options
+from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.evaluate import predictor
-from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.source import ModelSource
+from dcvit.hub.kinds import make_model
+from dcvit.hub.open import Opened
+from dcvit.hub.source import find
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
 
@@ -81,22 +83,21 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, 
     assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
     assert (row["tokens"], row["step"]) == (21 * 24, 6)
     assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
-    # another config takes the properties of the text from the run; without the run they must be given
+    # another config takes the properties of the text from the run, also from that of a checkpoint
     words = [f"--config.{key}={value}" for key, value in {**TEXT, "vocab_size": "none"}.items()]
     argv = ["--config", "lm_stdlib", "--format", "json", *words]
     assert cli.run(evaluate.main, [*argv, "--workdir", str(lm_workdir)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
-    without = [*argv, "--checkpoint", str(lm_workdir), "--config.vocab_size=257"]
+    assert cli.run(evaluate.main, [*argv, "--checkpoint", str(lm_workdir)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+    # without the run they must be given
+    save = {path: tensor.read() for path, tensor in find(lm_workdir).params.items()}
+    np.savez(tmp_path / "alone.npz", **save)
+    without = [*argv, "--checkpoint", str(tmp_path / "alone.npz"), "--config.vocab_size=257"]
     assert cli.run(evaluate.main, without) == 2
     assert "config.model.end_of_text is not known" in capsys.readouterr().err
     assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
-
-
-@pytest.mark.slow
-def test_context_of_a_model_without_its_run_is_that_of_the_configured_data(tmp_path):
-    trained = open_trained(None, "lm_stdlib", tmp_path, [f"{key}={value}" for key, value in LM_TINY.items()])
-    assert trained.model.context == 24
 
 
 @pytest.mark.slow
@@ -107,8 +108,9 @@ def test_tokenizer_is_that_of_the_training_data(tmp_path):
     tokens = {"kind": "input_ids", "path": "x", "context": 8}
 
     def of(data, given=None, vocab_size=1000):
-        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}"])
-        return TrainedModel(values.replaced(config, input={"data": data}), ModelSource(tmp_path)).tokenizer(given)
+        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}", "model.context=8"])
+        opened = Opened(tmp_path, tmp_path, values.replaced(config, input={"data": data}), make_model(config), {})
+        return open_tokenizer_of(opened, given)
 
     assert of({"kind": "stdlib"}).vocab_size == 257
     assert of(text).encode("a") == of(tokens, path).encode("a") == of({**tokens, "tokenizer": path}).encode("a")

@@ -18,7 +18,7 @@ from dcvit import cli, convert, evaluate
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import repository
-from dcvit.hub.source import find, init_config, open_parameters
+from dcvit.hub.source import find, init_config
 from dcvit.weights.safetensors_writer import write_shards
 from input_pipeline import huggingface
 from input_pipeline.text.tokenizer import open_tokenizer
@@ -53,7 +53,7 @@ def offline(monkeypatch):
 
 def parameters(name):
     """The parameters of a model that `find` opens, by path."""
-    return {path: tensor.read() for path, tensor in open_parameters(find(str(name))).items()}
+    return {path: tensor.read() for path, tensor in find(str(name)).params.items()}
 
 
 def same(a, b):

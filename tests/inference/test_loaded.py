@@ -189,7 +189,9 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_more_tokens_than_learned_positions_are_one_line(self, words):
-        learned = small(words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32))
+        learned = small(
+            words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32), open_tokenizer=words.open_tokenizer
+        )
         for call in (learned.features, learned.attention):
             with pytest.raises(InputError, match="17 tokens are more than the model's context of 16"):
                 call(np.zeros((2, 17), np.int32))
