@@ -4,6 +4,7 @@ import functools
 import json
 import math
 
+import conversion_models
 import corpora
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dcvit.evaluators.perplexity import Evaluator, Options
 from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.evaluate import predictor
 from dcvit.hub.kinds import make_model
-from dcvit.hub.open import Opened
+from dcvit.hub.open import Opened, open_model
 from dcvit.hub.source import find
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
@@ -98,6 +99,23 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, 
     assert "config.model.end_of_text is not known" in capsys.readouterr().err
     assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+
+
+def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys):
+    """But for a key that is overridden, by which the user says what holds."""
+    weights = conversion_models.image_model((8, 8, 1), compose=None, norm_epsilon=1e-3)[2]
+    other = weights.description._replace(pp="decode(1)|resize(8)|value_range(0, 1)")
+    folder = conversion_models.write(weights._replace(description=other), tmp_path / "weights")
+    sizes = [f"model.{key}={value}" for key, value in {**conversion_models.VIT, "compose": None}.items()]
+    words = ["--config", "vit_digits", *(f"--config.{word}" for word in sizes), "--checkpoint", str(folder)]
+    assert cli.run(evaluate.main, words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "model.norm_epsilon=1e-06 (0.001 there), pp_predict=" in err
+    assert "say which holds: --config.model.norm_epsilon=0.001 --config.pp_predict=" in err
+    said = [*sizes, "model.norm_epsilon=1e-6", f"pp_predict={other.pp}"]
+    opened = open_model(folder, config=configs.load("vit_digits", said), overrides=said)
+    assert (opened.module.norm_epsilon, opened.preprocessing) == (1e-6, other.pp)
 
 
 @pytest.mark.slow
