@@ -202,7 +202,7 @@ def _of_weights(source: Source, usual_pp: bool) -> Opened:
         module = build(about)
     numbers = range(about.num_outputs or 0) if about.model_name == "vit" else ()
     names, file = about.class_names or [str(i) for i in numbers], tokenizer_of(weights.path)
-    return Opened(source.place, source.path, config.lock(), module, source.params, names, file, weights)
+    return Opened(source.place, source.path, config.lock(), module, weights.params, names, file, weights)
 
 
 def _with_classes(opened: Opened, has_thresholds: bool) -> Opened:
