@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     report.check_path(args.out, "--out")
     cli.start_jax(forward_only=True)
-    models = [load(str(args.workdir), config=config)]
+    models = [load(args.workdir, config=config)]
     if args.compare is not None:
-        models.append(load(str(args.compare)))
+        models.append(load(args.compare))
     failed: list[str] = []
 
     def fail(line: str) -> None:

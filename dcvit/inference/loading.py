@@ -22,7 +22,7 @@ CLASSES = {"vit": ("images", "ImageModel"), "lm": ("texts", "LanguageModel")}
 
 
 def load(
-    source: str,
+    source: str | Folder,
     *,
     config: ConfigDict | None = None,
     sharding: str | None = None,

@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import subprocess
+import sys
 
 import conversion_models
 import corpora
@@ -99,6 +101,17 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, 
     assert "config.model.end_of_text is not known" in capsys.readouterr().err
     assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+
+
+@pytest.mark.slow
+def test_a_loaded_image_model_imports_nothing_for_text_data_or_evaluation():
+    code = "import sys, dcvit; dcvit.load('digits'); print(*(m for m in sys.modules if m.split('.')[0] in PACKAGES))"
+    packages = "('dcvit', 'input_pipeline')"
+    run = [sys.executable, "-c", code.replace("PACKAGES", packages)]
+    names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    unneeded = "dcvit.evaluators", "dcvit.training", "dcvit.inference.texts", "dcvit.config.load", "input_pipeline.text"
+    assert [name for name in names if name.startswith((*unneeded, "dcvit.hub.data", "dcvit.weights.export"))] == []
+    assert len(names) <= 123
 
 
 def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys):
