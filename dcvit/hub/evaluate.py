@@ -27,22 +27,8 @@ from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, che
 
 LOG = logging.getLogger(__name__)
 Predict = Callable[..., tuple[jax.Array, dict[str, Any]]]
-Example = Callable[[Any, ConfigDict, str], jax.ShapeDtypeStruct]  # (evaluator, config, name in messages) -> its input
-
-
-def _image_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    return image_example(evaluator.source, evaluator.pp, config, f"{what}.pp", evaluator.corrupt, evaluator.target)
-
-
-def _text_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    return text_example(evaluator.source, config, f"{what}.data")
-
-
-# The evaluators of each kind of models, and the function that returns the shape of their model input.
-TYPES: dict[str, tuple[tuple[str, ...], Example]] = {
-    "vit": (("classification", "multilabel", "fewshot"), _image_example),
-    "lm": (("perplexity", "in_context"), _text_example),
-}
+# The evaluators of each kind of models.
+TYPES = {"vit": ("classification", "multilabel", "fewshot"), "lm": ("perplexity", "in_context")}
 
 
 class Evaluation(NamedTuple):
@@ -133,7 +119,7 @@ def make_evaluators(config: ConfigDict, predict: Predict, mesh: Mesh) -> dict[st
 
 def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:
     """Build one evaluator from its `options`, called `what` in messages; check its arguments and its first example."""
-    kind, (types, example_of) = options.get("type"), TYPES[config.model_name]
+    kind, types = options.get("type"), TYPES[config.model_name]
     if kind not in types:
         raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), types)}")
     module = importlib.import_module(f"dcvit.evaluators.{kind}")
@@ -145,7 +131,10 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     check_thresholds(kwargs.get("thresholds"), config[kind_of(config).outputs_key], f"{what}.thresholds")
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)
-    built.example = example_of(built, config, what)
+    if config.model_name == "vit":
+        built.example = image_example(built.source, built.pp, config, f"{what}.pp", built.corrupt, built.target)
+    else:
+        built.example = text_example(built.source, config, f"{what}.data")
     return built
 
 
