@@ -41,10 +41,26 @@ def load(
     sharding: str | None = None,
     image_size: int | Sequence[int] | None = None,
 ) -> ImageModel | LanguageModel:
-    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.inference.loading.load`."""
+    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`.
+
+    Args:
+      source: a workdir, one of its checkpoints, weights of another library (see `dcvit.weights.families.FAMILIES`),
+        the name of a model of the package: "digits", "tasks" or "text", or "hf:OWNER/NAME" with an optional /FOLDER and
+        @REVISION, a repository of the Hugging Face Hub (see `dcvit.hub.repository`).
+      config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
+      sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
+        whole model on each device). By default the model is on the first device.
+      image_size: height and width of images, or one number for both, if other than the model was trained with. Learned
+        position embeddings are interpolated, and the preprocessing is scaled.
+
+    Raises:
+      dcvit.errors.CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
+      dcvit.errors.ConfigError: an argument or the config is invalid.
+    """
     from dcvit.inference import loading
 
-    return loading.load(source, config=config, sharding=sharding, image_size=image_size)
+    given = None if config is None else importlib.import_module("dcvit.config.load").load(config)
+    return loading.load(str(source), config=given, sharding=sharding, image_size=image_size)  # type: ignore[return-value]
 
 
 def list_models() -> list[str]:

@@ -20,7 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +32,9 @@ from dcvit.runs import files
 from input_pipeline import huggingface
 from input_pipeline.files import expand
 from input_pipeline.optional import require_extra
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 FORMATS = ("table", "csv", "json", "markdown")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
@@ -204,8 +207,8 @@ def add_model_options(parser: Parser, *, weights: bool = True) -> None:
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
-def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise an error if the options of `add_model_options` name no model or an invalid config; imports no JAX.
+def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDict | None:
+    """Return the config that the options of `add_model_options` name, None for that of the model, before JAX starts.
 
     Models of the Hugging Face Hub are downloaded, and `args` then has their folders.
 
@@ -220,7 +223,9 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         if found := getattr(args, name):
             setattr(args, name, pretrained.downloaded(found))
     pretrained.check_options(args.workdir, args.config, args.checkpoint)
-    config.check(args.config, overrides)
+    if args.config is None and overrides:
+        raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
+    return None if args.config is None else config.load(args.config, overrides)
 
 
 def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False) -> None:

@@ -43,16 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.thresholds is not None and args.workdir is None:
         raise ConfigError("--thresholds are stored in the folder of the run: give --workdir")
-    cli.check_model(args, overrides)
+    config = cli.check_model(args, overrides)
 
-    from dcvit.hub.model import open_trained
+    from dcvit.hub.open import open_model
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.runs.files import replace
     from input_pipeline.huggingface import cached
 
     cli.start_jax(args, forward_only=True)
-    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)
-    multihost.agree({"model": str(cached(trained.source.path))})  # of several commits, if one came meanwhile
+    trained = open_model(
+        args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=args.image_size
+    )
+    multihost.agree({"model": str(cached(trained.place))})  # of several commits, if one came meanwhile
     rows, page = evaluate(trained, args.out, args.report, args.thresholds)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():

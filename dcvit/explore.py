@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=256, help="largest number of examples of these averages")
     parser.add_argument("--length", type=int, default=256, help="largest number of tokens of a text")
     parser.add_argument("--no_ablations", action="store_true", help="omit the predictions after ablations")
+    parser.set_defaults(checkpoint=None)
     args = parser.parse_without_config(argv)
     if args.workdir is None:
         raise ConfigError("give --workdir: a run, a checkpoint, or weights of another library")
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers = [int(layer) for layer in args.layers.split(",")] if args.layers else None
     except ValueError:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
+    config = cli.check_model(args, [])
 
     from dcvit.inference.loading import load
     from dcvit.pages import report
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     report.check_path(args.out, "--out")
     cli.start_jax(forward_only=True)
-    models = [load(args.workdir, config=args.config)]
+    models = [load(args.workdir, config=config)]
     if args.compare is not None:
         models.append(load(args.compare))
     failed: list[str] = []

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--tokens {args.tokens}: should be 1 or more")
     if not all(args.stop):
         raise ConfigError("--stop: an empty string would end every text before it begins")
-    cli.check_model(args, overrides)
+    config = cli.check_model(args, overrides)
 
     from dcvit.inference.loading import open_model
     from dcvit.inference.sampling import Sampling
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
     cli.start_jax(forward_only=True)
-    model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
+    model = open_model(LanguageModel, args.workdir, config, args.checkpoint, overrides)
     tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--{name} {value}: should be {minimum} or more")
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
-    cli.check_model(args, overrides)
+    config = cli.check_model(args, overrides)
 
     from dcvit.inference.loading import open_model
     from dcvit.inference.texts import LanguageModel
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare(args.online)
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
-    opened = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
+    opened = open_model(LanguageModel, args.workdir, config, args.checkpoint, overrides)
     tokenizer = opened.open_tokenizer(args.tokenizer)
     model = HarnessModel(
         opened.module, opened.params, tokenizer, end_tokens=opened.end_tokens, batch_size=args.batch_size

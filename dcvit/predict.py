@@ -37,20 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--topk {args.topk}: should be 1 or more")
     if not args.images:
         parser.error("no image files: give files, or folders of them")
-    cli.check_model(args, overrides)
+    config = cli.check_model(args, overrides)
 
     from dcvit.inference import images
     from dcvit.inference.loading import open_model
+    from input_pipeline.images.folder import find_images
 
     cli.start_jax(forward_only=True)
-    model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides, args.image_size)
+    model = open_model(images.ImageModel, args.workdir, config, args.checkpoint, overrides, args.image_size)
     failed: list[str] = []
 
     def fail(line: str) -> None:
         failed.append(line)
         cli.print_error(line)
 
-    files = images.find_images(args.images, fail)
+    files = find_images(args.images, fail)
     batches = model.classify(images.read_images(files, model.pp, fail), args.topk)
     if args.format == "table":
         for row in itertools.chain.from_iterable(batches):

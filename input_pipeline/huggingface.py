@@ -8,10 +8,11 @@ environment variables apply: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT. Not
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 from input_pipeline.errors import InputError, first_line_with_type
 from input_pipeline.optional import require
@@ -24,6 +25,8 @@ NAME = re.compile(rf"{PREFIX}({ID})((?:/\w[\w.-]*)*)(?:@(\w[\w.+-]*(?:/\w[\w.+-]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})((?:/[^/]+)*)$")  # the end of a cached path
 SHOWN = 12  # characters of a commit in a title
+ETAG = re.compile(r'(?:W/)?"?[\w-]+(?:[.:=-][\w-]+)*"?', re.ASCII)  # the library names a file of its cache by it
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Repository(NamedTuple):
@@ -100,22 +103,48 @@ def by_repository(names: Sequence[str]) -> dict[str, str]:
 def fetch(repository: Repository, names: Sequence[str]) -> Path:
     """Download those files of a repository's folder that exist; return the local folder, which is that of the cache.
 
-    Files that are in the cache need no connection. A file appears in the folder when it is complete.
+    Files that are in the cache need no connection. A file appears in the folder when it is complete. The SHA-256 of a
+    large file is compared with the Hub's when it has been downloaded.
 
     Args:
       repository: a repository with a commit.
       names: names of files in the folder.
 
     Raises:
-      InputError: see `one_line_errors`.
+      InputError: see `one_line_errors`; or a file has another SHA-256, and is removed.
     """
     library, prefix = require(LIBRARY), repository.folder and f"{repository.folder}/"
+    paths = [prefix + name for name in names]
     with one_line_errors(repository):
+        fresh = [
+            path for path in paths
+            if not library.try_to_load_from_cache(repository.id, path, revision=repository.revision)
+        ]  # fmt: skip
         root = library.snapshot_download(
-            repository.id, revision=repository.revision, allow_patterns=[prefix + name for name in names],
-            library_name=SENDER,
-        )  # fmt: skip
+            repository.id, revision=repository.revision, allow_patterns=paths, library_name=SENDER
+        )
+    for path in fresh:
+        _check_sha256(Path(root, path), repository)
     return Path(root, repository.folder)
+
+
+def _check_sha256(path: Path, repository: Repository) -> None:
+    """Remove a downloaded file and raise InputError if its SHA-256 is not the one that the Hub states.
+
+    The cache names the content of a large file by it, and of others by a hash of Git, which is not compared.
+    """
+    content = path.resolve()  # of a link
+    if not SHA256.fullmatch(content.name) or not content.is_file():
+        return
+    with content.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != content.name:
+        content.unlink()
+        path.unlink(missing_ok=True)
+        raise InputError(
+            f"cannot download {repository}: {path.name} has the SHA-256 {found[:SHOWN]}…, the Hub states "
+            f"{content.name[:SHOWN]}…; the file is removed, try again"
+        )
 
 
 def listing(repository: Repository, folder: Path) -> list[str]:
@@ -152,7 +181,7 @@ def cached(path: object) -> Repository | None:
     return Repository(f"{found[1]}/{found[2]}", found[4].removeprefix("/"), found[3]) if found else None
 
 
-def title(path: Path) -> str:
+def title(path: PurePath) -> str:
     """Return a short name of a file or folder: its last part, or the repository and the commit of a cached one."""
     found = cached(path)
     if not found:
@@ -169,7 +198,8 @@ def one_line_errors(repository: Repository, action: str = "download") -> Iterato
       action: "download", or "upload to".
     """
     kinds, constants = require(f"{LIBRARY}.errors"), require(f"{LIBRARY}.constants")
-    endpoint = constants.ENDPOINT
+    endpoint, hooks = constants.ENDPOINT, require(LIBRARY).get_session().event_hooks
+    require(LIBRARY).get_session().event_hooks = {**hooks, "response": [*hooks["response"], _response_check()]}
     try:
         yield
     except (InputError, MemoryError):
@@ -192,4 +222,32 @@ def one_line_errors(repository: Repository, action: str = "download") -> Iterato
         problem = first_line_with_type(e)
     else:
         return
+    finally:
+        require(LIBRARY).get_session().event_hooks = hooks
     raise InputError(f"cannot {action} {repository}: {problem}") from None
+
+
+def _response_check() -> Callable[[Any], None]:
+    """Return a function that refuses answers which make the library write outside its cache, or never end.
+
+    They are the name of a file's content (`ETag`, or the SHA-256 in a listing) that is not a plain name, and the next
+    page of a listing that was already read.
+    """
+    pages = set[str]()
+
+    def check(response: Any) -> None:
+        request, answer = response.request, f"{require(f'{LIBRARY}.constants').ENDPOINT} answered with"
+        tags = [response.headers.get(name) for name in ("ETag", "X-Linked-ETag")] if request.method == "HEAD" else []
+        if wrong := next((tag for tag in tags if tag and not ETAG.fullmatch(tag)), None):
+            raise InputError(f"{answer} the ETag {wrong!r:.60}, which is not the name of a file's content")
+        if "/tree/" not in request.url.path or response.status_code != 200:
+            return
+        pages.add(str(request.url))
+        if response.links.get("next", {}).get("url") in pages:
+            raise InputError(f"{answer} a list of files that never ends: a page leads to an earlier one")
+        response.read()
+        sums = [(file.get("lfs") or {}).get("oid", "0" * 64) for file in response.json()]
+        if wrong := next((each for each in sums if not SHA256.fullmatch(each)), None):
+            raise InputError(f"{answer} the SHA-256 {wrong!r:.60}")
+
+    return check

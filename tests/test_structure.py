@@ -111,7 +111,9 @@ def test_config_is_read_in_few_files():
         "config/durations.py",
         "config/load.py",
         "config/values.py",
-        *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "model", "source")),
+        *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "open")),
+        "cli.py",
+        "inference/loading.py",
         "train.py",
         *(f"training/{name}.py" for name in ("distillation", "inputs", "model", "plan", "run", "setup", "tasks")),
     )

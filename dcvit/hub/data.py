@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +16,13 @@ import input_pipeline
 from dcvit.config.durations import Options
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.config.values import replaced
-from dcvit.errors import ConfigError, check_call, first_line
-from dcvit.runs.files import Folder
+from dcvit.errors import ConfigError, check_call
+from dcvit.hub.open import TOKENIZER, Opened
+from dcvit.models.packed_images import image_shape
 from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
-
-T = TypeVar("T")
-TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its tokenizer
 
 
 def open_source(data: Options, what: str) -> Source:
@@ -47,28 +44,10 @@ def check_data(data: object, what: str) -> None:
     check_call(input_pipeline.open_source, common, what)
 
 
-def trains_tokenizer(config: ConfigDict) -> bool:
-    """Return True if the config's data has the tokenizer `OWN_TOKENIZER`, which the run trains and stores itself."""
-    data = config.input.get("data")
-    return isinstance(data, Mapping | ConfigDict) and data.get("tokenizer") == OWN_TOKENIZER
-
-
-def stored_tokenizer(workdir: Folder) -> str:
-    """Return the tokenizer.json that a run has trained and stored in its workdir.
-
-    Raises:
-      ConfigError: the file is missing or damaged.
-    """
-    try:
-        return (workdir / TOKENIZER).read_bytes().decode()
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"cannot read {workdir / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
-
-
 @contextlib.contextmanager
-def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[ConfigDict]:
-    """Context manager: the config, with `OWN_TOKENIZER` replaced by a temporary file of `tokenizer` if it is given."""
-    if tokenizer is None:
+def with_tokenizer(config: ConfigDict, tokenizer: str | Path | None) -> Iterator[ConfigDict]:
+    """Context manager: the config, with `OWN_TOKENIZER` replaced by a temporary file if `tokenizer` is its content."""
+    if not isinstance(tokenizer, str):
         yield config
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -80,17 +59,6 @@ def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[Config
             if isinstance(data, dict) and data.get("tokenizer") == OWN_TOKENIZER:
                 holder["data"] = {**data, "tokenizer": str(file)}
         yield replaced(config, **{key: ConfigDict(value) for key, value in values.items()})
-
-
-def require(value: T | None, key: str) -> T:
-    """Return `value`, that of the config's `key`, which may also come from the data or from a workdir.
-
-    Raises:
-      ConfigError: the value is None.
-    """
-    if value is None:
-        raise ConfigError(f"config.{key} is not known: set it, or give the data or the --workdir that determines it")
-    return value
 
 
 def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
@@ -155,16 +123,24 @@ def image_example(
     return jax.ShapeDtypeStruct((1, *image_shape(example)), np.float32)
 
 
-def image_shape(example: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-    """Return the shape (height, width, channels) of a preprocessed example's image.
+def open_tokenizer_of(opened: Opened, path: str | None = None) -> Tokenizer:
+    """Open the tokenizer at `path`, or else that of a language model: of its training data, or beside its weights.
 
-    With the op `patches`, whose images differ in size, it is that of the largest square image.
+    Raises:
+      ConfigError: the model is none of language, there is no tokenizer, or it has more tokens than the model.
     """
-    shape: tuple[int, ...] = example["image"].shape
-    if "grid" not in example or len(shape) != 3:
-        return shape
-    side = math.isqrt(shape[0]) * math.isqrt(shape[1])
-    return (side, side, shape[2])
+    if opened.config.model_name != "lm":
+        raise ConfigError(f"config.model_name={opened.config.model_name!r}: this needs a language model, 'lm'")
+    if opened.weights:
+        if (file := path or opened.tokenizer) is None:
+            raise ConfigError("the weights have no tokenizer.json beside them: give --tokenizer, a tokenizer.json")
+        found = open_tokenizer(str(file), None)
+    else:
+        with with_tokenizer(opened.config, opened.tokenizer) as config:
+            found = tokenizer_of(config, path)
+    if opened.num_outputs and found.vocab_size > opened.num_outputs:
+        raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {opened.num_outputs}")
+    return found
 
 
 def tokenizer_of(config: ConfigDict, path: str | None = None) -> Tokenizer:
@@ -199,9 +175,3 @@ def _text_options(config: ConfigDict) -> Mapping[str, Any]:
         with contextlib.suppress(MissingDataError):
             stated = read_description(find_prefix(options["path"]))
     return {**stated, **options}
-
-
-def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
-    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
-    if tokenizer.vocab_size > outputs:
-        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,15 +17,43 @@ import input_pipeline
 from dcvit.config.durations import is_duration
 from dcvit.config.keys import UNITS
 from dcvit.errors import ConfigError, check_call, nearest
-from dcvit.hub.data import check_data, corrupt_hint
-from dcvit.hub.kinds import check_loss, kind_of
-from dcvit.models import Params
+from dcvit.hub.data import check_data, corrupt_hint, image_example, text_example, with_tokenizer
+from dcvit.hub.kinds import kind_of
+from dcvit.hub.open import Opened, check_thresholds, multilabel_options
+from dcvit.models import Params, losses
 from dcvit.models.packed_images import PackedImages
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 
 LOG = logging.getLogger(__name__)
 Predict = Callable[..., tuple[jax.Array, dict[str, Any]]]
+# The evaluators of each kind of models.
+TYPES = {"vit": ("classification", "multilabel", "fewshot"), "lm": ("perplexity", "in_context")}
+
+
+class Evaluation(NamedTuple):
+    """The evaluators of a model by name, with the mesh and the sharding strategy for its parameters."""
+
+    mesh: Mesh
+    strategy: Strategy
+    evaluators: dict[str, Any]
+
+
+def open_evaluators(opened: Opened) -> Evaluation:
+    """Open the data of `config.evals` on this host's devices; multi-label evaluators get the workdir's thresholds.
+
+    Raises:
+      ConfigError, MissingDataError: see `make_evaluators`.
+    """
+    if not opened.config.evals and opened.weights:
+        raise ConfigError(f"{opened} is not the folder of a training run; give --config CONFIG --checkpoint {opened}")
+    mesh, strategy = evaluation_mesh(opened.config, opened.module)
+    with with_tokenizer(opened.config, opened.tokenizer) as config:
+        evaluators = make_evaluators(config, predictor(opened.module), mesh)
+    if opened.thresholds:
+        for name in multilabel_options(opened.config).keys() & evaluators.keys():
+            evaluators[name].set_thresholds(opened.thresholds.values, opened.thresholds.origin)
+    return Evaluation(mesh, strategy, evaluators)
 
 
 def mesh_of(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -91,26 +119,29 @@ def make_evaluators(config: ConfigDict, predict: Predict, mesh: Mesh) -> dict[st
 
 def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:
     """Build one evaluator from its `options`, called `what` in messages; check its arguments and its first example."""
-    known, kind = kind_of(config), options.get("type")
-    if kind not in known.evaluator_types:
-        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), known.evaluator_types)}")
+    kind, types = options.get("type"), TYPES[config.model_name]
+    if kind not in types:
+        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), types)}")
     module = importlib.import_module(f"dcvit.evaluators.{kind}")
     kwargs = _evaluator_options(options, what)
     if any(field.name == "loss" for field in dataclasses.fields(module.Options)):
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(module.Options, kwargs, what, also=[f"log_{unit}" for unit in UNITS])
     built = module.Evaluator(predict, mesh, module.Options(**kwargs))
-    check_thresholds(kwargs.get("thresholds"), config[known.outputs_key], f"{what}.thresholds")
+    check_thresholds(kwargs.get("thresholds"), config[kind_of(config).outputs_key], f"{what}.thresholds")
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)
-    built.example = known.evaluator_example(built, config, what)
+    if config.model_name == "vit":
+        built.example = image_example(built.source, built.pp, config, f"{what}.pp", built.corrupt, built.target)
+    else:
+        built.example = text_example(built.source, config, f"{what}.data")
     return built
 
 
-def check_thresholds(thresholds: object, classes: int | None, what: str) -> None:
-    """Raise ConfigError, which names them `what`, if several thresholds are not one for each class of the model."""
-    if isinstance(thresholds, list | tuple) and len(thresholds) != classes:
-        raise ConfigError(f"{what} has {len(thresholds)} number(s), but there are {classes} classes")
+def check_loss(name: object, what: str) -> None:
+    """Raise ConfigError if `name` is not a loss of image models."""
+    if name not in losses.NAMES:
+        raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")
 
 
 def _evaluator_options(options: ConfigDict, what: str) -> dict[str, Any]:

@@ -1,39 +1,36 @@
-"""Kinds of models, "vit" and "lm": the config keys and evaluators in which they differ; and the model of a config."""
+"""Kinds of models, "vit" and "lm": the config keys in which they differ, and the model of a config."""
 
 from __future__ import annotations
 
 import importlib
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
 from ml_collections import ConfigDict
 
-from dcvit.config.durations import Options
 from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError, check_call, nearest
-from dcvit.hub.data import image_example, require, text_example
-from dcvit.models import losses
+
+T = TypeVar("T")
 
 
 class ModelKind(NamedTuple):
-    """A kind of models, "vit" or "lm", by what differs in its configs and evaluators.
+    """A kind of models, "vit" or "lm", by what differs in its configs.
 
     Fields:
       outputs_key: the config key of the number of outputs.
       variant_key: the argument of `Model` that names a variant.
-      evaluator_types: the evaluators of such models.
+      labels: the names of plain and of composed models without a variant.
       complete: function (config, config of a training run) -> the config, with missing sizes from the run's.
-      evaluator_example: function (evaluator, config, name in messages) -> the shape of its model input.
     """
 
     outputs_key: str
     variant_key: str
-    evaluator_types: tuple[str, ...]
-    complete: Callable[[ConfigDict, Options], ConfigDict]
-    evaluator_example: Callable[[Any, ConfigDict, str], jax.ShapeDtypeStruct]
+    labels: tuple[str, str]
+    complete: Callable[[ConfigDict, ConfigDict], ConfigDict]
 
 
 def kind_of(config: ConfigDict) -> ModelKind:
@@ -43,10 +40,15 @@ def kind_of(config: ConfigDict) -> ModelKind:
     return KINDS[config.model_name]
 
 
-def check_loss(name: object, what: str) -> None:
-    """Raise ConfigError if `name` is not a loss of image models."""
-    if name not in losses.NAMES:
-        raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")
+def require(value: T | None, key: str) -> T:
+    """Return `value`, that of the config's `key`, which may also come from the data or from a workdir.
+
+    Raises:
+      ConfigError: the value is None.
+    """
+    if value is None:
+        raise ConfigError(f"config.{key} is not known: set it, or give the data or the --workdir that determines it")
+    return value
 
 
 def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, end_of_text: int | None) -> ConfigDict:
@@ -64,24 +66,14 @@ def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, e
     return replaced(config, vocab_size=vocab_size, model=model)
 
 
-def _complete_images(config: ConfigDict, run: Options) -> ConfigDict:
-    """Return `config` with the number of classes that `run`, the config of a training run, has, unless it has one.
-
-    Raises:
-      ConfigError: neither config states the number of classes.
-    """
+def _complete_images(config: ConfigDict, run: ConfigDict) -> ConfigDict:
+    """Return `config` with the number of classes that `run`, the config of a training run, has, unless it has one."""
     classes = run.get("num_classes") if config.num_classes is None else config.num_classes
-    if classes is None:
-        raise ConfigError("config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER")
-    return with_classes(config, classes)
+    return with_classes(config, require(classes, "num_classes"))
 
 
-def _complete_text(config: ConfigDict, run: Options) -> ConfigDict:
-    """Return `config` with the vocabulary size, context and end of text that it lacks, from that of a training run.
-
-    Raises:
-      ConfigError: neither config states one of them.
-    """
+def _complete_text(config: ConfigDict, run: ConfigDict) -> ConfigDict:
+    """Return `config` with the vocabulary size, context and end of text that it lacks, from that of a training run."""
     model, data = run.get("model", {}), config.input.get("data", {})
     if not isinstance(model, Mapping | ConfigDict) or not isinstance(data, Mapping | ConfigDict):
         raise ConfigError("config.model and config.input.data should be dicts")
@@ -89,21 +81,9 @@ def _complete_text(config: ConfigDict, run: Options) -> ConfigDict:
     return with_text(config, run.get("vocab_size"), context, model.get("end_of_text"))
 
 
-def _image_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """Return the shape of the evaluator's model input; see `dcvit.hub.data.image_example`."""
-    return image_example(evaluator.source, evaluator.pp, config, f"{what}.pp", evaluator.corrupt, evaluator.target)
-
-
-def _text_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """Return the shape of the evaluator's model input; see `dcvit.hub.data.text_example`."""
-    return text_example(evaluator.source, config, f"{what}.data")
-
-
 KINDS = {
-    "vit": ModelKind(
-        "num_classes", "variant", ("classification", "multilabel", "fewshot"), _complete_images, _image_example
-    ),
-    "lm": ModelKind("vocab_size", "preset", ("perplexity", "in_context"), _complete_text, _text_example),
+    "vit": ModelKind("num_classes", "variant", ("ViT", "DCViT"), _complete_images),
+    "lm": ModelKind("vocab_size", "preset", ("Transformer", "DCFormer"), _complete_text),
 }
 
 

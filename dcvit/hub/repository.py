@@ -21,6 +21,7 @@ WHOLE, INDEX = (name for name in FILE_NAMES if SAFETENSORS in name)
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Files beside the weights. All that a repository may have besides these and the weights stays there.
 DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, INDEX, *TOKENIZER_FILES, checksums.WEIGHTS)
+CARD = "README.md"  # its author may edit it, so it has no checksum
 FORMATS = ("hf", "safetensors", "timm")  # of conversions that `download` and `dcvit.load` open
 
 
@@ -91,7 +92,7 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
     """Upload a converted model, with its card, in one commit; return the repository with that commit.
 
     The repository is created if it does not exist. Weights that it has and the folder has not are removed in the same
-    commit, because a library could open them instead. Hidden files of the folder are not uploaded.
+    commit, because a library could open them instead. Only the files that the conversion wrote are uploaded.
 
     Args:
       folder: the result of a conversion.
@@ -100,8 +101,12 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
 
     Raises:
       ConfigError: the repository exists, and is public although `private`.
+      CheckpointError: a file is missing, or is not one that the conversion wrote.
       InputError: the upload failed; the repository has no new commit.
     """
+    written = [*checksums.files(folder, checksums.WEIGHTS), checksums.WEIGHTS, CARD]
+    if wrong := [name for name in written if (folder / name).is_symlink() or not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / wrong[0]} is not the file that the conversion wrote; nothing is uploaded")
     api = require(huggingface.LIBRARY).HfApi(library_name=huggingface.SENDER)
     with huggingface.one_line_errors(repository, "upload to"):
         api.create_repo(repository.id, private=private or None, exist_ok=True)
@@ -109,11 +114,10 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
     if is_public:
         raise ConfigError(f"--private: {repository.id} exists and is public")
     with huggingface.one_line_errors(repository, "upload to"):
-        here = {path.name for path in folder.iterdir()}
-        stale = [name for name in api.list_repo_files(repository.id) if name not in here and _is_weights(name)]
+        stale = [name for name in api.list_repo_files(repository.id) if name not in written and _is_weights(name)]
         commit = api.upload_folder(
             repo_id=repository.id, folder_path=folder, commit_message=f"Upload {folder.name} with dcvit",
-            ignore_patterns=[".*", "*/.*"], delete_patterns=stale or None,
+            allow_patterns=written, delete_patterns=stale or None,
         )  # fmt: skip
     return repository._replace(revision=commit.oid)
 

@@ -1,88 +1,85 @@
-"""Weights of a run with a description of its model, as single (unrolled) layers, for conversion."""
+"""Weights of any model with a description, as single (unrolled) layers, for conversion."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from dcvit.config import values
+import numpy as np
+
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
-from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.source import ModelSource
-from dcvit.models import lm, vit
+from dcvit.hub.data import open_tokenizer_of
+from dcvit.hub.kinds import kind_of
+from dcvit.hub.open import Opened, open_model, record_of
+from dcvit.hub.source import find
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
-from dcvit.parallel.trees import check_tree
-from dcvit.runs.restoring import as_tensor, open_params
-from dcvit.runs.workdir import read_class_names
+from dcvit.parallel.trees import Tensor, Tensors, check_tree
 from dcvit.weights.families import Weights, verified
 from dcvit.weights.family import Description, param_shapes
 from dcvit.weights.placement import unrolled
-from dcvit.weights.tensors import Tensor
-
-if TYPE_CHECKING:
-    import tensorstore as ts
 
 
 def open_saved(path: Path) -> Weights:
-    """Open a workdir, one of its checkpoints, a model of the package, or weights of another library.
-
-    Args:
-      path: its path, or the name of a repository of the Hugging Face Hub, which is downloaded.
+    """Return the weights of anything that `dcvit.hub.open.open_model` opens.
 
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
-    path = Path(pretrained.downloaded(path))
-    source = ModelSource(path)
-    if pretrained.is_pretrained(path):
-        return verified(source.open_weights())._replace(record=source.config().to_dict())
-    workdir = source.workdir
-    if not isinstance(workdir, Path):
-        return verified(source.open_weights())
-    trained = open_trained(workdir, checkpoint=None if workdir == path else path)
-    return _from_run(path, workdir, trained)
+    opened = open_model(path, usual_pp=True)
+    if opened.weights:
+        return opened.weights
+    assert isinstance(opened.workdir, Path)
+    record = record_of(opened.workdir).to_dict()
+    if pretrained.is_pretrained(opened.workdir):
+        return verified(find(opened.workdir).weights())._replace(record=record)
+    description, params = _described(opened, opened.workdir), _unrolled(opened.params)
+    check_tree({at: x.shape for at, x in params.items()}, param_shapes(description, params), str(opened))
+    return Weights(path, "dcvit", description, params, record, opened.workdir)
 
 
-def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
-    """Return the weights of a run, with the parameters of a scan split into layers."""
-    net = trained.model
-    outputs_key = "vocab_size" if isinstance(net, lm.LM) else "num_classes"
-    fields = {}
-    for field in dataclasses.fields(net):
-        value = getattr(net, field.name)
-        if field.name not in (*TRAINING_ONLY_FIELDS, outputs_key, "parent", "name") and value != field.default:
-            fields[field.name] = list(value) if isinstance(value, tuple) else value
-    name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
-    outputs: int | None = getattr(net, outputs_key) or None  # 0 is no head, too
-    has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
-    names = read_class_names(workdir, outputs) if has_names and outputs else ()
-    ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
-    description = Description(name, outputs, fields, pp, tuple(names), ends, trained.is_multilabel)
-    params = _unrolled(open_params(trained.source.path))
-    shapes = param_shapes(description, params)
-    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.source))
-    record = values.read_json(workdir / "config.json").to_dict()
-    return Weights(path, "dcvit", description, params, record, workdir)
+def _described(opened: Opened, workdir: Path) -> Description:
+    """Return the description of a run's model, whose fields are those that differ from their defaults."""
+    net, is_text = opened.module, opened.config.model_name == "lm"
+    omitted = (*TRAINING_ONLY_FIELDS, kind_of(opened.config).outputs_key, "parent", "name")
+    given = [field for field in dataclasses.fields(net) if field.name not in omitted]
+    values = {field.name: getattr(net, field.name) for field in given if getattr(net, field.name) != field.default}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    names = tuple(opened.classes) if (workdir / "data.json").is_file() else ()
+    return Description(
+        opened.config.model_name,
+        opened.num_outputs or None,  # 0 is no head, too
+        fields,
+        "" if is_text else opened.preprocessing,
+        names,
+        _end_tokens(opened) if is_text else (),
+        opened.is_multilabel,
+    )
 
 
-def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:
-    """Return the token that ends a text in a run's data, alone in a tuple; () if there is none or it is `known`."""
-    end = trained.record()["input"].get("data", {}).get("end_of_text")
+def _end_tokens(opened: Opened) -> tuple[int, ...]:
+    """Return the token that ends a text in a run's data, alone in a tuple; () if there is none or the model has it."""
+    module: Any = opened.module
+    end = opened.config.input.get("data", {}).get("end_of_text")
     if not isinstance(end, int):
         try:
-            end = trained.tokenizer().end_of_text
+            end = open_tokenizer_of(opened).end_of_text
         except (ConfigError, InputError):  # the data came as tokens, or the tokenizer is not here
             return ()
-    return () if end in (None, known) else (end,)
+    return () if end in (None, module.end_of_text) else (end,)
 
 
-def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
-    """Return the parameters of single layers by their paths, from a checkpoint whose arrays may stack layers."""
-    parts = unrolled({path: tuple(array.shape) for path, array in arrays.items()})
+def _unrolled(params: Tensors) -> dict[str, Tensor]:
+    """Return the parameters of single layers by their paths, from arrays that may stack layers."""
+
+    def read(path: str, layer: int | None) -> np.ndarray:
+        array = params[path].read()
+        return array if layer is None else array[layer]
+
+    parts = unrolled({path: tensor.shape for path, tensor in params.items()})
     return {
-        name: as_tensor(arrays[path] if layer is None else arrays[path][layer], name)
+        name: Tensor(params[path].shape[layer is not None :], functools.partial(read, path, layer))
         for name, (path, layer) in parts.items()
     }

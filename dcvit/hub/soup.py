@@ -30,18 +30,21 @@ def average(models: Sequence[Weights]) -> Weights:
     for other in others:
         _check_same(first, other)
     params = {
-        name: Tensor(tensor.shape, functools.partial(_mean, [model.params[name] for model in models]))
-        for name, tensor in first.params.items()
+        name: Tensor(tensor.shape, functools.partial(_mean, name, models)) for name, tensor in first.params.items()
     }
     paths = tuple(model.path for model in models)
     return first._replace(family="dcvit", params=params, averaged=paths)
 
 
-def _mean(tensors: Sequence[Tensor]) -> np.ndarray:
-    total = np.zeros(tensors[0].shape)
-    for tensor in tensors:
-        total += tensor.read().astype(np.float64)
-    return (total / len(tensors)).astype(np.float32)
+def _mean(name: str, models: Sequence[Weights]) -> np.ndarray:
+    """Return the mean of a parameter. Raise CheckpointError, which names the model, if one has numbers not finite."""
+    total = np.zeros(models[0].params[name].shape)
+    for model in models:
+        value = model.params[name].read().astype(np.float64)
+        if not np.isfinite(value).all():
+            raise CheckpointError(f"{model.path}: {name} has numbers that are not finite")
+        total += value
+    return (total / len(models)).astype(np.float32)
 
 
 def _check_same(first: Weights, other: Weights) -> None:

@@ -1,15 +1,11 @@
-"""Sources of models: a place that a user named, recognition of what is there, and loading of its parameters."""
+"""Sources of parameters: what is at a place that a user names, with its tensors, and the start of a run from them."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import Any, NamedTuple
 
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
@@ -18,184 +14,120 @@ from dcvit.models import Params
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
-from dcvit.runs.files import Folder
+from dcvit.runs.files import Folder, folder
 from dcvit.weights import big_vision_files, preprocessing
 from dcvit.weights.families import Weights, family_of, recognized
-from dcvit.weights.placement import check_finite, in_layout, place_params
-from dcvit.weights.tensors import WeightsFile, has_files, is_npz, open_file
+from dcvit.weights.placement import in_layout, place_params
+from dcvit.weights.tensors import WeightsFile, open_file
 from input_pipeline import huggingface
-from input_pipeline.files import expand
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
+# Families of tensors by the names of this project, whose files do not state the rest of their model.
+UNSTATED = ("", "big_vision")
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelSource:
-    """A place where a model may be: a run, one of its checkpoints, a model of the package, weights of another library.
+class Source(NamedTuple):
+    """Parameters that `find` found; `str` returns the name of their place.
 
     Fields:
-      path: the file or folder, after names of models and `~` were resolved; see `find`.
+      place: the folder or file that was named: of a run, the workdir or the checkpoint.
+      path: the folder of the checkpoint, or the file or folder of the weights.
+      params: the parameters by path, as single or stacked layers; each is read on demand.
+      stated: the model that the weights state; None for a checkpoint, and for weights that state none.
+      file: the weights, opened; None for a checkpoint.
     """
 
+    place: Folder
     path: Folder
+    params: Tensors
+    stated: Weights | None = None
+    file: WeightsFile | None = None
 
     def __str__(self) -> str:
-        return str(huggingface.cached(self.path) or self.path)
+        return str(huggingface.cached(self.place) or self.place)
 
-    @functools.cached_property
-    def is_checkpoint(self) -> bool:
-        """True for a checkpoint of a run, and for a workdir with one."""
-        return restoring.is_checkpoint(self.path)
-
-    @functools.cached_property
-    def workdir(self) -> Folder | None:
-        """The workdir of the run (or of its checkpoint) that this is, or the folder of the package's model; else None.
+    def weights(self) -> Weights:
+        """Return the weights with the model that they state, or else with one that is inferred from their tensors.
 
         Raises:
-          CheckpointError, ConfigError: see `dcvit.runs.workdir.find`.
+          CheckpointError: the tensors are those of no known model; see `dcvit.weights.families.recognized`.
         """
-        return self.path if pretrained.is_pretrained(self.path) else workdir.find(self.path)
-
-    @functools.cached_property
-    def file(self) -> WeightsFile:
-        """The file or folder of weights, opened. Raises CheckpointError: see `dcvit.weights.tensors.open_file`."""
-        return open_file(Path(self.path))
-
-    @functools.cached_property
-    def is_described(self) -> bool:
-        """True for weights that describe their model, unless the path is, or has, a checkpoint of a run.
-
-        In big_vision's format, whose names are those of this project, few files do.
-        """
-        if not isinstance(self.path, Path) or self.is_checkpoint or not self.path.exists():
-            return False
-        if self.path.is_dir() and not big_vision_files.locate(self.path):
-            return has_files(self.path)
-        if self.path.is_file() and not is_npz(self.path):
-            return self.path.suffix != ".npz"  # the reader of archives reports a damaged one
-        return family_of(self.file) in ("own", "dcmha_vit")
-
-    @functools.cached_property
-    def holds_weights(self) -> bool:
-        """True for weights in any format, also without description, unless the path is or has a checkpoint of a run."""
-        if not isinstance(self.path, Path) or self.is_checkpoint:
-            return False
-        return self.is_described or big_vision_files.locate(self.path) is not None
-
-    @functools.cached_property
-    def weights(self) -> Weights | None:
-        """The weights that describe their model, opened; None if there are none.
-
-        Raises:
-          CheckpointError: see `dcvit.weights.families.open_weights`.
-        """
-        return recognized(self.file) if self.is_described else None
-
-    def open_weights(self) -> Weights:
-        """Return the weights at the path, which describe their model; raise an error where `weights` is None.
-
-        Raises:
-          CheckpointError: there are none, or they are damaged or unsupported; see `dcvit.weights.families`.
-        """
-        try:
-            return self.weights or recognized(self.file)
-        except CheckpointError as e:
-            is_absent = not self.path.exists() and not big_vision_files.locate(Path(self.path))
-            raise CheckpointError(f"{e}{pretrained.hint(self.path)}" if is_absent else str(e)) from None
-
-    def config(self) -> ConfigDict:
-        """Return the config of the run.
-
-        Raises:
-          ConfigError: it is missing or damaged.
-        """
-        is_pretrained = pretrained.is_pretrained(self.path)
-        return values.read_json(self.path / (pretrained.RUN if is_pretrained else "config.json"))
+        assert self.file is not None, "a checkpoint has the config of its run"
+        return self.stated or recognized(self.file)
 
 
-def find(name: str) -> ModelSource:
-    """Return the `ModelSource` of a name: of a path, of a model of the package, or of a repository, downloaded."""
-    return ModelSource(expand(pretrained.resolve(name)))
-
-
-def open_parameters(source: ModelSource) -> Tensors:
-    """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
-
-    Args:
-      source: a workdir (its latest checkpoint), one of its checkpoints, or weights of any format.
+def located(place: str | Folder) -> Folder:
+    """Return the folder or file of a place: a name (see `dcvit.hub.pretrained.resolve`), a path or a URL.
 
     Raises:
-      CheckpointError: the source is missing, damaged, or of an unknown format.
+      CheckpointError: a repository of the Hugging Face Hub cannot be downloaded.
+      ConfigError: the name is invalid.
     """
-    if source.weights:
-        return source.weights.params
-    path = source.path
-    if isinstance(path, Path) and not source.is_checkpoint:
-        if big_vision_files.locate(path):
-            return source.file.tensors
-        if not path.exists():
-            big_vision_files.check_named(str(path))
-    arrays = restoring.open_params(path)
-    return {name: restoring.as_tensor(array, f"{name} of {path}") for name, array in arrays.items()}
+    if not isinstance(place, str) and not huggingface.is_name(place):
+        return place
+    name = pretrained.resolve(str(place))
+    try:
+        return folder(name)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
 
 
-def load_params(
-    source: ModelSource,
-    make_like: Callable[[Tensors], Params],
-    convert: Callable[[Tensors], Tensors] | None = None,
-) -> Params:
-    """Load the parameters of a model from a source of `open_parameters`.
-
-    Args:
-      source: see `open_parameters`.
-      make_like: function from the source's tensors to the model's parameters, `jax.ShapeDtypeStruct` with shardings.
-        Layers may be stacked in one and single in the other.
-      convert: function from the tensors of the source to those of the model, applied before `make_like`.
+def find(place: str | Folder) -> Source:
+    """Open the parameters at a place: a run (its latest checkpoint), a checkpoint, or weights of any format.
 
     Raises:
-      CheckpointError: see `open_parameters`; or the parameters are not those of the model.
+      CheckpointError: there are none, they are damaged or of an unknown format, or the checkpoint is of another run
+        than its workdir.
+      ConfigError: see `located`.
     """
-    if source.is_checkpoint:
-        source = ModelSource(steps.step_folder(source.path))  # a running training may save a later one meanwhile
-    tensors = open_parameters(source)
-    tensors = convert(tensors) if convert else tensors
-    like = make_like(tensors)
-    same_layout = not convert and {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
-    if same_layout and source.is_checkpoint:
-        params = restoring.restore_params(source.path, like)  # each process reads its part only
-        check_finite(params, str(source))
-        return params
-    return place_params(tensors, like, str(source.weights.path if source.weights else source))
+    path = located(place)
+    if workdir.find(path) is not None:
+        workdir.check_checkpoint(path)
+        checkpoint = steps.step_folder(path)  # once: a running training may save a later one meanwhile
+        arrays = restoring.open_params(checkpoint)
+        params = {name: restoring.as_tensor(array, f"{name} of {checkpoint}") for name, array in arrays.items()}
+        return Source(path, checkpoint, params)
+    if not isinstance(path, Path):
+        raise CheckpointError(f"{path} is no run; copy weights of other libraries to a local folder, to read them")
+    try:
+        file = open_file(path)
+    except CheckpointError as e:
+        is_absent = not path.exists() and not big_vision_files.locate(path)
+        raise CheckpointError(f"{e}{pretrained.hint(path)}" if is_absent else str(e)) from None
+    if family_of(file) in UNSTATED:
+        return Source(path, path, file.tensors, None, file)
+    stated = recognized(file)
+    return Source(path, path, stated.params, stated, file)
 
 
 def load_params_into(
     init_params: Params,
-    init_file: str,
+    init_file: object,
     dont_load: Sequence[str],
     convert: Callable[[Tensors], Tensors],
     upcycle: bool = False,
 ) -> dict[str, Any]:
-    """Return `init_params` with the values of a checkpoint, in their layout and on their devices, read one at a time.
+    """Return `init_params` with the values of a source, in their layout and on their devices, read one at a time.
 
     Args:
       init_params: parameters of the model, or their shapes.
-      init_file: a checkpoint of this project or of big_vision, weights of another library, or the name of a model of
-        the package.
+      init_file: a place that `find` opens, or what it found there.
       dont_load: regexes; parameters whose name matches one keep their initial value.
-      convert: function from the tensors of the checkpoint to those of the model.
-      upcycle: compositions that the checkpoint lacks start as the identity.
+      convert: function from the tensors of the source to those of the model.
+      upcycle: compositions that the source lacks start as the identity.
 
     Raises:
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    tensors = convert(open_parameters(find(init_file)))
+    source = init_file if isinstance(init_file, Source) else find(str(init_file))
+    tensors = convert(source.params)
     names = in_layout(tensors, shapes_of(init_params))
     if upcycle:
-        gained = "|".join(map(re.escape, gained_compositions(names, init_params, init_file)))
-        return place_params(tensors, identity_compositions(init_params), init_file, [*dont_load, gained])
+        gained = "|".join(map(re.escape, gained_compositions(names, init_params, str(source))))
+        return place_params(tensors, identity_compositions(init_params), str(source), [*dont_load, gained])
     try:
-        return place_params(tensors, init_params, init_file, dont_load)
+        return place_params(tensors, init_params, str(source), dont_load)
     except CheckpointError as e:
         hint = "" if has_compositions(names) or not has_compositions(shapes_of(init_params)) else f"; {UPCYCLE_HINT}"
         raise CheckpointError(f"{e}{hint}") from None
@@ -211,10 +143,10 @@ def init_config(name: str) -> dict[str, Any]:
     """
     if not name:
         return {}
-    found, source = values.run_config(name), find(name)
+    found, path = values.run_config(name), located(name)
     try:
-        if not found and source.path.exists() and not (source.path / steps.ABOUT).is_dir():
-            found = source.open_weights().config()
+        if not found and path.exists() and workdir.find(path) is None:
+            found = find(path).weights().config()
             if huggingface.is_name(name) and (data := found.get("input", {}).get("data", {})).get("tokenizer"):
                 data["tokenizer"] = name  # the path of the cache is another one on another machine
         if found.get("pp_predict") and "pp" not in found.get("input", {}):

@@ -144,8 +144,6 @@ def _check_prompt(model: LM, prompt: Sequence[int], options: Options) -> list[in
     for token in tokens:
         if not 0 <= token < model.vocab_size:
             raise ConfigError(f"the prompt's token {token} should be in 0 … {model.vocab_size - 1}")
-    if len(tokens) >= model.context:
-        raise ConfigError(f"a prompt of {len(tokens)} tokens fills the model's context of {model.context}")
     if len(tokens) + options.max_tokens > model.context:
         raise ConfigError(
             f"a prompt of {len(tokens)} tokens and {options.max_tokens} new ones exceed the model's context of "

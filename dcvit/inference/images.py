@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -14,17 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float32
 from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
-from dcvit.hub.data import image_shape
-from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
-from dcvit.models.packed_images import PackedImages, one_per_row
+from dcvit.hub.open import Opened, thresholds_of
+from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply, facts_of
+from dcvit.models import Params
+from dcvit.models.packed_images import PackedImages, image_shape, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
 from input_pipeline.files import expand
-from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
 from input_pipeline.optional import Late, require
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 else:
     Image = Late("PIL.Image")
 
-LOG = logging.getLogger(__name__)
 TOPK = 5  # classes that are predicted by default
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 
@@ -72,6 +69,15 @@ class ImageModel(LoadedModel):
     thresholds: float | Sequence[float] | None = None
 
     kind = "a model of images, not a language model: use `dcvit predict`"
+
+    @classmethod
+    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> ImageModel:
+        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
+        assert isinstance(opened.module, ViT)
+        return cls(
+            opened.module, params, pp=opened.preprocessing, class_names=opened.classes,
+            multilabel=opened.is_multilabel, thresholds=thresholds_of(opened), mesh=mesh, **facts_of(opened),
+        )  # fmt: skip
 
     def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
@@ -138,38 +144,6 @@ class ImageModel(LoadedModel):
 
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
         return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
-
-
-def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:
-    """Return the given files, and the image files below the given folders in sorted order, as training finds them.
-
-    The number of other files in the folders is logged.
-
-    Args:
-      paths: files and folders.
-      on_error: called with one line for each folder without image files, if other paths give files.
-
-    Raises:
-      InputError: folders are given and no path gives a file, or a folder cannot be read.
-    """
-    found: list[Path] = []
-    empty: list[str] = []
-    for path in paths:
-        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises errors, which reading the file will report
-            found.append(path)
-            continue
-        skipped = Counter[str]()
-        images = image_files(path, skipped)
-        found += map(Path, images)
-        if skipped:
-            LOG.info("%s: %s images%s", path, f"{len(images):,}", describe_skipped(skipped))
-        if not images:
-            empty.append(f"no image files ({', '.join(SUFFIXES)}) in {path}")
-    if empty and not found:
-        raise InputError("; ".join(empty))
-    for line in empty:
-        on_error(line)
-    return found
 
 
 def _best(

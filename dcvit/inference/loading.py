@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 import operator
 from collections.abc import Sequence
-from pathlib import Path
 
-import flax.linen as nn
-from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-from dcvit.errors import CheckpointError, ConfigError, nearest
-from dcvit.hub import pretrained
-from dcvit.hub.model import TrainedModel, at_image_size, open_run, open_trained, thresholds_of
-from dcvit.hub.source import ModelSource
-from dcvit.inference.images import ImageModel
-from dcvit.inference.model import Kind, LoadedModel, of_kind
-from dcvit.inference.texts import LanguageModel, tokenizer_beside
-from dcvit.models.lm import LM
-from dcvit.models.trees import param_shapes
-from dcvit.models.vit import ViT
-from dcvit.parallel.sharding import check_model, make_mesh, with_shardings
-from dcvit.runs.files import Folder, folder
-from dcvit.runs.workdir import read_class_names
-from dcvit.weights import tensors as files
-from dcvit.weights.family import build, errors_name_file, example
-from dcvit.weights.placement import place_params
-from dcvit.weights.tensors import Json
-from input_pipeline import huggingface
+from dcvit.errors import ConfigError, nearest
+from dcvit.hub import open as hub
+from dcvit.hub.open import Opened
+from dcvit.inference.model import Kind, LoadedModel
+from dcvit.parallel.sharding import check_model, make_mesh
+from dcvit.runs.files import Folder
 
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
+# Module here and its class, by `model_name`.
+CLASSES = {"vit": ("images", "ImageModel"), "lm": ("texts", "LanguageModel")}
 
 
 def load(
-    source: str | Path,
+    source: str | Folder,
     *,
-    config: str | None = None,
+    config: ConfigDict | None = None,
     sharding: str | None = None,
     image_size: int | Sequence[int] | None = None,
-) -> ImageModel | LanguageModel:
-    """Load a trained model.
-
-    Args:
-      source: a workdir, one of its checkpoints, weights of another library (see `dcvit.weights.families.FAMILIES`),
-        the name of a model of the package: "digits", "tasks" or "text", or "hf:OWNER/NAME" with an optional /FOLDER and
-        @REVISION, a repository of the Hugging Face Hub (see `dcvit.hub.repository`).
-      config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
-      sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
-        whole model on each device). By default the model is on the first device.
-      image_size: height and width of images, or one number for both, if other than the model was trained with. Learned
-        position embeddings are interpolated, and the preprocessing is scaled.
+) -> LoadedModel:
+    """Load a trained model; see `dcvit.load`.
 
     Raises:
       CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
@@ -59,27 +37,7 @@ def load(
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
     size = None if image_size is None else _height_and_width(image_size)
-    name = pretrained.resolve(str(source))
-    try:
-        found = ModelSource(folder(name))
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    return _load(found, config, sharding, size)
-
-
-def _load(
-    source: ModelSource, config: str | None, sharding: str | None = None, size: tuple[int, int] | None = None
-) -> ImageModel | LanguageModel:
-    """Load the model of a source, with the config of its run or, if given, `config`; see `load`."""
-    workdir = source.workdir if config is None else None
-    if config is None and workdir is None:
-        if not isinstance(source.path, Path):
-            raise CheckpointError(
-                f"{source} is no run; copy weights of other libraries to a local folder, to read them"
-            )
-        return _load_weights(source, sharding, size)
-    run = None if workdir is None else source if workdir == source.path else ModelSource(workdir)
-    return _load_trained(open_run(source, run, config, image_size=size), workdir, sharding)
+    return _loaded(hub.open_model(source, config=config, image_size=size), sharding)
 
 
 def _height_and_width(image_size: object) -> tuple[int, int]:
@@ -95,7 +53,7 @@ def _height_and_width(image_size: object) -> tuple[int, int]:
 def open_model(
     kind: type[Kind],
     workdir: Folder | None,
-    config: str | None,
+    config: ConfigDict | None,
     checkpoint: Folder | None,
     overrides: Sequence[str] = (),
     image_size: tuple[int, int] | None = None,
@@ -104,73 +62,30 @@ def open_model(
 
     Args:
       kind: the class of model that the command needs.
-      workdir: a training run; or, without other options, anything else that `load` opens.
-      config, checkpoint, overrides, image_size: see `open_trained`.
+      workdir, config, checkpoint, overrides, image_size: see `dcvit.hub.open.open_model`.
 
     Raises:
       CheckpointError: see `load`.
-      ConfigError: see `load` and `open_trained`; or the model is not of the class `kind`.
+      ConfigError: see `load`; or the model is not of the class `kind`.
     """
-    alone = config is None and checkpoint is None and not overrides
-    source = ModelSource(workdir) if workdir is not None and alone else None
-    if source and (source.workdir not in (None, source.path) or source.holds_weights):
-        model: LoadedModel = _load(source, None, size=image_size)
-    else:
-        model = _load_trained(open_trained(workdir, config, checkpoint, overrides, image_size), workdir)
-    return of_kind(model, kind, config or workdir)
+    opened = hub.open_model(workdir, config=config, checkpoint=checkpoint, overrides=overrides, image_size=image_size)
+    found = _class_of(opened)
+    if found is not kind:
+        raise ConfigError(f"{opened} is {found.kind}")
+    return _loaded(opened)  # type: ignore[return-value]
 
 
-def _load_trained(
-    trained: TrainedModel, workdir: Folder | None, sharding: str | None = None
-) -> ImageModel | LanguageModel:
-    """Return the model of an opened checkpoint with its parameters; see `load`."""
-    module = trained.model
-    class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
-    thresholds = None if isinstance(module, LM) else thresholds_of(trained)
-    mesh = _mesh(sharding, module)
-    params = trained.params(mesh=mesh, strategy=sharding or "ddp")
-    common: Json = {
-        "params": params, "config": trained.record(), "source": trained.source.path.name or str(trained.source),
-        "mesh": mesh, "open_evaluators": lambda: trained.evaluators()[2],
-    }  # fmt: skip
-    if isinstance(module, LM):
-        return LanguageModel(module, open_tokenizer=trained.tokenizer, **common)
-    assert isinstance(module, ViT)
-    return ImageModel(
-        module, pp=trained.pp_predict, class_names=class_names, multilabel=trained.is_multilabel,
-        thresholds=thresholds, **common,
-    )  # fmt: skip
+def _loaded(opened: Opened, sharding: str | None = None) -> LoadedModel:
+    """Load the parameters of an opened model, split over all devices by a strategy of `SHARDINGS` or on the first."""
+    mesh = None
+    if sharding is not None:
+        mesh = make_mesh([(SHARDINGS[sharding], -1)])
+        check_model(mesh, opened.module)
+    return _class_of(opened).of(opened, opened.load_params(mesh, sharding or "ddp"), mesh)
 
 
-def _load_weights(
-    source: ModelSource, sharding: str | None, size: tuple[int, int] | None
-) -> ImageModel | LanguageModel:
-    """Return the model of another library's weights, with its parameters; see `load`."""
-    path, weights = source.path, source.open_weights()
-    described, tensors = weights.description, weights.params
-    with errors_name_file(path):
-        if size:
-            described, tensors = at_image_size(described, tensors, size)
-        module = build(described)
-        shapes = param_shapes(module, example(described, tensors))
-    mesh = _mesh(sharding, module)
-    params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
-    config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
-    common: Json = {"params": params, "config": config, "source": huggingface.title(path), "mesh": mesh}
-    if isinstance(module, LM):
-        file = files.tokenizer_of(weights.path)
-        open_tokenizer = functools.partial(
-            tokenizer_beside, default=str(file) if file else None, outputs=described.num_outputs
-        )
-        return LanguageModel(module, open_tokenizer=open_tokenizer, end_tokens=described.end_tokens, **common)
-    names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
-    return ImageModel(module, pp=described.pp, class_names=names, multilabel=described.multilabel, **common)
-
-
-def _mesh(sharding: str | None, module: nn.Module) -> Mesh | None:
-    """Return the mesh of all devices for `sharding`, None for None. Raise ConfigError if it does not fit the model."""
-    if sharding is None:
-        return None
-    mesh = make_mesh([(SHARDINGS[sharding], -1)])
-    check_model(mesh, module)
-    return mesh
+def _class_of(opened: Opened) -> type[LoadedModel]:
+    """Import and return the class of loaded models of an opened model's kind."""
+    module, name = CLASSES[opened.config.model_name]
+    found: type[LoadedModel] = getattr(importlib.import_module(f"dcvit.inference.{module}"), name)
+    return found

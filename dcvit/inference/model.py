@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -22,6 +24,7 @@ from jaxtyping import Array
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError
+from dcvit.hub.open import Opened
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
@@ -30,6 +33,7 @@ from dcvit.models.packed_images import PackedImages
 from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
 from dcvit.parallel.trees import check_tree, shapes_of
+from input_pipeline import huggingface
 
 
 @runtime_checkable
@@ -53,16 +57,16 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadedModel:
+class LoadedModel(abc.ABC):
     """A trained model: a flax module with its parameters and its config.
 
     Fields:
       module: the flax module.
       params: its parameters.
-      config: the config of its run.
+      config: the config of its run, or that which follows from weights of another library.
       source: name of the folder or file that it was loaded from.
       mesh: the mesh that the parameters are sharded over; None for the first device.
-      open_evaluators: function that returns the evaluators of its run by name; None for another library's weights.
+      opened: the model in its files; None for a module with parameters that were not loaded.
     """
 
     module: ViT | LM
@@ -70,7 +74,7 @@ class LoadedModel:
     config: Mapping[str, Any]
     source: str = dataclasses.field(default="", kw_only=True)
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
-    open_evaluators: Callable[[], Mapping[str, Any]] | None = dataclasses.field(default=None, kw_only=True)
+    opened: Opened | None = dataclasses.field(default=None, kw_only=True)
 
     kind: ClassVar[str]  # what the model is, and the command for it, for messages
 
@@ -82,21 +86,27 @@ class LoadedModel:
     def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
         """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", of shape B ….
 
+        Padding after the patches of an image is not part of it.
+
         Args:
           inputs: one or several images, or a text or its tokens.
           name: the path of the intermediate.
 
         Raises:
           CheckpointError: the intermediate has numbers that are not finite.
-          ConfigError: the model has no intermediate of this name; the message has the nearest one.
+          ConfigError: the model has no intermediate of this name, or it has vectors for patches and the images have
+            different numbers of them.
           InputError: an image cannot be read or does not have the shape of the others, or tokens are out of range.
         """
-        arrays = [self._intermediate(batch, name) for batch in self._batches(inputs)]
-        if not arrays:
+        rows = [row for batch in self._batches(inputs) for row in _rows(self._intermediate(batch, name), batch)]
+        if not rows:
             raise InputError("no image is given")
-        if not all(np.isfinite(array).all() for array in arrays):
+        if len({row.shape for row in rows}) > 1:
+            raise ConfigError(f"{name!r} has a vector for each patch: give images with one grid of patches at a time")
+        found = np.stack(rows)
+        if not np.isfinite(found).all():
             raise CheckpointError(f"{self.source}: numbers of {name!r} are {NOT_FINITE}")
-        return np.concatenate(arrays)
+        return found
 
     def attention(
         self, inputs: Images | Tokens, layers: Sequence[int | np.integer] | None = None
@@ -133,9 +143,14 @@ class LoadedModel:
         devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
         return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> LoadedModel:
+        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
+
+    @abc.abstractmethod
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
         """Return the given images or tokens as batches of model inputs."""
-        raise NotImplementedError
 
     def _intermediate(self, batch: np.ndarray | PackedImages, name: str) -> np.ndarray:
         with self.on_devices():
@@ -158,14 +173,21 @@ class LoadedModel:
                 raise ConfigError(str(e)) from None
 
 
+def _rows(values: np.ndarray, batch: np.ndarray | PackedImages) -> Iterable[np.ndarray]:
+    """Return the values of each example of a batch, without those of padding after the patches of an image."""
+    if not isinstance(batch, PackedImages) or values.ndim < 3:
+        return values
+    padding = batch.patches.shape[2] - np.prod(batch.grids[:, 0, 0], axis=-1)  # each image is a row of its own
+    return [row[: len(row) - count] for row, count in zip(values, padding, strict=True)]
+
+
+def facts_of(opened: Opened) -> dict[str, Any]:
+    """Return fields of the `LoadedModel` of an opened model."""
+    config: dict[str, Any] = json.loads(opened.config.to_json())
+    return {"config": config, "source": huggingface.title(opened.place), "opened": opened}
+
+
 Kind = TypeVar("Kind", bound=LoadedModel)
-
-
-def of_kind(model: LoadedModel, kind: type[Kind], what: object) -> Kind:
-    """Return `model` unchanged. Raise ConfigError, which names it `what`, if it is not of the class `kind`."""
-    if not isinstance(model, kind):
-        raise ConfigError(f"{what} is {model.kind}")
-    return model
 
 
 @functools.partial(jax.jit, static_argnums=0)

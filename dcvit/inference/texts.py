@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError, InputError
-from dcvit.hub.data import check_tokenizer
+from dcvit.hub.data import open_tokenizer_of
+from dcvit.hub.open import Opened
 from dcvit.inference import generation
-from dcvit.inference.model import Images, LoadedModel, Tokens
+from dcvit.inference.model import Images, LoadedModel, Tokens, facts_of
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
+from dcvit.models import Params
 from dcvit.models.lm import LM
-from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
+from input_pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 200
 
@@ -104,20 +107,6 @@ def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
     return model.end_of_text if tokenizer.end_of_text is None else tokenizer.end_of_text
 
 
-def tokenizer_beside(path: str | None, default: str | None = None, outputs: int | None = None) -> Tokenizer:
-    """Open the tokenizer at `path`, or else `default` (beside the weights), for a model with `outputs` tokens.
-
-    Raises:
-      ConfigError: there is neither, or the tokenizer has more tokens than the model.
-    """
-    if (file := path or default) is None:
-        raise ConfigError("the weights have no tokenizer.json beside them")
-    tokenizer = open_tokenizer(file, None)
-    if outputs is not None:
-        check_tokenizer(tokenizer, outputs)
-    return tokenizer
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel(LoadedModel):
     """A language model, with the tokenizer that turns text into its inputs.
@@ -128,10 +117,18 @@ class LanguageModel(LoadedModel):
     """
 
     module: LM
-    open_tokenizer: Callable[[str | None], Tokenizer] = tokenizer_beside
+    open_tokenizer: Callable[[str | None], Tokenizer] = dataclasses.field(kw_only=True)
     end_tokens: Sequence[int] = ()
 
     kind = "a language model: use `dcvit generate`"
+
+    @classmethod
+    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> LanguageModel:
+        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
+        assert isinstance(opened.module, LM)
+        ends = opened.weights.description.end_tokens if opened.weights else ()
+        tokenizer = functools.partial(open_tokenizer_of, opened)
+        return cls(opened.module, params, open_tokenizer=tokenizer, end_tokens=ends, mesh=mesh, **facts_of(opened))
 
     def generate(
         self,

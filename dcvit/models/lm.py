@@ -284,7 +284,7 @@ def Model(  # noqa: N802
 
 def load(
     init_params: Params,
-    init_file: str,
+    init_file: object,
     model_cfg: object,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float, Int, Shaped
@@ -163,6 +164,18 @@ def token_counts(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     kept = jnp.sum(batch[PLACES][:, -1]).astype(jnp.float32)
     before = jnp.sum(jnp.prod(batch["grid"], axis=1)).astype(jnp.float32)
     return {"tokens_per_image": kept / len(batch["grid"]), "tokens_dropped": 1 - kept / before}
+
+
+def image_shape(example: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+    """Return the shape (height, width, channels) of a preprocessed example's image.
+
+    With the op `patches`, whose images differ in size, it is that of the largest square image.
+    """
+    shape: tuple[int, ...] = example["image"].shape
+    if "grid" not in example or len(shape) != 3:
+        return shape
+    side = math.isqrt(shape[0]) * math.isqrt(shape[1])
+    return (side, side, shape[2])
 
 
 class PatchDense(nn.Module):

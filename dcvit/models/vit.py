@@ -371,7 +371,7 @@ def _grid_sizes(*tokens: int) -> list[int]:
 
 def load(
     init_params: Params,
-    init_file: str,
+    init_file: object,
     model_cfg: object,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
@@ -383,7 +383,7 @@ def load(
 
     Args:
       init_params: parameters of the model.
-      init_file: a workdir, a checkpoint or weights of any format; see `dcvit.hub.source.open_parameters`.
+      init_file: the name of a workdir, a checkpoint or weights of any format, or what `dcvit.hub.source.find` found.
       model_cfg: unused; big_vision's trainer passes it.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function

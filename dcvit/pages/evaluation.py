@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,18 @@ from typing import Any
 
 import jax
 
+from dcvit.config.values import defaults
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
 from dcvit.evaluators import multilabel as multilabels
-from dcvit.hub.model import TrainedModel, has_run_thresholds
+from dcvit.hub.evaluate import open_evaluators
+from dcvit.hub.open import Opened
+from dcvit.models.trees import param_shapes
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, MultiLabelEvaluation, render
 from dcvit.parallel import multihost
-from dcvit.runs.steps import step_folder
+from dcvit.parallel.trees import check_tree, shapes_of
+from dcvit.runs.identity import is_free
 from dcvit.runs.thresholds import Thresholds, write
 from dcvit.versions import __version__
 
@@ -28,7 +33,7 @@ Row = dict[str, object]
 
 
 def evaluate(
-    trained: TrainedModel, out: Path | None = None, report: Path | None = None, thresholds: str | None = None
+    trained: Opened, out: Path | None = None, report: Path | None = None, thresholds: str | None = None
 ) -> tuple[list[Row], str]:
     """Run every evaluator of a trained model, and return rows of results and a report.
 
@@ -53,7 +58,7 @@ def evaluate(
     """
     if report and multihost.is_first():
         reports.check_path(report)
-    mesh, strategy, evaluators = trained.evaluators()
+    mesh, strategy, evaluators = open_evaluators(trained)
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(trained, evaluators, thresholds)
@@ -62,11 +67,11 @@ def evaluate(
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
         append_csv(out, columns)
-    source = trained.source
     first, *others = evaluators.values()
-    params = trained.params(first.example, mesh, strategy)
+    params = trained.load_params(mesh, strategy, first.example)
     for evaluator in others:
-        trained.check_params(params, evaluator.example, str(source))
+        expected = shapes_of(param_shapes(trained.module, evaluator.example))
+        check_tree(shapes_of(params), expected, str(trained))
     shared = {
         "model": trained.label,
         "step": trained.step,
@@ -76,26 +81,26 @@ def evaluate(
     for name, evaluator in evaluators.items():
         metrics[name] = evaluator.run(params)
         if wrong := [key for key, value in metrics[name].items() if not math.isfinite(value)]:
-            raise CheckpointError(f"{source}: {name}/{wrong[0]} is {NOT_FINITE}")
+            raise CheckpointError(f"{trained}: {name}/{wrong[0]} is {NOT_FINITE}")
     if thresholds is not None:
         _choose_thresholds(trained, thresholds, multilabel)
         metrics |= {name: evaluator.result() for name, evaluator in multilabel.items()}
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
-        rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.model)]
+        rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.module)]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
     return [{key: row.get(key) for key in columns} for row in rows], page
 
 
 def _multilabel(
-    trained: TrainedModel, evaluators: Mapping[str, object], thresholds: str | None
+    trained: Opened, evaluators: Mapping[str, object], thresholds: str | None
 ) -> dict[str, multilabels.Evaluator]:
     """Return the multi-label evaluators by name.
 
     Raises:
       ConfigError: `thresholds` is none of them, or the model is not one for which the workdir stores thresholds.
     """
-    if thresholds is not None and not has_run_thresholds(trained):
+    if thresholds is not None and not trained.is_of_run:
         raise ConfigError(
             "--thresholds are stored for the checkpoints of a run at its image size: give --workdir without "
             "--image-size and without a --checkpoint of another run"
@@ -107,14 +112,14 @@ def _multilabel(
     return found
 
 
-def _choose_thresholds(trained: TrainedModel, name: str, evaluators: Mapping[str, multilabels.Evaluator]) -> None:
+def _choose_thresholds(trained: Opened, name: str, evaluators: Mapping[str, multilabels.Evaluator]) -> None:
     """Choose thresholds on the data of evaluator `name`, set those of all evaluators, and write them to the workdir.
 
     A class without images keeps its threshold, and a warning names it.
     """
     chosen, chooser = [], evaluators[name]
     best = multilabels.best_thresholds(chooser.logits, chooser.labels)
-    for class_name, value, each in zip(trained.class_names, best, chooser.classes, strict=True):
+    for class_name, value, each in zip(trained.classes, best, chooser.classes, strict=True):
         if value is None and multihost.is_first():
             LOG.warning("%s has no images of class %r, which keeps the threshold %g", name, class_name, each.threshold)
         chosen.append(each.threshold if value is None else value)
@@ -122,11 +127,11 @@ def _choose_thresholds(trained: TrainedModel, name: str, evaluators: Mapping[str
     for evaluator in evaluators.values():
         evaluator.set_thresholds(found.values, found.origin)
     if trained.workdir is not None and multihost.is_first():
-        write(trained.workdir, found, trained.class_names)
+        write(trained.workdir, found, trained.classes)
 
 
 def _report(
-    trained: TrainedModel, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
+    trained: Opened, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
 ) -> str:
     """Return the HTML report of the multi-label evaluators, and of those in `observed`, with their outcomes by name."""
     by_name = {row["evaluation"]: row for row in rows}
@@ -134,24 +139,29 @@ def _report(
     for name, evaluator in evaluators.items():
         names = evaluator.source.class_names or ()
         names = [*names, *map(str, range(len(names), trained.num_outputs))]
-        options = trained.evaluator_options(name)
+        options = json.loads(trained.config.evals[name].to_json())
         if name in observed:
             outcomes, describe = observed[name], evaluator.source.describe
             evaluations.append(Evaluation(name, by_name[name], outcomes, names, describe, options))
         elif isinstance(evaluator, multilabels.Evaluator):
             found, origin = evaluator.classes, evaluator.thresholds_from
             evaluations.append(MultiLabelEvaluation(name, by_name[name], found, names, origin, options))
-    row, source = by_name[evaluations[0].name], trained.source
-    folder = step_folder(source.path) if source.is_checkpoint else source
+    row = by_name[evaluations[0].name]
     facts = {
-        "Checkpoint": str(folder),
+        "Checkpoint": str(trained.path if trained.step is not None else trained),
         "Parameters": f"{row['parameters']:,}",
         "Operations": "unknown" if row["gflops"] is None else f"{row['gflops']} GFLOPs for an image",
         "Image size": str(row["image_size"]),
         "Software": f"dcvit {__version__}, jax {jax.__version__}",
     }
     title = trained.label if row["step"] is None else f"{trained.label}, step {row['step']:,}"
-    return render(title, facts, trained.settings(), rows, evaluations)
+    return render(title, facts, _settings(trained), rows, evaluations)
+
+
+def _settings(trained: Opened) -> dict[str, Any]:
+    """Return the entries of a config that determine the parameters, except those with the default value."""
+    config, usual = json.loads(trained.config.to_json()), json.loads(json.dumps(defaults()))
+    return {key: value for key, value in config.items() if not is_free(key) and value != usual.get(key)}
 
 
 def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]] = ()) -> None:

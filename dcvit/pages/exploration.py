@@ -15,7 +15,8 @@ import numpy as np
 
 import input_pipeline
 from dcvit.errors import ConfigError, InputError, nearest
-from dcvit.inference.images import ImageModel, find_images, read_images
+from dcvit.hub.evaluate import open_evaluators
+from dcvit.inference.images import ImageModel, read_images
 from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
@@ -25,6 +26,7 @@ from dcvit.models.packed_images import PackedImages
 from dcvit.pages.explorer import DIGITS, average_facts, render
 from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
+from input_pipeline.images.folder import find_images
 
 LOG = logging.getLogger(__name__)
 BATCH = 16  # examples of the averages over data that are computed at once
@@ -215,9 +217,9 @@ def _facts(model: LoadedModel) -> str:
 
 def _averages(model: LoadedModel, data: str, limit: int) -> Json:
     """Return average contributions between heads over up to `limit` examples of the evaluator `data`, as JSON data."""
-    if model.open_evaluators is None:
+    if model.opened is None or model.opened.workdir is None:
         raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
-    evaluators = model.open_evaluators()
+    evaluators = open_evaluators(model.opened).evaluators
     if data not in evaluators:
         raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
     evaluator = evaluators[data]

@@ -43,6 +43,14 @@ def write(folder: Folder, ignored: Sequence[str] = (), name: str = NAME) -> None
             sync_names(parent)
 
 
+def files(folder: Path, name: str) -> list[str]:
+    """Return the paths of the files in the folder's checksums `name`. Raise CheckpointError if these are damaged."""
+    try:
+        return list(_read(folder / name))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"cannot read {folder / name}: {first_line(e)}") from None
+
+
 def items(folder: Folder) -> set[str]:
     """Return the names of the subfolders in a checkpoint's checksums; empty if these are missing or damaged."""
     try:

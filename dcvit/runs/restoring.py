@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -94,21 +94,6 @@ def check_compatible(checkpoint: Folder, items: Mapping[str, PyTree]) -> None:
 def is_checkpoint(path: Folder) -> bool:
     """Return True for a workdir with a checkpoint, or the folder of a checkpoint."""
     return (path / steps.ABOUT).is_dir() or bool(steps.saved_steps(path))
-
-
-def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
-    """Return the parameters of a checkpoint with the dtypes and shardings of `like`, without checking its checksums.
-
-    Args:
-      source: the folder of one checkpoint, which `open_params` has verified.
-      like: arrays or shapes with shardings.
-
-    Raises:
-      CheckpointError: they cannot be read.
-    """
-    item = _params(source).name
-    params: dict[str, Any] = restore(source, {item: like})[item]
-    return params
 
 
 def open_params(source: Folder) -> dict[str, ts.TensorStore]:

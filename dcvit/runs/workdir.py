@@ -11,7 +11,7 @@ from typing import Any
 
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError, first_line, first_line_with_type
-from dcvit.runs import checksums, metrics
+from dcvit.runs import checksums
 from dcvit.runs.files import Folder, absolute, replace
 from dcvit.runs.identity import Record, compare
 from dcvit.runs.steps import ABOUT, FOLDER, about, problems, saved_steps
@@ -28,25 +28,15 @@ def find(path: Folder) -> Folder | None:
 
     Raises:
       CheckpointError: the path cannot be read.
-      ConfigError: the path is a checkpoint whose run has no config.json.
     """
     try:
         if (path / FOLDER).is_dir():
             return path
-        if not (path / ABOUT).is_dir() and not (path / checksums.NAME).is_file():
-            return None
-        workdir = absolute(path).parent.parent
-        if (workdir / "config.json").is_file():
-            return workdir
+        is_checkpoint = (path / ABOUT).is_dir() or (path / checksums.NAME).is_file()
+        return absolute(path).parent.parent if is_checkpoint else None
     except Exception as e:  # such as a name that is too long; libraries for stores have error types of their own
         reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
         raise CheckpointError(f"cannot read {str(path)[:MAX_PATH]}: {reason}") from None
-    raise ConfigError(f"{path} is a checkpoint without the config.json of its run in {workdir}")
-
-
-def has_started(workdir: Folder, saved: Sequence[int]) -> bool:
-    """Return True if the run in a workdir has a checkpoint (of the steps `saved`) or metrics of a step after 0."""
-    return bool(saved) or any(row["step"] for row in metrics.read(workdir / "metrics.jsonl"))
 
 
 def existing(workdir: Folder) -> Record:

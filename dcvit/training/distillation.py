@@ -32,8 +32,7 @@ from ml_collections import ConfigDict
 from dcvit.config.keys import is_rate
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import CheckpointError, ConfigError, check_call, nearest
-from dcvit.hub.model import TrainedModel, open_alone
-from dcvit.hub.source import open_parameters
+from dcvit.hub.open import Opened, open_model
 from dcvit.models import Outputs, Params
 from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
@@ -98,14 +97,14 @@ class Distillation:
     """
 
     options: Options
-    teacher: TrainedModel
+    teacher: Opened
     inputs: jax.ShapeDtypeStruct
     to_teacher: Callable[[Array], Array]
     shapes: Params
 
     def logits(self, params: Params, images: Float[Array, "B h w c"]) -> Float[Array, "B C"]:
         """Return the teacher's logits, which have no gradient, for images in the student's normalization."""
-        logits: Array = self.teacher.model.apply({"params": params}, self.to_teacher(images), train=False)[0]
+        logits: Array = self.teacher.module.apply({"params": params}, self.to_teacher(images), train=False)[0]
         return jax.lax.stop_gradient(logits)
 
     def loss(
@@ -130,13 +129,13 @@ class Distillation:
           CheckpointError: they are damaged, or do not fit the teacher's model or the size of the student's images.
         """
         with _named(self.options.teacher):
-            return self.teacher.params(self.inputs, mesh, strategy)
+            return self.teacher.load_params(mesh, strategy, self.inputs)
 
     def identity(self) -> dict[str, int]:
         """Return CRC-32 checksums of the teacher: of each parameter by name, and of `model` and `pp_predict`."""
         with _named(self.options.teacher):
-            found = layer_checksums(open_parameters(self.teacher.source))
-        record = self.teacher.record()
+            found = layer_checksums(self.teacher.params)
+        record = json.loads(self.teacher.config.to_json())
         of_config = {
             key: zlib.crc32(json.dumps(record[key], sort_keys=True).encode()) for key in ("model", "pp_predict")
         }
@@ -145,7 +144,7 @@ class Distillation:
     def check_student(self, student: nn.Module, mesh: Mesh) -> None:
         """Raise ConfigError if the student has no two heads to average, or the mesh cannot split the teacher."""
         with _named(self.options.teacher):
-            check_model(mesh, self.teacher.model)
+            check_model(mesh, self.teacher.module)
         if getattr(student, "pool_type", "") != "tok+reg":
             return
         if getattr(student, "rep_size", False):
@@ -202,16 +201,17 @@ def make_distillation(
     options = Options(**config.distill.to_dict())
     _check_options(options, config)
     with _named(options.teacher):
-        teacher, class_names = open_alone(options.teacher, example.shape[1:3])
-        model = teacher.model
+        height, width = example.shape[1:3]
+        teacher = open_model(options.teacher, image_size=(height, width), usual_pp=True)
+        model = teacher.module
         if not isinstance(model, ViT) or not teacher.num_outputs or model.pool_type == "none":
             raise ConfigError("it is no classifier of images")
         if teacher.is_multilabel:
             raise ConfigError("it was trained with loss='sigmoid_xent', and the student learns from a softmax")
         if teacher.num_outputs != config.num_classes:
             raise ConfigError(f"it has {teacher.num_outputs} classes, the training data {config.num_classes}")
-        _check_names(class_names, source.class_names or ())
-        to_teacher = normalizer(pp, teacher.pp_predict, example.shape[3])
+        _check_names(teacher.classes, source.class_names or ())
+        to_teacher = normalizer(pp, teacher.preprocessing, example.shape[3])
         shapes = param_shapes(model, example)
     return Distillation(options, teacher, example, to_teacher, shapes)
 
@@ -240,9 +240,13 @@ def _check_options(options: Options, config: ConfigDict) -> None:
 def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
     """Raise ConfigError if both models name their classes, and some are the same but not all; warn if none is.
 
+    A model whose classes have no names has their numbers instead.
+
     Names that are partly the same, or in another order, indicate another numbering. Names that are all different may
     be of another language, or WordNet's numbers instead of words.
     """
+    if list(theirs) == [str(i) for i in range(len(theirs))]:
+        return
     pairs = enumerate(zip(theirs, ours, strict=False))  # the data may name fewer classes than there are
     at = next((i for i, (one, other) in pairs if one != other), None)
     if at is None:

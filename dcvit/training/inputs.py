@@ -15,8 +15,9 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config.keys import INPUT_KEYS, OWN_TOKENIZER
 from dcvit.errors import ConfigError, check_call, nearest
-from dcvit.hub.data import TOKENIZER, check_data, corrupt_hint, image_shape, stored_tokenizer, trains_tokenizer
-from dcvit.models.packed_images import PLACES
+from dcvit.hub.data import check_data, corrupt_hint
+from dcvit.hub.open import TOKENIZER, stored_tokenizer, trains_tokenizer
+from dcvit.models.packed_images import PLACES, image_shape
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
 from dcvit.runs.files import Folder

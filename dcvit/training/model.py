@@ -14,12 +14,11 @@ from ml_collections import ConfigDict
 from dcvit.config.values import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex
 from dcvit.hub.kinds import make_model
-from dcvit.hub.model import listed
+from dcvit.hub.open import listed
 from dcvit.hub.source import find
 from dcvit.models import Params
 from dcvit.models.input_channels import check_rule
 from dcvit.models.upcycling import fields_that_change_the_function
-from dcvit.runs.workdir import check_checkpoint
 from dcvit.weights.families import Weights
 
 LOG = logging.getLogger(__name__)
@@ -42,12 +41,11 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
 
     def load_initial(shapes: Params) -> Params:
         start = find(config.model_init)
-        check_checkpoint(start.path)
-        weights = start.weights
+        weights = start.stated
         source = _source_model(config, weights) if weights or upcycles(config) else None
         _check_same_function(config, source, model)
         try:
-            loaded = load_params(shapes, config.model_init, fields, **options)
+            loaded = load_params(shapes, start, fields, **options)
         except CheckpointError as e:
             if sizes := _other_sizes(source or _source_model(config, weights), model):
                 raise CheckpointError(f"{e}; the model there has {sizes}") from None

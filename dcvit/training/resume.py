@@ -16,8 +16,8 @@ import numpy as np
 
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.hub.data import TOKENIZER
-from dcvit.hub.source import ModelSource, load_params
+from dcvit.hub.open import TOKENIZER
+from dcvit.hub.source import find
 from dcvit.models import Params
 from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
@@ -30,6 +30,7 @@ from dcvit.training import kernels
 from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
+from dcvit.weights.placement import place_params
 
 LOG = logging.getLogger(__name__)
 
@@ -194,7 +195,8 @@ def _open_workdir(
 ) -> Iterator[tuple[WorkdirLock | None, Checkpointer, Start]]:
     """Yield the lock, checkpointer and start of a workdir, which is locked and claimed for this run by its files."""
     data, saved = about["data"], steps.saved_steps(folder)
-    existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
+    has_started = saved or any(row["step"] for row in metrics.read(folder / "metrics.jsonl"))
+    existing = workdir.existing(folder) if has_started else {}
     accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
     with contextlib.ExitStack() as stack:
         lock = None
@@ -253,7 +255,7 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
     checkpoint = folder / steps.FOLDER / str(step)
     if step == steps.CONVERTED:
         LOG.info("training starts from the converted model in %s", checkpoint)
-        loaded = load_params(ModelSource(checkpoint), lambda _: fresh.shapes.params)
+        loaded = place_params(find(checkpoint).params, fresh.shapes.params, str(checkpoint))
         return dataclasses.replace(fresh, about=steps.about(checkpoint), loaded=loaded)
     restoring.check_compatible(checkpoint, fresh.shapes.items())
     return dataclasses.replace(fresh, step=step, about=steps.about(checkpoint))

@@ -42,7 +42,7 @@ class TrainingRun:
 
     def load(self) -> ImageModel | LanguageModel:
         """Load the model of the latest checkpoint; see `dcvit.load`."""
-        return loading.load(str(self.workdir))
+        return loading.load(str(self.workdir))  # type: ignore[return-value]
 
 
 def train(

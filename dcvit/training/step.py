@@ -97,7 +97,7 @@ def step_flops(setup: Setup) -> int | None:
     """
     example, teacher = setup.task.example, setup.task.distillation
     flops = training_flops(setup.model.module, example)
-    return flops and flops + ((forward_flops(teacher.teacher.model, example) or 0) if teacher else 0)
+    return flops and flops + ((forward_flops(teacher.teacher.module, example) or 0) if teacher else 0)
 
 
 def jit_update(setup: Setup, shapes: TrainState) -> Any:

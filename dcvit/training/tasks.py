@@ -32,8 +32,9 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
-from dcvit.hub.data import as_text, image_example, require, text_example, tokenizer_of
-from dcvit.hub.kinds import check_loss, kind_of, with_text
+from dcvit.hub.data import as_text, image_example, text_example, tokenizer_of
+from dcvit.hub.evaluate import check_loss
+from dcvit.hub.kinds import kind_of, require, with_text
 from dcvit.models import Outputs, Params, lm, losses, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +173,35 @@ def _split_files(files: list[str], split: str, val_fraction: float, root: Path) 
             f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val: add images or omit it"
         )
     return sorted(ranked[:held_out] if split == "val" else ranked[held_out:])
+
+
+def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:
+    """Return the given files, and the image files below the given folders in sorted order, as training finds them.
+
+    The number of other files in the folders is logged.
+
+    Args:
+      paths: files and folders.
+      on_error: called with one line for each folder without image files, if other paths give files.
+
+    Raises:
+      InputError: folders are given and no path gives a file, or a folder cannot be read.
+    """
+    found: list[Path] = []
+    empty: list[str] = []
+    for path in paths:
+        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises errors, which reading the file will report
+            found.append(path)
+            continue
+        skipped = Counter[str]()
+        images = image_files(path, skipped)
+        found += map(Path, images)
+        if skipped:
+            logger.info("%s: %s images%s", path, f"{len(images):,}", describe_skipped(skipped))
+        if not images:
+            empty.append(f"no image files ({', '.join(SUFFIXES)}) in {path}")
+    if empty and not found:
+        raise InputError("; ".join(empty))
+    for line in empty:
+        on_error(line)
+    return found

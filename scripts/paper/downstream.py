@@ -18,7 +18,8 @@ from paper.runs import CONTEXT, METRIC, cells, decision, minus, settings
 from paper.table import Table, bars
 
 from dcvit import lm_eval
-from dcvit.hub.model import open_trained
+from dcvit.hub.data import open_tokenizer_of
+from dcvit.hub.open import open_model
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.stdlib import Source
@@ -123,11 +124,9 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
     def compute() -> dict[str, float]:
         from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
-        trained = open_trained(workdir)
-        results = lm_eval.evaluate_tasks(
-            HarnessModel(*trained.language_model(), trained.tokenizer(), batch_size=64), (CLOZE, CHOICE),
-            include_path=tasks,
-        )["results"]  # fmt: skip
+        opened = open_model(workdir)
+        model = HarnessModel(opened.module, opened.load_params(), open_tokenizer_of(opened), batch_size=64)
+        results = lm_eval.evaluate_tasks(model, (CLOZE, CHOICE), include_path=tasks)["results"]
         return {
             "cloze": 100 * results[CLOZE]["acc,none"], "choice": 100 * results[CHOICE]["acc_norm,none"],
             "log2 perplexity": math.log2(results[CLOZE]["perplexity,none"]),

@@ -15,7 +15,9 @@ from paper.runs import Run, cells, decision, minus, settings
 from paper.table import Table, bars, curves, maps
 
 from dcvit.errors import ConfigError
-from dcvit.hub.model import TrainedModel, open_trained
+from dcvit.hub.data import open_tokenizer_of
+from dcvit.hub.evaluate import open_evaluators
+from dcvit.hub.open import Opened, open_model
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import captured_variance, circuits, pair_terms
 from dcvit.models.lm import LM
@@ -40,7 +42,7 @@ def measured(workdir: Path, evaluation: str) -> tuple[float, float]:
     """Return accuracy in percent and perplexity of a trained run in an evaluation; all are stored in the workdir."""
 
     def compute() -> dict[str, tuple[float, float]]:
-        rows, _ = evaluate(open_trained(workdir))
+        rows, _ = evaluate(open_model(workdir))
         return {row["evaluation"]: (100 * row["accuracy"], row["perplexity"]) for row in rows}
 
     return runs.stored(workdir / "shots.json", compute)[evaluation]
@@ -89,7 +91,8 @@ def table11() -> Table:
 
 def variance(workdir: Path) -> np.ndarray:
     """Return the captured variance of the QK and of the OV circuits, mean over layers: 2 × components."""
-    model, params = open_trained(workdir).language_model()
+    opened = open_model(workdir)
+    model, params = opened.module, opened.load_params()
     layers = range(model.depth)
     found = [[captured_variance(forms) for forms in circuits(model, params, layer)] for layer in layers]
     return np.asarray(found, np.float64).mean(axis=0)
@@ -133,24 +136,24 @@ def find_case(folder: Path, seeds: Sequence[int], steps: int) -> Case:
     """
     train(folder, seeds, steps)
     for seed in sorted(seeds):
-        plain, composed = (open_trained(workdir_of(folder / name, seed)) for name in ARMS)
+        plain, composed = (open_model(workdir_of(folder / name, seed)) for name in ARMS)
         only = correct(composed) & ~correct(plain)
         if only.any():
             row, number = divmod(int(np.argmax(only)), SHOTS + 1)
-            example = composed.evaluators()[2]["validation"].source[row]
+            example = open_evaluators(composed).evaluators["validation"].source[row]
             tokens = example["tokens"][: np.flatnonzero(example["is_target"])[number] + 1].tolist()
-            *words, answer = (composed.tokenizer().decode([token]).strip() for token in tokens)
-            model, params = composed.language_model()
+            *words, answer = (open_tokenizer_of(composed).decode([token]).strip() for token in tokens)
+            model, params = composed.module, composed.load_params()
             arrays = run_with_cache(model, params, jnp.asarray([tokens[:-1]], jnp.int32), names=["block*"]).arrays
             found = f"“{' '.join(words)} ____”: with seed {seed}, DCMHA answers “{answer}”, the plain model wrongly"
             return Case(words, model, arrays, f"{found}. It is the first such validation example.")
     raise ConfigError(f"{folder}: the composed model alone answers no example; give more --steps or other --seeds")
 
 
-def correct(trained: TrainedModel) -> np.ndarray:
+def correct(trained: Opened) -> np.ndarray:
     """Return, for each answer of the validation data, whether the model gives it."""
-    mesh, strategy, evaluators = trained.evaluators()
-    evaluators["validation"].run(trained.params(mesh=mesh, strategy=strategy))
+    mesh, strategy, evaluators = open_evaluators(trained)
+    evaluators["validation"].run(trained.load_params(mesh, strategy))
     return evaluators["validation"].answers.correct
 
 

@@ -3,20 +3,25 @@
 import functools
 import json
 import math
+import subprocess
+import sys
 
+import conversion_models
 import corpora
 import numpy as np
 import pytest
-from trained_workdirs import LM_TINY, TEXT
+from trained_workdirs import TEXT
 from training_runs import nats, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.evaluators.perplexity import Evaluator, Options
+from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.evaluate import predictor
-from dcvit.hub.model import TrainedModel, open_trained
-from dcvit.hub.source import ModelSource
+from dcvit.hub.kinds import make_model
+from dcvit.hub.open import Opened, open_model
+from dcvit.hub.source import find
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
 
@@ -81,12 +86,17 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, 
     assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
     assert (row["tokens"], row["step"]) == (21 * 24, 6)
     assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
-    # another config takes the properties of the text from the run; without the run they must be given
+    # another config takes the properties of the text from the run, also from that of a checkpoint
     words = [f"--config.{key}={value}" for key, value in {**TEXT, "vocab_size": "none"}.items()]
     argv = ["--config", "lm_stdlib", "--format", "json", *words]
     assert cli.run(evaluate.main, [*argv, "--workdir", str(lm_workdir)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
-    without = [*argv, "--checkpoint", str(lm_workdir), "--config.vocab_size=257"]
+    assert cli.run(evaluate.main, [*argv, "--checkpoint", str(lm_workdir)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+    # without the run they must be given
+    save = {path: tensor.read() for path, tensor in find(lm_workdir).params.items()}
+    np.savez(tmp_path / "alone.npz", **save)
+    without = [*argv, "--checkpoint", str(tmp_path / "alone.npz"), "--config.vocab_size=257"]
     assert cli.run(evaluate.main, without) == 2
     assert "config.model.end_of_text is not known" in capsys.readouterr().err
     assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
@@ -94,9 +104,31 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, 
 
 
 @pytest.mark.slow
-def test_context_of_a_model_without_its_run_is_that_of_the_configured_data(tmp_path):
-    trained = open_trained(None, "lm_stdlib", tmp_path, [f"{key}={value}" for key, value in LM_TINY.items()])
-    assert trained.model.context == 24
+def test_a_loaded_image_model_imports_nothing_for_text_data_or_evaluation():
+    code = "import sys, dcvit; dcvit.load('digits'); print(*(m for m in sys.modules if m.split('.')[0] in PACKAGES))"
+    packages = "('dcvit', 'input_pipeline')"
+    run = [sys.executable, "-c", code.replace("PACKAGES", packages)]
+    names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    unneeded = "dcvit.evaluators", "dcvit.training", "dcvit.inference.texts", "dcvit.config.load", "input_pipeline.text"
+    assert [name for name in names if name.startswith((*unneeded, "dcvit.hub.data", "dcvit.weights.export"))] == []
+    assert len(names) <= 123
+
+
+def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys):
+    """But for a key that is overridden, by which the user says what holds."""
+    weights = conversion_models.image_model((8, 8, 1), compose=None, norm_epsilon=1e-3)[2]
+    other = weights.description._replace(pp="decode(1)|resize(8)|value_range(0, 1)")
+    folder = conversion_models.write(weights._replace(description=other), tmp_path / "weights")
+    sizes = [f"model.{key}={value}" for key, value in {**conversion_models.VIT, "compose": None}.items()]
+    words = ["--config", "vit_digits", *(f"--config.{word}" for word in sizes), "--checkpoint", str(folder)]
+    assert cli.run(evaluate.main, words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "model.norm_epsilon=1e-06 (0.001 there), pp_predict=" in err
+    assert "say which holds: --config.model.norm_epsilon=0.001 --config.pp_predict=" in err
+    said = [*sizes, "model.norm_epsilon=1e-6", f"pp_predict={other.pp}"]
+    opened = open_model(folder, config=configs.load("vit_digits", said), overrides=said)
+    assert (opened.module.norm_epsilon, opened.preprocessing) == (1e-6, other.pp)
 
 
 @pytest.mark.slow
@@ -107,8 +139,9 @@ def test_tokenizer_is_that_of_the_training_data(tmp_path):
     tokens = {"kind": "input_ids", "path": "x", "context": 8}
 
     def of(data, given=None, vocab_size=1000):
-        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}"])
-        return TrainedModel(values.replaced(config, input={"data": data}), ModelSource(tmp_path)).tokenizer(given)
+        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}", "model.context=8"])
+        opened = Opened(tmp_path, tmp_path, values.replaced(config, input={"data": data}), make_model(config), {})
+        return open_tokenizer_of(opened, given)
 
     assert of({"kind": "stdlib"}).vocab_size == 257
     assert of(text).encode("a") == of(tokens, path).encode("a") == of({**tokens, "tokenizer": path}).encode("a")

@@ -1,6 +1,7 @@
 """Models of the Hugging Face Hub, against a local server with the Hub's protocol: download, commits, cache, upload."""
 
 import functools
+import hashlib
 import json
 import re
 import shutil
@@ -18,7 +19,8 @@ from dcvit import cli, convert, evaluate
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import repository
-from dcvit.hub.source import find, init_config, open_parameters
+from dcvit.hub.source import find, init_config
+from dcvit.runs import checksums
 from dcvit.weights.safetensors_writer import write_shards
 from input_pipeline import huggingface
 from input_pipeline.text.tokenizer import open_tokenizer
@@ -53,7 +55,7 @@ def offline(monkeypatch):
 
 def parameters(name):
     """The parameters of a model that `find` opens, by path."""
-    return {path: tensor.read() for path, tensor in open_parameters(find(str(name))).items()}
+    return {path: tensor.read() for path, tensor in find(str(name)).params.items()}
 
 
 def same(a, b):
@@ -73,14 +75,11 @@ def line(error, action, *arguments, **options):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["o1/n.a_m-e", f"o/n/sub@{COMMIT}", "o/n@refs/pr/1"])
-def test_a_name_is_parsed_and_written_back(name):
-    assert str(huggingface.parse(f"hf:{name}")) == f"hf:{name}"
-
-
-@pytest.mark.parametrize("name", ["", "foo", "owner/name/../..", "a/b@../x"])
-def test_an_invalid_name_is_refused_before_any_request(name):
-    assert "expected hf:OWNER/NAME" in line(InputError, huggingface.parse, f"hf:{name}")
+def test_a_name_is_parsed_or_refused_before_any_request():
+    for name in ("hf:o1/n.a_m-e", f"hf:o/n/sub@{COMMIT}", "hf:o/n@refs/pr/1"):
+        assert str(huggingface.parse(name)) == name
+    for name in ("hf:", "hf:foo", "hf:owner/name/../..", "hf:a/b@../x"):
+        assert "expected hf:OWNER/NAME" in line(InputError, huggingface.parse, name)
 
 
 def test_a_model_is_downloaded_once_and_without_code_pickles_or_other_files(hub, folder):
@@ -161,6 +160,8 @@ def test_a_repository_without_readable_weights_is_refused_in_one_line(hub, files
 
 
 def test_missing_and_private_repositories_are_refused_in_one_line(hub, folder, monkeypatch):
+    checksums.write(folder, name=checksums.WEIGHTS)
+    (folder / "README.md").touch()
     made = repository.upload(folder, repository.check_upload("hf:owner/private", "safetensors"), private=True)
     assert "owner/private" in hub.private
     assert same(parameters(str(made)), parameters(folder))
@@ -196,6 +197,35 @@ def test_an_interrupted_download_is_continued_or_never_opened(hub, folder, monke
         assert "does not hold all files" in line(CheckpointError, find, "hf:owner/name")
     hub.broken["model.safetensors"] = 1
     assert same(parameters("hf:owner/name"), parameters(folder))
+
+
+def test_weights_have_the_sha256_that_the_hub_states(hub, folder, monkeypatch):
+    hub.upload("owner/name", folder)
+    data = (folder / "model.safetensors").read_bytes()
+    hub.lfs["model.safetensors"] = hashlib.sha256(changed(data)).hexdigest()
+    assert "model.safetensors has the SHA-256" in line(CheckpointError, find, "hf:owner/name")
+    with monkeypatch.context() as patch:
+        offline(patch)
+        line(CheckpointError, find, "hf:owner/name")  # the damaged file does not stay
+    shutil.rmtree(hub_library.constants.HF_HUB_CACHE)
+    hub.lfs["model.safetensors"] = hashlib.sha256(data).hexdigest()
+    assert same(parameters("hf:owner/name"), parameters(folder))
+
+
+@pytest.mark.parametrize("tag", ["../../../out", "/{tmp}/out", ".."])
+def test_a_tag_that_leads_out_of_the_cache_is_refused(hub, folder, tmp_path, tag):
+    hub.upload("owner/name", folder)
+    hub.etags["model.safetensors"] = f'"{tag.format(tmp=tmp_path)}"'
+    before = {*tmp_path.iterdir()} | {tmp_path / "cache"}
+    assert "which is not the name of a file's content" in line(CheckpointError, find, "hf:owner/name")
+    assert {*tmp_path.iterdir()} == before
+
+
+def test_a_list_of_files_that_never_ends_is_refused(hub, folder):
+    hub.upload("owner/name", folder)
+    hub.loops = True
+    assert "a list of files that never ends" in line(CheckpointError, find, "hf:owner/name")
+    assert len(hub.requests) < 5
 
 
 def push(source, target, *options, to="hf"):
@@ -267,10 +297,22 @@ def test_a_failed_upload_leaves_the_folder_and_one_commit_replaces_other_weights
     assert hub.commits["owner/name"].keys() == {hub.branches["owner/name"]["main"]}  # no commit but the first
     hub.commit("owner/name", {"model-00001-of-00002.safetensors": b"old", "pytorch_model.bin": b"old", "a.txt": b""})
     before = len(hub.commits["owner/name"])
-    assert push(folder, out := tmp_path / "out", "owner/name", to="safetensors") == 0
+    out = tmp_path / "out"
+    assert push(folder, out, "owner/name", to="safetensors") == 0
     commit, files = hub.files("owner/name", "main")
     assert len(hub.commits["owner/name"]) == before + 1
     assert files.keys() == {".gitattributes", "a.txt", *(path.name for path in out.iterdir())}
     assert f"uploaded as hf:owner/name@{commit}\n" in capsys.readouterr().out
     place = repository.check_upload("hf:owner/name", "safetensors")
+    (out / "secret.txt").write_text("secret")
+    (out / "keys").mkdir()
+    (out / "keys" / "id_rsa").write_text("secret")
+    (out / "passwd").symlink_to("/etc/passwd")
+    repository.upload(out, place, False)
+    assert hub.files("owner/name", "main")[1].keys() == files.keys()
     assert "owner/name exists and is public" in line((ConfigError, InputError), repository.upload, out, place, True)
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to("/etc/passwd")
+    assert "README.md is not the file that the conversion wrote" in line(
+        CheckpointError, repository.upload, out, place, False
+    )

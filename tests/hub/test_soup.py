@@ -52,6 +52,14 @@ def test_average_is_the_mean_in_float64_and_reads_one_parameter_at_a_time():
     assert found.averaged == (Path("p"), Path("q"), Path("r"))
 
 
+def test_a_model_with_a_nan_is_named():
+    bad = made("q")
+    array = np.full((2, 3), np.nan, np.float32)
+    bad = bad._replace(params={**bad.params, "a": Tensor(array.shape, lambda: array)})
+    with refused(CheckpointError, "q: a has numbers that are not finite"):
+        soup.average([made("p"), bad]).params["a"].read()
+
+
 OTHERS = {
     "width": ({"fields": {**FIELDS, "width": 16}}, "it has fields.width=16, not 8"),
     "classes": ({"class_names": ("x", "z", "y")}, "it has class_names=('x', 'z', 'y'), not ('x', 'y', 'z')"),

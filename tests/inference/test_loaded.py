@@ -1,5 +1,6 @@
 """`dcvit.load`: a run as a Python object gives what the commands print."""
 
+import dataclasses
 import json
 
 import flax.traverse_util
@@ -95,6 +96,19 @@ class TestImages:
         np.testing.assert_allclose(found.arrays["block00/weights"], maps.weights, rtol=1e-5)
         assert np.abs(found.output - digits.features(IMAGES[0], "logits")).max() > 0.01
 
+    def test_features_of_patches_have_no_padding(self, model):
+        """An image of 8x8 has 4 patches, and the op `patches` pads them to 12."""
+        plain = small(model.module.clone(posemb="sincos2d"), jnp.zeros((1, 8, 8, 3)), pp=model.pp)
+        packed = dataclasses.replace(plain, pp="decode|patches(4, 12)|value_range(-1, 1)")
+        square, wide = (np.full((8, width, 3), 99, np.uint8) for width in (8, 16))
+        for name in ("encoded", "stem"):
+            found = packed.features([square, square], name)
+            assert found.shape == (2, 4, 8)
+            np.testing.assert_allclose(found[:1], plain.features(square, name).reshape(1, 4, 8), atol=1e-5)
+        assert packed.features([square, wide]).shape == (2, 8)
+        with pytest.raises(ConfigError, match="'encoded' has a vector for each patch"):
+            packed.features([square, wide], "encoded")
+
 
 class TestText:
     def test_text_is_that_of_the_command(self, text, lm_workdir, capsys):
@@ -189,7 +203,9 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_more_tokens_than_learned_positions_are_one_line(self, words):
-        learned = small(words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32))
+        learned = small(
+            words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32), open_tokenizer=words.open_tokenizer
+        )
         for call in (learned.features, learned.attention):
             with pytest.raises(InputError, match="17 tokens are more than the model's context of 16"):
                 call(np.zeros((2, 17), np.int32))

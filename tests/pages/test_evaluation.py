@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from small_models import param_shapes
 
+from dcvit.config import load as configs
 from dcvit.errors import ConfigError
-from dcvit.hub import model as hub
+from dcvit.hub.kinds import make_model
+from dcvit.hub.open import Opened
 from dcvit.pages import evaluation
 from dcvit.pages.evaluation import append_csv
 from dcvit.parallel import sharding
@@ -34,14 +36,13 @@ class CountEvaluator:
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Run two such evaluators on a checkpoint of a small model; also returns the number of its parameter arrays."""
-    checkpoint = tmp_path / "weights.npz"
-    checkpoint.touch()
     fields = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": (4, 4)}
-    opened = hub.open_trained(None, "vit_digits", checkpoint, [f"model.{k}={v}" for k, v in fields.items()])
-    params = param_shapes(opened.model, jnp.zeros((1, 8, 8, 1)))
+    config = configs.load("vit_digits", [f"model.{k}={v}" for k, v in fields.items()])
+    opened = Opened(tmp_path, tmp_path, config, make_model(config), {})
+    params = param_shapes(opened.module, jnp.zeros((1, 8, 8, 1)))
     evaluators = {"a": CountEvaluator("bytes", "loss"), "b": CountEvaluator("loss", "tokens")}
-    monkeypatch.setattr(hub.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
-    monkeypatch.setattr(hub.TrainedModel, "params", lambda *_: params)
+    monkeypatch.setattr(evaluation, "open_evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
+    monkeypatch.setattr(Opened, "load_params", lambda *_: params)
     return lambda *args: evaluation.evaluate(opened, *args), len(jax.tree.leaves(params))
 
 

@@ -15,13 +15,14 @@ from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
-from dcvit.hub.source import ModelSource, load_params
+from dcvit.hub.source import find
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding
 from dcvit.parallel.trees import by_name
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training import setup, step
+from dcvit.weights.placement import place_params
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -278,7 +279,7 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
     leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
     assert all(leaf.sharding == place.sharding for leaf, place in leaves)
-    loaded = load_params(ModelSource(tmp_path), lambda _: placed.ema)
+    loaded = place_params(find(tmp_path).params, placed.ema, str(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
 
 

@@ -52,7 +52,7 @@ for name in ("clu.parameter_overview", "tensorboard.summary.writer.record_writer
         pass
 from dcvit import cli
 from dcvit.__main__ import dispatch
-from dcvit.hub.source import ModelSource, open_parameters
+from dcvit.hub.source import find
 
 sys.addaudithook(record)
 phase = "control"
@@ -71,7 +71,7 @@ train("vit_digits", "vit", "--config.total_steps=62", "--config.tensorboard=True
 train("lm_stdlib", "lm", "--config.total_steps=7", "--accept=total_steps")
 phase = "weights"
 weights = folder / "weights.npz"
-np.savez(weights, **{name: t.read() for name, t in open_parameters(ModelSource(folder / "vit")).items()})
+np.savez(weights, **{name: t.read() for name, t in find(folder / "vit").params.items()})
 call("evaluate", "--workdir", folder / "vit", "--checkpoint", weights)
 train("vit_digits", "more", f"--config.model_init={weights}", "--config.total_steps=1", "--config.ckpt_steps=1")
 print("recorded:", json.dumps(recorded))

@@ -10,6 +10,7 @@ from sources import ListSource
 from trained_workdirs import DIGITS
 from training_runs import digits_command
 
+import dcvit
 from dcvit.config import values
 from dcvit.errors import ConfigError
 from dcvit.runs import identity, workdir
@@ -144,4 +145,4 @@ def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_
     alone = tmp_path / "alone" / "checkpoints" / "30"
     shutil.copytree(checkpoint, alone)
     with pytest.raises(ConfigError, match=r"30 is a checkpoint without the config.json of its run in .*alone"):
-        workdir.find(alone)
+        dcvit.load(alone)

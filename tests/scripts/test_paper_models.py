@@ -12,7 +12,9 @@ from paper import downstream, in_context, scaling
 from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli
-from dcvit.hub.model import open_trained
+from dcvit.hub.data import open_tokenizer_of
+from dcvit.hub.evaluate import open_evaluators
+from dcvit.hub.open import open_model
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.lm_eval import OFFLINE
 
@@ -136,7 +138,7 @@ def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, t
 @pytest.mark.slow
 def test_figure_5_has_the_squared_singular_values_of_concatenated_heads(monkeypatch, tmp_path):
     net, params = make_lm(position="learned")
-    monkeypatch.setattr(in_context, "open_trained", lambda *_: SimpleNamespace(language_model=lambda: (net, params)))
+    monkeypatch.setattr(in_context, "open_model", lambda _: SimpleNamespace(module=net, load_params=lambda: params))
     monkeypatch.setattr(in_context, "train", lambda *_: None)
     table = in_context.figure5(tmp_path, [0, 1], 5)
     width, expected = SMALL["width"], {"QK": [], "OV": []}
@@ -166,12 +168,13 @@ def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(paper_
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     folder = tmp_path / "runs" / "in_context"
     case = in_context.find_case(folder, [0], 20)
-    trained = [open_trained(folder / name / "seed0") for name in ("plain", "DCMHA")]
+    trained = [open_model(folder / name / "seed0") for name in ("plain", "DCMHA")]
     greedy = [
         jit(lambda tokens, net=net, params=params: net.apply({"params": params}, tokens)[0].argmax(axis=-1))
-        for net, params in (each.language_model() for each in trained)
+        for net, params in ((each.module, each.load_params()) for each in trained)
     ]
-    source, decode = trained[0].evaluators()[2]["validation"].source, trained[0].tokenizer().decode
+    source = open_evaluators(trained[0]).evaluators["validation"].source
+    decode = open_tokenizer_of(trained[0]).decode
     for row in (source[i] for i in range(len(source))):
         tokens = row["tokens"]
         plain, composed = (np.asarray(each(jnp.asarray(tokens[None, :-1])))[0] for each in greedy)

@@ -4,7 +4,7 @@
         hub.commit("owner/name", {"config.json": b"{}"})
         fake_hub.use(monkeypatch, hub, cache)
 
-Commits are named by a hash of their parent and content. No file is an LFS object.
+Commits are named by a hash of their parent and content. A file is an LFS object if `Hub.lfs` has it.
 """
 
 import base64
@@ -53,6 +53,9 @@ class Hub:
       commits: the files of each commit by repository, commit and path.
       branches: the latest commit by repository and branch.
       private: repositories that need the token.
+      lfs: the SHA-256 that is stated of a file, by its path.
+      etags: headers ETag that are sent instead of the right ones, by path.
+      loops: True for listings of which each page says that it is followed by itself.
       broken: how often the connection is closed in the middle of a file, by its path; "upload" for an upload.
       requests: all, in order: method and path.
     """
@@ -61,6 +64,9 @@ class Hub:
         self.commits: dict[str, dict[str, dict[str, bytes]]] = {}
         self.branches: dict[str, dict[str, str]] = {}
         self.private: set[str] = set()
+        self.lfs: dict[str, str] = {}
+        self.etags: dict[str, str] = {}
+        self.loops = False
         self.broken: dict[str, int] = {}
         self.requests: list[tuple[str, str]] = []
         self.url = ""
@@ -126,8 +132,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             raise RefusedError(401)
 
-    def _json(self, content: object, status: int = 200) -> None:
-        self._send(json.dumps(content).encode(), status, {"Content-Type": "application/json"})
+    def _json(self, content: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
+        self._send(json.dumps(content).encode(), status, {"Content-Type": "application/json", **headers})
 
     def _send(self, content: bytes, status: int = 200, headers: Mapping[str, str] = {}, path: str = "") -> None:
         self.send_response(status)
@@ -170,8 +176,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def tree(self, id: str, revision: str) -> None:
         """List all files of a commit."""
-        files = self.hub.files(id, revision)[1].items()
-        self._json([{"type": "file", "path": path, "size": len(data), "oid": blob(data)} for path, data in files])
+        found = []
+        for path, data in self.hub.files(id, revision)[1].items():
+            lfs = {"lfs": {"oid": self.hub.lfs.get(path), "size": len(data), "pointerSize": 100}}
+            file = {"type": "file", "path": path, "size": len(data), "oid": blob(data)}
+            found.append(file | (lfs if path in self.hub.lfs else {}))
+        self._json(found, headers={"Link": f'<{self.hub.url}{self.path}>; rel="next"'} if self.hub.loops else {})
 
     def resolve(self, id: str, revision: str, path: str) -> None:
         """Send a file, or the rest of it that the header Range asks for."""
@@ -181,7 +191,8 @@ class Handler(BaseHTTPRequestHandler):
         data = files[path]
         start = int(re.sub(r"bytes=(\d+)-", r"\1", self.headers.get("Range", "bytes=0-")))
         ranges = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(data)}"', **ranges}
+        etag = self.hub.etags.get(path, f'"{self.hub.lfs.get(path, blob(data))}"')
+        headers = {"X-Repo-Commit": commit, "ETag": etag, **ranges}
         self._send(data[start:], 206 if start else 200, headers, path)
 
     def preupload(self, id: str, revision: str) -> None:

@@ -58,11 +58,9 @@ TEXT = {**LM_TINY, "model.depth": 1, "document_mask": True, "z_loss": 1e-4}
 
 def load_params(source):
     """Load the parameters of a run or a checkpoint, the averaged ones if there are any, as a nested dict of arrays."""
-    from dcvit.hub.source import ModelSource, open_parameters
+    from dcvit.hub.source import find
 
-    return unflatten_dict(
-        {name: tensor.read() for name, tensor in open_parameters(ModelSource(source)).items()}, sep="/"
-    )
+    return unflatten_dict({name: tensor.read() for name, tensor in find(source).params.items()}, sep="/")
 
 
 def train_once(tmp_path_factory, config, overrides):

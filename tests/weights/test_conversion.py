@@ -27,7 +27,7 @@ import dcvit
 from dcvit import cli, convert
 from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
-from dcvit.hub.source import ModelSource, open_parameters
+from dcvit.hub.source import find
 from dcvit.models import lm, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.runs import checksums
@@ -91,7 +91,7 @@ def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(folders, tm
         if path.name == card.CARD:
             open_saved(folder)
             continue
-        for read in (dcvit.load, open_saved, lambda path: open_parameters(ModelSource(path))):
+        for read in (dcvit.load, open_saved, find):
             with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
                 read(folder)
         path.unlink()
