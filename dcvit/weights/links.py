@@ -2,11 +2,17 @@
 
 A family of models is described by a list of links. `parameters` reads tensors as parameters and `write` streams
 parameters into tensors; both handle one link at a time, so that no more than its arrays are in memory.
+
+Most links follow from a table of names (`from_table`), which maps modules and tensors of another library to modules and
+parameters here; "{}" in both names stands for the number of a layer. The described model determines which parameters a
+module has, such as a bias, and their shapes; entries for modules that it lacks have no effect. PyTorch's linear layers
+store "out in", and convolutions "out in height width".
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,11 +20,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import check_tree
+from dcvit.weights.family import Description, Shape, build, shapes_of
 from dcvit.weights.tensors import Tensor, Tensors
 
 Arrays: TypeAlias = Sequence[np.ndarray]
-Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
+Table = Mapping[str, str | Sequence[str]]  # several modules here: one linear layer there computes their outputs
+ENDS = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # names of parameters that PyTorch has others for
+COMPOSITIONS = [(stage, side) for stage in ("pre", "post") for side in "qk"]
 
 
 class Link(NamedTuple):
@@ -52,6 +62,23 @@ def tensor(theirs: str, ours: str, shape: Shape, our_shape: Shape | None = None)
     if our_shape in (None, shape):
         return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), (shape,))
     return Link((theirs,), (ours,), lambda x: (x.reshape(our_shape),), lambda x: (x.reshape(shape),), (shape,))
+
+
+def stacked(theirs: str, ours: Sequence[str], shape: Sequence[int], axis: int, there: Sequence[int] = ()) -> Link:
+    """Link a tensor that holds several parameters along one axis.
+
+    Args:
+      theirs, ours: the names of the tensor and of the parameters.
+      shape: the tensor's shape in which each index of `axis` is one parameter.
+      axis: the axis.
+      there: the tensor's shape in a file; () means `shape`.
+    """
+    there = tuple(there or shape)
+    return Link(
+        (theirs,), tuple(ours),
+        lambda x: list(np.moveaxis(x.reshape(shape), axis, 0)),
+        lambda *parts: (np.stack(parts, axis=axis).reshape(there),), (there,),
+    )  # fmt: skip
 
 
 def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
@@ -120,3 +147,137 @@ def _sizes(shape: Shape, found: tuple[int, ...]) -> tuple[int, ...]:
     """Return `shape` with each None replaced by the size in `found`, or by -1 if the number of axes differs."""
     known = found if len(found) == len(shape) else (-1,) * len(shape)
     return tuple(other if size is None else size for size, other in zip(shape, known, strict=True))
+
+
+def from_table(table: Table, description: Description, *, in_out: bool = False, by_head: bool = False) -> list[Link]:
+    """Return the links of a table of names, for all layers of a model.
+
+    Args:
+      table: names of modules or tensors in the other library -> names here.
+      description: the model.
+      in_out: linear layers store "in out", as GPT-2's.
+      by_head: the outputs of a layer for several modules here are ordered by head, then module, as GPT-NeoX's.
+    """
+    shapes, found = shapes_of(description), []
+    for theirs, ours in table.items():
+        if isinstance(ours, str):
+            found += module(theirs, ours, shapes, in_out=in_out)
+            continue
+        for end, their_end in (("kernel", "weight"), ("bias", "bias")):
+            paths = tuple(f"{name}/{end}" for name in ours)
+            if paths[0] in shapes:
+                name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
+                found.append(_linear(name, paths, shapes[paths[0]], in_out, by_head))
+    return in_all_layers(found, description)
+
+
+def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]:
+    """Return the links `found`; one whose names contain "{}" is replaced by a link for each layer."""
+    result = [link for link in found if "{}" not in link.theirs[0]]
+    layered = [link for link in found if "{}" in link.theirs[0]]
+    for i in range(build(description).depth):
+        for link in layered:
+            theirs, ours = (tuple(name.format(i) for name in names) for names in (link.theirs, link.ours))
+            result.append(link._replace(theirs=theirs, ours=ours))
+    return result
+
+
+def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool = False) -> list[Link]:
+    """Return links for the parameter `ours`, or all parameters of the module; none if the model does not have it."""
+    if ours in shapes:
+        return [tensor(theirs, ours, shapes[ours])]
+    found = []
+    for path in (path for path in shapes if path.startswith(f"{ours}/")):
+        *modules, end = path.removeprefix(f"{ours}/").split("/")
+        name, shape = ".".join([theirs, *modules, ENDS.get(end, end)]), shapes[path]
+        if end == "kernel" and len(shape) == 4:
+            found.append(_convolution(name, path, shape))
+        elif end in ("kernel", "bias"):
+            found.append(_linear(name, (path,), shape, in_out))
+        else:
+            found.append(tensor(name, path, shape))
+    return found
+
+
+def _convolution(theirs: str, ours: str, shape: Shape) -> Link:
+    """Link the weight of PyTorch's convolution that embeds patches to the kernel here."""
+    there = (shape[3], shape[2], *shape[:2])
+    return Link(
+        (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
+    )
+
+
+def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool = False) -> Link:
+    """Link the weight or the bias of a linear layer to the kernels or biases of one or several modules."""
+    sizes = [size or 0 for size in shape]
+    axes = (matrix_axes(ours[0]) or (1, 1))[0] if ours[0].endswith("/kernel") else 0
+    inputs, outputs = [math.prod(sizes[:axes])][:axes], sizes[axes:]  # a bias has no inputs
+    count, size, groups = len(ours), math.prod(outputs), outputs[0] if by_head else 1
+    there = (count * size, *inputs)
+
+    def to_ours(x: np.ndarray) -> Arrays:
+        parts = (x.T if in_out else x).reshape(groups, count, size // groups, *inputs)
+        return [parts[:, i].reshape(size, *inputs).T.reshape(sizes) for i in range(count)]
+
+    def to_theirs(*parts: np.ndarray) -> Arrays:
+        rows = [part.reshape(-1, size).T if inputs else part.reshape(size) for part in parts]
+        x = np.stack([row.reshape(groups, size // groups, *row.shape[1:]) for row in rows], axis=1)
+        x = x.reshape(count * size, *rows[0].shape[1:])
+        return (x.T if in_out else x,)
+
+    return Link((theirs,), ours, to_ours, to_theirs, (there[::-1] if in_out else there,))
+
+
+def embedding_and_head(
+    embedding: str, head: str, description: Description, tensors: Tensors | None = None
+) -> list[Link]:
+    """Link the modules of embedding and head; a tied head is absent from the file, or equal to the embedding."""
+    shapes = shapes_of(description)
+    (first,) = module(embedding, "embedding", shapes)
+    weight, copy = first.theirs[0], f"{head}.weight"
+    if "head/kernel" in shapes or copy not in (tensors or ()):
+        return [first, *module(head, "head", shapes)]
+
+    def check_equal(x: np.ndarray, y: np.ndarray) -> None:
+        if not np.array_equal(x, y):
+            raise CheckpointError(f"{copy} differs from {weight}, but tie_word_embeddings is true")
+
+    return [Link((weight, copy), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]
+
+
+def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) -> list[Link]:
+    """Link the weights of the C = 4 compositions of a layer of the authors' models, in G = 1 group.
+
+    Args:
+      theirs: names of both layers of the dynamic projections (M G C I and G C I 2R H), and of the gates (M G C·H).
+      ours: path of the attention.
+      shapes: the parameters of the model.
+    """
+    width, _, inner = (size or 0 for size in shapes[f"{ours}/pre/w_q1"])
+    heads = shapes[f"{ours}/pre/w_qg"][1] or 0
+    first, second, gates = theirs
+
+    def paths(end: str) -> list[str]:
+        return [f"{ours}/{stage}/w_{side}{end}" for stage, side in COMPOSITIONS]
+
+    return [
+        stacked(first, paths("1"), (width, 1, 4, inner), 2),
+        stacked(second, paths("2"), (1, 4, inner, inner), 1, (1, 4, inner, inner // max(heads, 1), heads)),
+        stacked(gates, paths("g"), (width, 4, heads), 1, (width, 1, 4 * heads)),
+    ]
+
+
+def shape_of(tensors: Tensors, name: str, axes: int = 2) -> tuple[int, ...]:
+    """Return the shape of a tensor. Raises CheckpointError if it is absent, or has not `axes` axes."""
+    if name not in tensors:
+        raise CheckpointError(f"the file has no {name}")
+    shape = tensors[name].shape
+    if len(shape) != axes or 0 in shape:
+        raise CheckpointError(f"{name} has shape {shape}, expected {axes} axes")
+    return shape
+
+
+def depth_of(tensors: Tensors, before: str) -> int:
+    """Return the number of layers, whose tensors are named `before` and a number."""
+    found = (re.match(rf"{re.escape(before)}(\d+)[./]", name) for name in tensors)
+    return len({match[1] for match in found if match})

@@ -10,7 +10,7 @@ from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import links as linking
-from dcvit.weights.families import FAMILIES, WRITTEN, open_weights
+from dcvit.weights.families import FAMILIES, open_weights
 from dcvit.weights.family import Description, shapes_of
 from dcvit.weights.tensors import Tensor
 
@@ -32,7 +32,7 @@ def model(family):
     shapes |= {name: size for name, size in SIZES.items() if name in shapes}
     arrays = {name: np.full(shape, 0.1, np.float32) for name, shape in shapes.items()}
     params = {name: Tensor(array.shape, lambda array=array: array) for name, array in arrays.items()}
-    config = WRITTEN[family].config(MODELS[family]) if family in WRITTEN else {}
+    config = FAMILIES[family].config(MODELS[family])
     return dict(linking.write(FAMILIES[family].links(MODELS[family], None), params)), config
 
 
@@ -117,8 +117,13 @@ CASES = {
         r"blocks\.1\.attn\.qkv\.weight \(checkpoint \(16, 48\), model \(48, 16\)\)",
     ),
     "timm, pooling": (other("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
+    "timm, QuickGELU": (
+        other("timm", architecture="vit_base_patch16_clip_quickgelu_224"),
+        "is not a ViT",
+    ),
     "timm, positions": (other("timm", pos_embed=(1, 7, 16)), "pos_embed has 7 rows, but images of 16x16"),
     "ViT, activation": (other("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
+    "ViT, regression": (other("hf_vit", problem_type="regression"), "problem_type='regression' is not supported"),
     "big_vision, names": (old_and_new_name, "Transformer/pos_embedding is another array of pos_embedding"),
     "big_vision, lost chunk": (lost_chunk, "params~cls is damaged"),
 }
@@ -153,11 +158,11 @@ def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
 )
 def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
     with pytest.raises(CheckpointError, match=match):
-        WRITTEN[family].config(MODELS[family]._replace(fields={**MODELS[family].fields, **fields}))
+        FAMILIES[family].config(MODELS[family]._replace(fields={**MODELS[family].fields, **fields}))
 
 
 def test_fields_with_the_defaults_of_the_model_are_written():
     """A description of a run leaves them out."""
     fields = {k: v for k, v in MODELS["hf_vit"].fields.items() if k not in ("width", "num_heads", "patch_size")}
-    found = WRITTEN["hf_vit"].config(MODELS["hf_vit"]._replace(fields=fields))
+    found = FAMILIES["hf_vit"].config(MODELS["hf_vit"]._replace(fields=fields))
     assert (found["hidden_size"], found["num_attention_heads"], found["patch_size"]) == (768, 12, 16)

@@ -11,9 +11,10 @@ from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.models import lm
-from dcvit.weights import dcformer, links
+from dcvit.weights import links
 from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
+from dcvit.weights.lm_families import DCFORMER as FAMILY
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import open_file
 
@@ -71,12 +72,12 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
     (tmp_path / "ours").mkdir()
-    write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.params))
+    write_shards(tmp_path / "ours", links.write(FAMILY.links(weights.description), weights.params))
     written = {name: tensor.read() for name, tensor in open_file(tmp_path / "ours").tensors.items()}
     assert written.keys() == state.keys()
     for tensor, array in written.items():
         assert (array.shape, array.tobytes()) == (tuple(state[tensor].shape), state[tensor].numpy().tobytes())
-    config = dcformer.config(weights.description)
+    config = FAMILY.config(weights.description)
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
     assert open_weights(tmp_path / "ours").description == weights.description
     kept = {key: value for key, value in MODELS[name].items() if key in config}
@@ -129,4 +130,4 @@ def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
 
 def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields():
     with refused(CheckpointError, "compose_gelu='tanh' (only 'exact')"):
-        dcformer.config(Description("lm", 61, {"compose": "both"}))
+        FAMILY.config(Description("lm", 61, {"compose": "both"}))

@@ -72,7 +72,7 @@ def test_results_equal_those_of_transformers_in_both_directions(tmp_path, name):
     expected = of_torch(model, pixels, result)
     model.save_pretrained(tmp_path / "theirs")
     read = check_read(tmp_path / "theirs", expected, pixels)
-    if read.family not in weights.WRITTEN:
+    if read.family != "hf_vit":
         return
     check_written_back(read, sums_of(tensors_of(read)))
     folder = export(read, tmp_path / "ours")

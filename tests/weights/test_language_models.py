@@ -21,7 +21,7 @@ from dcvit.errors import CheckpointError
 from dcvit.inference import generation
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
-from dcvit.weights import links, lm_fields
+from dcvit.weights import links, lm_families
 from dcvit.weights.families import FAMILIES, open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.safetensors_writer import write_shards
@@ -303,8 +303,8 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
     ("family", "fields", "message"),
     [
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
-         "GPT-2 cannot express parallel=True (only False)"),
-        ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
+         "GPT2LMHeadModel cannot express parallel=True (only False)"),
+        ("llama", dict(compose="both"), "LlamaForCausalLM cannot express compose='both' (only None)"),
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):
@@ -315,7 +315,7 @@ def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fie
 def test_the_fields_of_files_are_those_of_the_model():
     """A new field of the model must be a field of files too, or exports would lose it silently."""
     ours = {field.name for field in dataclasses.fields(lm.LM)} - {"parent", "name", "vocab_size", "compose_layers"}
-    assert ours - set(lm_fields.NOT_IN_FILES) == lm_fields.DEFAULTS.keys()
+    assert ours - set(lm_families.NOT_IN_FILES) == lm_families.DEFAULTS.keys()
     for family in ("llama", "gpt2", "gpt_neox", "dcformer", "dcvit_hf"):
         with pytest.raises(CheckpointError, match="compose_layers"):
             FAMILIES[family].config(Description("lm", 61, {"compose": "both", "compose_layers": (-1,)}))
