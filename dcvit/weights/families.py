@@ -60,19 +60,12 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     "own": own,
-    "dcformer": lm_families.DCFORMER,  # before dcvit_hf, which has the same model_type
+    **lm_families.ROWS,  # before dcvit_hf, which has the model_type of DCFormer
     "dcmha_vit": dcmha_vit,
     "big_vision": big_vision,
     "dcvit_hf": dcvit_hf,
-    "timm": timm_vit,
-    "hf_vit": vit_families.VIT,
-    "siglip": vit_families.SIGLIP,
-    "dinov2": vit_families.DINOV2,
-    "dinov2_original": vit_families.DINOV2_ORIGINAL,  # after timm, which has some of its names
-    "dinov3": vit_families.DINOV3,
-    "gpt2": lm_families.GPT2,
-    "llama": lm_families.LLAMA,
-    "gpt_neox": lm_families.GPT_NEOX,
+    "timm": timm_vit,  # before the original DINOv2, which has some of its names
+    **vit_families.ROWS,
 }
 WRITTEN = FAMILIES  # for exports; `config` raises CheckpointError for a family that is only read
 

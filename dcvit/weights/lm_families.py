@@ -446,3 +446,6 @@ DCFORMER = LanguageModels(
     keys=_dcformer_keys,
     type_of=lambda fields: "dcpythia" if fields["norm"] == "layernorm" else "dcformer",
 )  # fmt: skip
+
+# In the order in which exports try them; DCFormer's is the authors' own code, which transformers does not have.
+ROWS = {"gpt2": GPT2, "llama": LLAMA, "gpt_neox": GPT_NEOX, "dcformer": DCFORMER}

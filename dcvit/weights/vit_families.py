@@ -398,3 +398,5 @@ DINOV3 = VisionModels(
     unused=re.compile(r"embeddings\.(mask_token|register_tokens)"),
     keys=_dinov3_keys,
 )
+
+ROWS = {"hf_vit": VIT, "siglip": SIGLIP, "dinov2": DINOV2, "dinov2_original": DINOV2_ORIGINAL, "dinov3": DINOV3}
