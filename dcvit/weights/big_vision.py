@@ -7,6 +7,8 @@ cannot be; they are big_vision's defaults.
 
 from __future__ import annotations
 
+import logging
+
 from dcvit.errors import CheckpointError
 from dcvit.weights import vit_links
 from dcvit.weights.family import Description, shapes_of
@@ -15,6 +17,7 @@ from dcvit.weights.tensors import Json, Tensors
 
 BLOCK = "Transformer/encoderblock"
 ATTENTION = vit_links.ATTENTION
+log = logging.getLogger(__name__)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -30,6 +33,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
             "the tensors do not tell whether qk_norm is 'layernorm' or 'rmsnorm'; put the config.json of the export "
             "beside the file, or give the model in a config"
         )
+    known = vit_links.DEFAULTS | inferred
+    log.info("no description of the model; assumed: mlp=%r, norm_epsilon=%g", known["mlp"], known["norm_epsilon"])
     return Description("vit", classes, inferred)
 
 

@@ -85,10 +85,7 @@ def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
     """Return the parameters by path; each is read on demand.
 
     Reading one parameter of a link reads all of them; they are kept until a parameter of another link is read, or all
-    are returned. The parameters' shapes are computed from the tensors' shapes, without reading.
-
-    Raises:
-      CheckpointError: a tensor has a shape that its link cannot convert.
+    are returned. The parameters' shapes are computed from the tensors' shapes, which `check` compared, without reading.
     """
     held: dict[tuple[int, str], np.ndarray] = {}
 
@@ -99,24 +96,16 @@ def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
             arrays = [tensors[name].read() for name in link.theirs]
             if link.check:
                 link.check(*arrays)
-            held.update(((number, path), x) for path, x in zip(link.ours, _to_ours(link, arrays), strict=True))
+            held.update(((number, path), x) for path, x in zip(link.ours, link.to_ours(*arrays), strict=True))
         return held.pop((number, path))
 
     zero = np.zeros((), np.float32)
     found = {}
     for number, link in enumerate(links):
         announced = [np.broadcast_to(zero, tensors[name].shape) for name in link.theirs]  # occupies no memory
-        for path, array in zip(link.ours, _to_ours(link, announced), strict=True):
+        for path, array in zip(link.ours, link.to_ours(*announced), strict=True):
             found[path] = Tensor(array.shape, functools.partial(read, number, path))
     return found
-
-
-def _to_ours(link: Link, arrays: Arrays) -> Arrays:
-    try:
-        return link.to_ours(*arrays)
-    except (ValueError, IndexError):
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
-        raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
 
 
 def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:

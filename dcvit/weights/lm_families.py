@@ -197,6 +197,11 @@ def _rotary_pct(config: Json, found: Json) -> Json:
     return {"rotary_fraction": rotary / head_dim, **hf.rotary(config, found["context"], "rotary_emb_base")}
 
 
+SIZES = [
+    field("hidden_size", "width"),
+    field("num_hidden_layers", "depth"),
+    field("num_attention_heads", "num_heads"),
+]
 GPT_NEOX = LanguageModels(  # and Pythia
     marks=["layers.0.attention.query_key_value.weight"],
     prefixes=("gpt_neox.",),
@@ -216,9 +221,7 @@ GPT_NEOX = LanguageModels(  # and Pythia
     vocab_sizes={"gpt_neox": 50_432},
     constants=lambda _: {"norm": "layernorm", "use_bias": True},
     keys=lambda _: [
-        field("hidden_size", "width"),
-        field("num_hidden_layers", "depth"),
-        field("num_attention_heads", "num_heads"),
+        *SIZES,
         Key("head_dim", hf.check_head_dim),
         field("intermediate_size", "mlp_dim"),
         field("max_position_embeddings", "context", default=2048),
@@ -257,9 +260,7 @@ def _llama_keys(kind: str) -> list[Key]:
         return hf.rotary(config, found["context"])
 
     return [
-        field("hidden_size", "width"),
-        field("num_hidden_layers", "depth"),
-        field("num_attention_heads", "num_heads"),
+        *SIZES,
         field("num_key_value_heads", "num_key_heads", default=lambda found: found["num_heads"]),
         Key("head_dim", hf.check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),
         field("intermediate_size", "mlp_dim"),
@@ -435,9 +436,7 @@ DCFORMER = LanguageModels(
     dynamic=[f"layers.{{}}.attention.dyn_w_proj.{name}" for name in ("dw1", "qkw", "dd")],
     shown={"use_qk_norm": "layers.0.attention.q_norm.scale"},
     # Copies of other weights for decoding, the identity in place of a static projection, and caches.
-    unused=re.compile(
-        r"layers\.\d+\.attention\.(dyn_w_proj\.(dw_m|qkw_m|sw|(pre|post)_proj\.w)|kv_cache\.\w+|(pre|post)_proj\.w)"
-    ),
+    unused=re.compile(r".*\.attention\.((dyn_w_proj\.)?((pre|post)_proj\.w|dw_m|qkw_m|sw)|kv_cache\.\w+)"),
     classes={"dcformer": "DCFormer", "dcpythia": "DCPythia"},
     constants=lambda kind: {
         "compose": "both", "compose_gelu": "exact",

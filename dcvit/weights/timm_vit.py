@@ -46,7 +46,7 @@ ARGUMENTS = {
     "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate", "weight_init", "fix_init",
     "strict_img_size",
 }  # fmt: skip
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+ACTIVATIONS = ("gelu", "gelu_tanh")  # with the same names here
 NORMS = {"pre_norm": "norm_pre", "pool_norm": "fc_norm"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
 NAMES = {ours: theirs for theirs, ours in POOLS.items()}
@@ -98,12 +98,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
         if pool != "tok" or "head_dist.weight" not in tensors:
             raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
         pool = "tok+reg"
+    named_heads = next((heads for start, heads in HEADS_OF.items() if architecture.startswith(start)), None)
+    heads = named_heads or HEADS.get(width, max(1, width // 64))
+    activation = arguments.get("act_layer") or ("gelu_tanh" if TANH.fullmatch(architecture) else "gelu")
     fields: Json = {
-        "width": width, "depth": depth_of(tensors, "blocks."), "num_heads": _heads(width, architecture),
-        "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
+        "width": width, "depth": depth_of(tensors, "blocks."), "mlp_dim": fc2[1], "patch_size": tuple(patch),
+        "num_heads": hf_config.size(arguments, "num_heads", heads), "pool_type": pool, "mlp": activation,
     }  # fmt: skip
-    if "num_heads" in arguments:
-        fields["num_heads"] = hf_config.size(arguments, "num_heads")
     if "_clip_" in architecture or (not architecture and "norm_pre.weight" in tensors):
         fields["norm_epsilon"] = 1e-5
     fields |= {ours: True for ours, theirs in NORMS.items() if f"{theirs}.weight" in tensors}
@@ -150,7 +151,7 @@ def config(description: Description) -> Json:
     vit_links.check_expressible(
         description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register),
         norm_epsilon=(1e-6, *[1e-5] * (not distilled)), qkv_bias=("qkv", ""), pre_norm=(False, True),
-        mlp=(*ACTIVATIONS.values(), *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
+        mlp=(*ACTIVATIONS, *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
     )  # fmt: skip
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
@@ -231,16 +232,6 @@ def _check_arguments(arguments: Json) -> None:
         if arguments.get(name, values[0]) not in values:
             shown = ", ".join(map(repr, values))
             raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r}; supported: {shown}")
-
-
-def _activation(architecture: str, arguments: Json) -> str:
-    default = "gelu_tanh" if TANH.fullmatch(architecture) else "gelu"
-    return ACTIVATIONS[arguments.get("act_layer") or default]
-
-
-def _heads(width: int, architecture: str) -> int:
-    named = [heads for start, heads in HEADS_OF.items() if architecture.startswith(start)]
-    return named[0] if named else HEADS.get(width, max(1, width // 64))
 
 
 def _pool(tensors: Tensors, named: object) -> str:
