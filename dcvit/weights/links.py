@@ -149,14 +149,15 @@ def from_table(table: Table, description: Description, *, in_out: bool = False, 
     """
     shapes, found = shapes_of(description), []
     for theirs, ours in table.items():
-        if isinstance(ours, str):
-            found += module(theirs, ours, shapes, in_out=in_out)
-            continue
-        for end, their_end in (("kernel", "weight"), ("bias", "bias")):
-            paths = tuple(f"{name}/{end}" for name in ours)
-            if paths[0] in shapes:
-                name = f"{theirs}{their_end}" if theirs.endswith("_") else f"{theirs}.{their_end}"
-                found.append(_linear(name, paths, shapes[paths[0]], in_out, by_head))
+        group = (ours,) if isinstance(ours, str) else tuple(ours)
+        paths = [path for path in shapes if path == group[0] or path.startswith(f"{group[0]}/")]
+        for path in paths if len(group) == 1 else paths[::-1]:  # of several modules, the kernel is first
+            end = path.removeprefix(group[0])
+            parts = end.split("/")[1:]
+            name = ".".join([theirs, *parts[:-1], *(ENDS.get(part, part) for part in parts[-1:])])
+            name = name.replace("_.", "_") if theirs.endswith("_") else name  # such as in_proj_weight
+            members = tuple(f"{module}{end}" for module in group)
+            found.append(_link(name, members, shapes[path], in_out, by_head and len(group) > 1))
     return in_all_layers(found, description)
 
 
@@ -171,32 +172,18 @@ def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]
     return result
 
 
-def module(theirs: str, ours: str, shapes: Mapping[str, Shape], *, in_out: bool = False) -> list[Link]:
-    """Return links for the parameter `ours`, or all parameters of the module; none if the model does not have it."""
-    if ours in shapes:
-        return [tensor(theirs, ours, shapes[ours])]
-    found = []
-    for path in (path for path in shapes if path.startswith(f"{ours}/")):
-        *modules, end = path.removeprefix(f"{ours}/").split("/")
-        name, shape = ".".join([theirs, *modules, ENDS.get(end, end)]), shapes[path]
-        if end == "kernel" and len(shape) == 4:
-            found.append(_convolution(name, path, shape))
-        elif end in ("kernel", "bias"):
-            found.append(_linear(name, (path,), shape, in_out))
-        else:
-            found.append(tensor(name, path, shape))
-    return found
+def _link(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
+    """Link a tensor of PyTorch to parameters of one kind: of a convolution, of a linear layer, or of another module."""
+    end = ours[0].rpartition("/")[2]
+    if end == "kernel" and len(shape) == 4:
+        there = (shape[3], shape[2], *shape[:2])
+        return Link(
+            (theirs,), ours, lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
+        )
+    return _linear(theirs, ours, shape, in_out, by_head) if end in ("kernel", "bias") else tensor(theirs, *ours, shape)
 
 
-def _convolution(theirs: str, ours: str, shape: Shape) -> Link:
-    """Link the weight of PyTorch's convolution that embeds patches to the kernel here."""
-    there = (shape[3], shape[2], *shape[:2])
-    return Link(
-        (theirs,), (ours,), lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
-    )
-
-
-def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool = False) -> Link:
+def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
     """Link the weight or the bias of a linear layer to the kernels or biases of one or several modules."""
     sizes = [size or 0 for size in shape]
     axes = (matrix_axes(ours[0]) or (1, 1))[0] if ours[0].endswith("/kernel") else 0
@@ -222,10 +209,10 @@ def embedding_and_head(
 ) -> list[Link]:
     """Link the modules of embedding and head; a tied head is absent from the file, or equal to the embedding."""
     shapes = shapes_of(description)
-    (first,) = module(embedding, "embedding", shapes)
+    (first,) = from_table({embedding: "embedding"}, description)
     weight, copy = first.theirs[0], f"{head}.weight"
     if "head/kernel" in shapes or copy not in (tensors or ()):
-        return [first, *module(head, "head", shapes)]
+        return [first, *from_table({head: "head"}, description)]
 
     def check_equal(x: np.ndarray, y: np.ndarray) -> None:
         if not np.array_equal(x, y):

@@ -102,8 +102,9 @@ def describe(tensors: Tensors, config: Json) -> Description:
     heads = named_heads or HEADS.get(width, max(1, width // 64))
     activation = arguments.get("act_layer") or ("gelu_tanh" if TANH.fullmatch(architecture) else "gelu")
     fields: Json = {
-        "width": width, "depth": depth_of(tensors, "blocks."), "mlp_dim": fc2[1], "patch_size": tuple(patch),
-        "num_heads": hf_config.size(arguments, "num_heads", heads), "pool_type": pool, "mlp": activation,
+        "width": width, "depth": depth_of(tensors, "blocks."),
+        "num_heads": hf_config.size(arguments, "num_heads", heads), "mlp_dim": fc2[1], "patch_size": tuple(patch),
+        "pool_type": pool, "mlp": activation,
     }  # fmt: skip
     if "_clip_" in architecture or (not architecture and "norm_pre.weight" in tensors):
         fields["norm_epsilon"] = 1e-5

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description, Shape, defaults, shapes_of
-from dcvit.weights.links import Arrays, Link, Table, from_table, module
+from dcvit.weights.family import Description, Shape, defaults
+from dcvit.weights.links import Arrays, Link, Table, from_table
 from dcvit.weights.tensors import Json
 
 BLOCK = "Transformer/encoderblock_{}"
@@ -96,7 +96,7 @@ def model_links(description: Description, table: Table, tokens: Tokens | None, h
         return found
     if pool_type == "tok+reg":
         return found + _averaged(heads, "head", width, outputs)
-    return found + module(heads[0], "head", shapes_of(description))
+    return found + from_table({heads[0]: "head"}, description)
 
 
 def _averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:

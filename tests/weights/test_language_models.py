@@ -182,26 +182,6 @@ def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_paramet
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "old"),
-    [
-        ("llama one key head", dict(rope_theta=500_000.0, rope_scaling=None)),
-        ("neox parallel .5", dict(rotary_pct=0.5, rotary_emb_base=10_000)),
-    ],
-)
-def test_configs_before_transformers_5_describe_the_same_model(name, old, saved):
-    folder = saved(name)
-    expected = open_weights(folder).description
-    buffer = {
-        "llama one key head": "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "neox parallel .5": "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
-    }[name]
-    rewrite(folder, lambda t: {**t, buffer: np.ones(4, np.float32)}, rope_parameters="absent", **old)
-    assert open_weights(folder).description == expected
-
-
-@pytest.mark.interop
-@pytest.mark.slow
 def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
     folder = saved("llama grouped tied")
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].copy()})
@@ -232,23 +212,34 @@ def test_generation_beyond_the_window_gives_the_tokens_of_transformers(name, sav
     assert len({token for row in expected for token in row}) > 5
 
 
+LLAMA, NEOX = "llama one key head", "neox parallel .5"
+BUFFERS = {
+    LLAMA: "model.layers.0.self_attn.rotary_emb.inv_freq",
+    NEOX: "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
+}
+
+
 @pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
+    ("name", "config"),
     [
-        dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent"),
-        dict(rope_scaling={"type": "linear", "factor": 3}),  # the base is then the default, for any `rope_parameters`
-        dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL}),  # for the context, 40
-        dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16}),
+        (LLAMA, dict(rope_theta=500_000.0, rope_scaling=None, rope_parameters="absent")),
+        (NEOX, dict(rotary_pct=0.5, rotary_emb_base=10_000, rope_parameters="absent")),
+        (LLAMA, dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent")),
+        (LLAMA, dict(rope_scaling={"type": "linear", "factor": 3})),  # the base is the default, for any rope_parameters
+        (LLAMA, dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL})),  # for the context, 40
+        (LLAMA, dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16})),
     ],
 )
-def test_scaled_frequencies_are_those_of_transformers_in_every_form_of_the_config(config, saved):
-    folder = saved("llama one key head")
+def test_rotary_frequencies_are_those_of_transformers_in_every_form_of_the_config(name, config, saved):
+    """Also in files of releases before 5, whose frequencies are a buffer."""
+    folder = saved(name)
     rewrite(folder, **config)
     tokens = random_tokens(VOCAB, LENGTH)
-    theirs = libraries()[1].AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert largest_difference(our_logits(open_weights(folder), tokens), their_logits(theirs, tokens)) < 2e-5
+    expected = their_logits(libraries()[1].AutoModelForCausalLM.from_pretrained(folder).eval(), tokens)
+    rewrite(folder, lambda t: {**t, BUFFERS[name]: np.ones(4, np.float32)})
+    assert largest_difference(our_logits(open_weights(folder), tokens), expected) < 2e-5
 
 
 BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
