@@ -42,13 +42,13 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     shapes = shapes_of(description)
     if tensors is None or f"{BLOCK}_0/LayerNorm_0/scale" in tensors:
         return in_all_layers([tensor(name, name, shape) for name, shape in shapes.items()], description)
-    depth = description.fields["depth"]
-    return [
-        stacked(name.replace("_{}", ""), [name.format(i) for i in range(depth)], (depth, *shape), 0)
-        if "{}" in name
-        else tensor(name, name, shape)
-        for name, shape in shapes.items()
-    ]
+    depth, found = description.fields["depth"], []
+    for name, shape in shapes.items():
+        layers = [name.format(layer) for layer in range(depth)]
+        stack = (depth, *(size or 0 for size in shape))
+        is_stacked = "{}" in name
+        found.append(stacked(name.replace("_{}", ""), layers, stack, 0) if is_stacked else tensor(name, name, shape))
+    return found
 
 
 def config(description: Description) -> Json:

@@ -180,7 +180,9 @@ def _link(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_hea
         return Link(
             (theirs,), ours, lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
         )
-    return _linear(theirs, ours, shape, in_out, by_head) if end in ("kernel", "bias") else tensor(theirs, *ours, shape)
+    if end in ("kernel", "bias"):
+        return _linear(theirs, ours, shape, in_out, by_head)
+    return tensor(theirs, ours[0], shape)
 
 
 def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:

@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 from foreign_models import (
+    assert_same_bits,
+    export,
     largest_difference,
     libraries,
     our_logits,
@@ -21,10 +23,9 @@ from dcvit.errors import CheckpointError
 from dcvit.inference import generation
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
-from dcvit.weights import links, lm_families
+from dcvit.weights import lm_families
 from dcvit.weights.families import FAMILIES, open_weights
 from dcvit.weights.family import Description
-from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import open_file
 
 VOCAB, WIDTH, HEADS, DEPTH, MLP, LENGTH = 61, 48, 6, 3, 80, 40
@@ -105,17 +106,10 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     expected = their_logits(theirs, tokens)
     assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
-    (tmp_path / "ours").mkdir()
-    family = FAMILIES[weights.family]
-    back = links.write(family.links(weights.description), weights.params)
-    write_shards(tmp_path / "ours", back, max_shard_bytes=40_000)
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(family.config(weights.description)))
-    original, written = (open_file(tmp_path / side).tensors for side in ("theirs", "ours"))
+    export(weights, tmp_path / "ours", max_shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
-    assert original.keys() == written.keys()
-    for tensor in original:
-        a, b = original[tensor].read(), written[tensor].read()
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), tensor
+    original = {name: tensor.read() for name, tensor in tensors_of(weights).items()}
+    assert_same_bits(open_file(tmp_path / "ours").tensors, original)
 
     again = libraries()[1].AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     np.testing.assert_array_equal(their_logits(again.eval(), tokens), expected)
