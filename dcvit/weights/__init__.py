@@ -3,8 +3,7 @@
 `families.open_weights` opens files as `Weights`, whose model is a `family.Description`; `placement` puts parameters on
 their devices. `export` writes files. `tensors` reads the files of other libraries.
 
-Each family of models is one module with two tables, both for reading and for writing: the keys of its config.json
-(`config_table.Key`), and the names of its tensors, from which `torch_layers` makes a list of `links.Link`.
-`lm_fields` and `hf_vision` have the keys that configs of language models and of vision models share.
+A family of models is a row of `lm_families` or `vit_families` with two tables, both for reading and for writing: the
+keys of its config.json (`hf_config.Key`), and the names of its tensors, from which `links` makes a list of `Link`.
 `families.FAMILIES` names all families.
 """

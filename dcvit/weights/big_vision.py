@@ -7,17 +7,17 @@ cannot be; they are big_vision's defaults.
 
 from __future__ import annotations
 
-import numpy as np
+import logging
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import vit_links
 from dcvit.weights.family import Description, shapes_of
-from dcvit.weights.links import Link, Shape, tensor
+from dcvit.weights.links import Link, depth_of, in_all_layers, shape_of, stacked, tensor
 from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.torch_layers import in_all_layers
 
 BLOCK = "Transformer/encoderblock"
 ATTENTION = vit_links.ATTENTION
+log = logging.getLogger(__name__)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -27,12 +27,14 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     inferred = infer(tensors)
-    classes = vit_links.shape_of(tensors, "head/kernel", "the file")[1] if "head/kernel" in tensors else None
+    classes = shape_of(tensors, "head/kernel")[1] if "head/kernel" in tensors else None
     if "qk_norm" in inferred:
         raise CheckpointError(
             "the tensors do not tell whether qk_norm is 'layernorm' or 'rmsnorm'; put the config.json of the export "
             "beside the file, or give the model in a config"
         )
+    known = vit_links.DEFAULTS | inferred
+    log.info("no description of the model; assumed: mlp=%r, norm_epsilon=%g", known["mlp"], known["norm_epsilon"])
     return Description("vit", classes, inferred)
 
 
@@ -40,10 +42,18 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     shapes = shapes_of(description)
     if tensors is None or f"{BLOCK}_0/LayerNorm_0/scale" in tensors:
         return in_all_layers([tensor(name, name, shape) for name, shape in shapes.items()], description)
-    depth = description.fields["depth"]
-    return [
-        _scanned(name, shape, depth) if "{}" in name else tensor(name, name, shape) for name, shape in shapes.items()
-    ]
+    depth, found = description.fields["depth"], []
+    for name, shape in shapes.items():
+        layers = [name.format(layer) for layer in range(depth)]
+        stack = (depth, *(size or 0 for size in shape))
+        is_stacked = "{}" in name
+        found.append(stacked(name.replace("_{}", ""), layers, stack, 0) if is_stacked else tensor(name, name, shape))
+    return found
+
+
+def config(description: Description) -> Json:
+    """Return {}: files of big_vision have no config.json."""
+    return {}
 
 
 def first_block(tensors: Tensors) -> str | None:
@@ -51,17 +61,20 @@ def first_block(tensors: Tensors) -> str | None:
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)
 
 
-def infer(tensors: Tensors) -> Json:
-    """Return the fields of a model, inferred from its tensors; those of a composition only in this project's layout."""
+def infer(tensors: Tensors, num_heads: int | None = None) -> Json:
+    """Return the fields of a model, inferred from its tensors; those of a composition only in this project's layout.
+
+    `num_heads` is by default that of the query kernel.
+    """
     at = first_block(tensors)
     attention = f"{at}/{ATTENTION}"
     scan = at == BLOCK
-    p_h, p_w, _, width = vit_links.shape_of(tensors, "embedding/kernel", "the file", axes=4)
-    kernel = vit_links.shape_of(tensors, f"{attention}/query/kernel", "the file", axes=3 + scan)
-    dense = vit_links.shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", "the file", axes=2 + scan)
+    p_h, p_w, _, width = shape_of(tensors, "embedding/kernel", 4)
+    heads = num_heads or shape_of(tensors, f"{attention}/query/kernel", 3 + scan)[-2]
+    dense = shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", 2 + scan)
     fields: Json = {
-        "width": width, "num_heads": kernel[-2], "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
-        "depth": kernel[0] if scan else vit_links.depth_of(tensors, f"{BLOCK}_"),
+        "width": width, "num_heads": heads, "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
+        "depth": dense[0] if scan else depth_of(tensors, f"{BLOCK}_"),
         "pool_type": "tok" if "cls" in tensors else "gap",
         "posemb": "learn" if "pos_embedding" in tensors else "sincos2d",
     }  # fmt: skip
@@ -74,7 +87,7 @@ def infer(tensors: Tensors) -> Json:
     if rep is not None:
         fields["rep_size"] = True if rep.shape[-1] == width else rep.shape[-1]
     if "registers" in tensors:
-        fields["registers"] = vit_links.shape_of(tensors, "registers", "the file", axes=3)[1]
+        fields["registers"] = shape_of(tensors, "registers", 3)[1]
     if f"{at}/layer_scale_0" in tensors:
         fields["layer_scale"] = 1e-5
     if f"{at}/MlpBlock_0/gate/kernel" in tensors:
@@ -106,9 +119,3 @@ def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
     if down:
         fields["rank"] = max(1, down[-1] * groups // (2 * heads))
     return fields
-
-
-def _scanned(name: str, shape: Shape, depth: int) -> Link:
-    """Link a stacked parameter of `depth` scanned layers to the parameters of the single layers."""
-    theirs, ours = name.replace("_{}", ""), tuple(name.format(i) for i in range(depth))
-    return Link((theirs,), ours, list, lambda *parts: (np.stack(parts),), ((depth, *shape),))

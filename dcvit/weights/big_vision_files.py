@@ -32,22 +32,8 @@ BEFORE_LINEN = {"MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_
                 "MlpBlock_3": "MlpBlock_0"}  # fmt: skip
 INLINED_HEAD = ("probe", "MlpBlock_0", "MultiHeadDotProductAttention_0", "LayerNorm_0")
 OLD_POSITIONS = ("Transformer/posembed_input/pos_embedding", "Transformer/pos_embedding")
-# Files by the names that big_vision's configs may give instead of a path, at https://storage.googleapis.com.
-NAMED = {
-    f"howto-i21k-{size}": f"vit_models/augreg/{size.replace('/', '_')}-i21k-300ep-lr_0.001-{recipe}-do_0.0-sd_0.0.npz"
-    for size, recipe in {
-        "Ti/16": "aug_none-wd_0.03", "S/32": "aug_none-wd_0.1", "S/16": "aug_light1-wd_0.03",
-        "B/32": "aug_light1-wd_0.1", "B/16": "aug_medium1-wd_0.1", "B/8": "aug_medium2-wd_0.1",
-        "L/16": "aug_strong1-wd_0.1",
-    }.items()
-} | {
-    f"i1k-s16-{epochs}ep": f"big_vision/vit_s16_i1k_{epochs}ep.npz" for epochs in (90, 150, 300)
-} | {
-    f"deit3_{letter}_{size}_{data}": f"big_vision/zoo/deit3/bv_deit_3_{name}_{size}_{data}.npz"
-    for letter, name in {"S": "small", "B": "base", "L": "large"}.items()
-    for size in (224, 384)
-    for data in ("1k", "21k")
-}  # fmt: skip
+# Names that big_vision's configs may give instead of a path: https://github.com/google-research/big_vision#pretrained-models
+RELEASED = re.compile(r"howto-i21k-\w+/\d+|i1k-s16-\d+ep|deit3_\w+")
 
 
 class Source(NamedTuple):
@@ -73,10 +59,10 @@ def locate(path: Path) -> Source | None:
 
 def check_named(name: str) -> None:
     """Raise CheckpointError if a path is not a file but one of the names that big_vision has for released files."""
-    if name in NAMED:
+    if RELEASED.fullmatch(name):
         raise CheckpointError(
-            f"{name!r} is big_vision's name of a released file: download "
-            f"https://storage.googleapis.com/{NAMED[name]} and give its path"
+            f"{name!r} is big_vision's name of a released file: download that of VANITY_NAMES in its "
+            "models/vit.py from https://storage.googleapis.com, and give its path"
         )
 
 

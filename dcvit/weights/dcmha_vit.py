@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import big_vision, torch_layers, vit_links
-from dcvit.weights.dcformer import compositions
-from dcvit.weights.family import Description, shapes_of
-from dcvit.weights.links import Link, Shape, tensor
+from dcvit.weights import big_vision, vit_links
+from dcvit.weights.family import Description, Shape, shapes_of
+from dcvit.weights.links import Link, compositions, in_all_layers, shape_of, tensor
 from dcvit.weights.tensors import Json, Tensors
 
 OURS = vit_links.ATTENTION
@@ -32,8 +31,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if big_vision.first_block(tensors) != f"{big_vision.BLOCK}_0":
         raise CheckpointError("the authors' ViT with scanned layers is not supported, only with unrolled ones")
     at = f"{big_vision.BLOCK}_0/{name}"
-    _, _, splits, inner = vit_links.shape_of(tensors, f"{at}/{_dyn(tensors, 'dw1')}", "the authors' ViT", axes=4)
-    width = vit_links.shape_of(tensors, "embedding/kernel", "the authors' ViT", axes=4)[-1]
+    _, _, splits, inner = shape_of(tensors, f"{at}/{_dyn(tensors, 'dw1')}", 4)
+    width = shape_of(tensors, "embedding/kernel", 4)[-1]
     heads = inner // 4
     kernel = tensors.get(f"{at}/query_dense/kernel")
     if splits != 4 or inner % 4 or kernel is None or width % max(1, heads):
@@ -41,11 +40,11 @@ def describe(tensors: Tensors, config: Json) -> Description:
             f"the authors' ViT: {at}/dyn_w_proj is of {splits} sides and inner width {inner} for model width {width}; "
             "expected 4 sides, 4 times the number of heads, and query_dense"
         )
-    fields: Json = big_vision.infer(_renamed(tensors, width, heads))
+    fields: Json = big_vision.infer(tensors, heads)
     fields |= {"compose": "both", "rank": 2, "groups": 1, "projection": True, "gate": True, "branches": "qk"}
     fields["static"] = f"{at}/pre_proj/w" in tensors
     fields["qk_norm"] = "layernorm" if f"{at}/query_ln/scale" in tensors else None
-    classes = vit_links.shape_of(tensors, "head/kernel", "the authors' ViT")[1] if "head/kernel" in tensors else None
+    classes = shape_of(tensors, "head/kernel")[1] if "head/kernel" in tensors else None
     return Description("vit", classes, fields)
 
 
@@ -64,7 +63,12 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
         elif end == "w_b":
             found.append(tensor(f"{theirs}/{part}_proj/w", path, shape))
     dynamic = [f"{theirs}/{_dyn(tensors, end)}" for end in ("dw1", "qkw", "dd")]
-    return torch_layers.in_all_layers([*found, *compositions(dynamic, ours, shapes)], description)
+    return in_all_layers([*found, *compositions(dynamic, ours, shapes)], description)
+
+
+def config(description: Description) -> Json:
+    """Return {}: the authors' files have no config.json."""
+    return {}
 
 
 def _projection(theirs: str, ours: str, shape: Shape, tensors: Tensors | None) -> Link:
@@ -85,10 +89,3 @@ def _dyn(tensors: Tensors | None, name: str) -> str:
     path = f"dyn_w_proj/{name}"
     nested = tensors is not None and any(found.endswith(f"{path}/kernel") for found in tensors)
     return f"{path}/kernel" if nested else path
-
-
-def _renamed(tensors: Tensors, width: int, heads: int) -> Tensors:
-    """Return the tensors, and the query kernel also as big_vision names and shapes it, for `big_vision.infer`."""
-    at = f"{big_vision.BLOCK}_0/{OURS}/query/kernel"
-    kernel = next(x for name, x in tensors.items() if name.endswith("/query_dense/kernel"))
-    return {**tensors, at: kernel._replace(shape=(width, heads, width // heads))}

@@ -6,11 +6,11 @@ Its modules have the structure of the models of this project, so that any of the
 from __future__ import annotations
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_vision, names, torch_layers, vit_links
+from dcvit.weights import hf_config, names
 from dcvit.weights.family import Description, defaults
-from dcvit.weights.links import Link
+from dcvit.weights.links import Link, Table, from_table, shape_of
+from dcvit.weights.lm_families import BLOCK as LAYER
 from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.torch_layers import BLOCK as LAYER
 from dcvit.weights.vit_links import ATTENTION, BLOCK
 
 MODULE = "modeling_dcvit"
@@ -30,7 +30,7 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
 FIELDS = {name: defaults(name) for name in ("vit", "lm")}
 
 POOL = "MAPHead_0"
-TABLES: dict[str, torch_layers.Table] = {
+TABLES: dict[str, Table] = {
     "vit": {
         "patches": "embedding", "position": "pos_embedding", "cls": "cls", "registers": "registers",
         "pre_norm": "pre_norm",
@@ -71,9 +71,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
     labels = config.get("id2label") or {}
     if not isinstance(labels, dict):
         raise CheckpointError(f"config.json: id2label={labels!r:.100}; expected an object")
-    hf_vision.pair(config, "image_size", 224)  # transformers needs it; the parameters show the same
     # The file decides: transformers writes no `id2label` for two classes without names.
-    classes = vit_links.classes_of(tensors, "head.weight", "the file") or len(labels) or None
+    classes = shape_of(tensors, "head.weight")[0] if "head.weight" in tensors else len(labels) or None
     return Description(name, classes, fields, pp)
 
 
@@ -103,4 +102,4 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     if description.model_name == "vit":
         last = "pool_norm" if description.fields.get("pool_norm") else "Transformer/encoder_norm"
         table = {**table, "norm": last}
-    return torch_layers.links(table, description)
+    return from_table(table, description)

@@ -1,8 +1,7 @@
 """Weights of another library as a model of this project: recognized, described and read.
 
-Each family is a module with the functions of `dcvit.weights.family.Family`; `FAMILIES` holds them by name, and the
-first whose `matches` is true reads a file; exports write those of `WRITTEN`. To add a family, write such a module, as
-`dcvit.weights.gpt2`, and name it here; to write it, name it in `dcvit.weights.export.formats.NATIVE`, too.
+`FAMILIES` holds the families of models by name; the first whose `matches` is true reads a file. Most are rows of
+`dcvit.weights.lm_families` and `dcvit.weights.vit_families`. Those that a row does not describe are modules.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,49 +19,55 @@ from dcvit.errors import CheckpointError
 from dcvit.parallel.trees import MAX_NAMED, check_tree, nested
 from dcvit.weights import (
     big_vision,
-    dcformer,
     dcmha_vit,
     dcvit_hf,
-    dinov2,
-    dinov3,
-    gpt2,
-    gpt_neox,
-    hf_vit,
-    llama,
+    lm_families,
     names,
     own,
     preprocessing,
-    siglip,
     timm_vit,
+    vit_families,
 )
 from dcvit.weights import links as linking
-from dcvit.weights.family import Description, Family, WrittenFamily, errors_name_file, example, param_shapes
+from dcvit.weights.family import Description, errors_name_file, example, param_shapes
 from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, of_floats, open_file, tokenizer_of
 
 log = logging.getLogger(__name__)
-WRITTEN: dict[str, WrittenFamily] = {
-    "dcvit_hf": dcvit_hf,
-    "timm": timm_vit,
-    "hf_vit": hf_vit,
-    "gpt2": gpt2,
-    "llama": llama,
-    "gpt_neox": gpt_neox,
-}
+
+
+class Family(Protocol):
+    """Functions of a family, which is a module such as `timm_vit`, or a row of `lm_families` or `vit_families`.
+
+    Rows also have `unused`, a pattern of the names of tensors that are not parameters, such as buffers.
+    """
+
+    def matches(self, tensors: Tensors, config: Json) -> bool:
+        """Return True if names of tensors and the content of config.json belong to the family; reads no tensor."""
+
+    def describe(self, tensors: Tensors, config: Json) -> Description:
+        """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
+
+    def links(self, description: Description, tensors: Tensors | None = None) -> list[linking.Link]:
+        """Return the links of a model; `tensors` show which release's names a file has, and are None for writing."""
+
+    def config(self, description: Description) -> Json:
+        """Return the content of config.json for a model.
+
+        Raises:
+          CheckpointError: the other library cannot express the model; the message names the field.
+        """
+
+
 FAMILIES: dict[str, Family] = {
     "own": own,
-    "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
+    **lm_families.ROWS,  # before dcvit_hf, which has the model_type of DCFormer
     "dcmha_vit": dcmha_vit,
     "big_vision": big_vision,
     "dcvit_hf": dcvit_hf,
-    "timm": timm_vit,  # before dinov2, whose original files have some of its names
-    "hf_vit": hf_vit,
-    "siglip": siglip,
-    "dinov2": dinov2,
-    "dinov3": dinov3,
-    "gpt2": gpt2,
-    "llama": llama,
-    "gpt_neox": gpt_neox,
+    "timm": timm_vit,  # before the original DINOv2, which has some of its names
+    **vit_families.ROWS,
 }
+WRITTEN = FAMILIES  # for exports; `config` raises CheckpointError for a family that is only read
 
 
 class Weights(NamedTuple):
@@ -153,7 +158,7 @@ def recognized(file: WeightsFile) -> Weights:
         links = family.links(description, tensors)
     except CheckpointError as e:
         raise CheckpointError(f"{path} ({name}): {e}") from None
-    linking.check(links, tensors, f"{path} ({name})", getattr(family, "UNUSED", None))
+    linking.check(links, tensors, f"{path} ({name})", getattr(family, "unused", None))
     params = linking.parameters(links, tensors)
     with errors_name_file(path):
         example(description, params)  # checks the size of the images

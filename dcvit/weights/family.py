@@ -1,4 +1,4 @@
-"""Description of a model, its module, inputs and parameter shapes, and the interface of a family of models."""
+"""Description of a model, and its module, inputs and parameter shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -19,10 +19,10 @@ from dcvit.models import trees
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.parallel.trees import shapes_of as shapes_of_tree
 from dcvit.weights import preprocessing
-from dcvit.weights.links import Link, Shape
 from dcvit.weights.tensors import Json, Tensors
 
 MODELS = ("vit", "lm")  # modules of `dcvit.models`
+Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_layers", "parent", "name")
 
 
@@ -163,33 +163,3 @@ def errors_name_file(path: PurePath) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError) as e:
         raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
-
-
-class Family(Protocol):
-    """Functions of the module of a family of models, such as `dcvit.weights.gpt2`.
-
-    The module may also have `UNUSED`, a pattern of the names of tensors that are not parameters, such as buffers.
-    """
-
-    def matches(self, tensors: Tensors, config: Json) -> bool:
-        """Return True if names of tensors and the content of config.json belong to the family; reads no tensor."""
-
-    def describe(self, tensors: Tensors, config: Json) -> Description:
-        """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
-
-    def links(self, description: Description, tensors: Tensors) -> list[Link]:
-        """Return the links of a model; `tensors` show which release's names a file has."""
-
-
-class WrittenFamily(Family, Protocol):
-    """Functions of the module of a family to which models can also be exported."""
-
-    def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
-        """Return the links of a model, as `Family` does; `tensors` is None for writing."""
-
-    def config(self, description: Description) -> Json:
-        """Return the content of config.json for a model.
-
-        Raises:
-          CheckpointError: the other library cannot express the model; the message names the field.
-        """

@@ -2,11 +2,17 @@
 
 A family of models is described by a list of links. `parameters` reads tensors as parameters and `write` streams
 parameters into tensors; both handle one link at a time, so that no more than its arrays are in memory.
+
+Most links follow from a table of names (`from_table`), which maps modules and tensors of another library to modules and
+parameters here; "{}" in both names stands for the number of a layer. The described model determines which parameters a
+module has, such as a bias, and their shapes; entries for modules that it lacks have no effect. PyTorch's linear layers
+store "out in", and convolutions "out in height width".
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,11 +20,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import check_tree
+from dcvit.weights.family import Description, Shape, build, shapes_of
 from dcvit.weights.tensors import Tensor, Tensors
 
 Arrays: TypeAlias = Sequence[np.ndarray]
-Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
+Table = Mapping[str, str | Sequence[str]]  # several modules here: one linear layer there computes their outputs
+ENDS = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # names of parameters that PyTorch has others for
+COMPOSITIONS = [(stage, side) for stage in ("pre", "post") for side in "qk"]
 
 
 class Link(NamedTuple):
@@ -54,14 +64,28 @@ def tensor(theirs: str, ours: str, shape: Shape, our_shape: Shape | None = None)
     return Link((theirs,), (ours,), lambda x: (x.reshape(our_shape),), lambda x: (x.reshape(shape),), (shape,))
 
 
+def stacked(theirs: str, ours: Sequence[str], shape: Sequence[int], axis: int, there: Sequence[int] = ()) -> Link:
+    """Link a tensor that holds several parameters along one axis.
+
+    Args:
+      theirs, ours: the names of the tensor and of the parameters.
+      shape: the tensor's shape in which each index of `axis` is one parameter.
+      axis: the axis.
+      there: the tensor's shape in a file; () means `shape`.
+    """
+    there = tuple(there or shape)
+    return Link(
+        (theirs,), tuple(ours),
+        lambda x: list(np.moveaxis(x.reshape(shape), axis, 0)),
+        lambda *parts: (np.stack(parts, axis=axis).reshape(there),), (there,),
+    )  # fmt: skip
+
+
 def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
     """Return the parameters by path; each is read on demand.
 
     Reading one parameter of a link reads all of them; they are kept until a parameter of another link is read, or all
-    are returned. The parameters' shapes are computed from the tensors' shapes, without reading.
-
-    Raises:
-      CheckpointError: a tensor has a shape that its link cannot convert.
+    are returned. The parameters' shapes are computed from the tensors' shapes, which `check` compared, without reading.
     """
     held: dict[tuple[int, str], np.ndarray] = {}
 
@@ -72,24 +96,16 @@ def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
             arrays = [tensors[name].read() for name in link.theirs]
             if link.check:
                 link.check(*arrays)
-            held.update(((number, path), x) for path, x in zip(link.ours, _to_ours(link, arrays), strict=True))
+            held.update(((number, path), x) for path, x in zip(link.ours, link.to_ours(*arrays), strict=True))
         return held.pop((number, path))
 
     zero = np.zeros((), np.float32)
     found = {}
     for number, link in enumerate(links):
         announced = [np.broadcast_to(zero, tensors[name].shape) for name in link.theirs]  # occupies no memory
-        for path, array in zip(link.ours, _to_ours(link, announced), strict=True):
+        for path, array in zip(link.ours, link.to_ours(*announced), strict=True):
             found[path] = Tensor(array.shape, functools.partial(read, number, path))
     return found
-
-
-def _to_ours(link: Link, arrays: Arrays) -> Arrays:
-    try:
-        return link.to_ours(*arrays)
-    except (ValueError, IndexError):
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
-        raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
 
 
 def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
@@ -120,3 +136,126 @@ def _sizes(shape: Shape, found: tuple[int, ...]) -> tuple[int, ...]:
     """Return `shape` with each None replaced by the size in `found`, or by -1 if the number of axes differs."""
     known = found if len(found) == len(shape) else (-1,) * len(shape)
     return tuple(other if size is None else size for size, other in zip(shape, known, strict=True))
+
+
+def from_table(table: Table, description: Description, *, in_out: bool = False, by_head: bool = False) -> list[Link]:
+    """Return the links of a table of names, for all layers of a model.
+
+    Args:
+      table: names of modules or tensors in the other library -> names here.
+      description: the model.
+      in_out: linear layers store "in out", as GPT-2's.
+      by_head: the outputs of a layer for several modules here are ordered by head, then module, as GPT-NeoX's.
+    """
+    shapes, found = shapes_of(description), []
+    for theirs, ours in table.items():
+        group = (ours,) if isinstance(ours, str) else tuple(ours)
+        paths = [path for path in shapes if path == group[0] or path.startswith(f"{group[0]}/")]
+        for path in paths if len(group) == 1 else paths[::-1]:  # of several modules, the kernel is first
+            end = path.removeprefix(group[0])
+            parts = end.split("/")[1:]
+            name = ".".join([theirs, *parts[:-1], *(ENDS.get(part, part) for part in parts[-1:])])
+            name = name.replace("_.", "_") if theirs.endswith("_") else name  # such as in_proj_weight
+            members = tuple(f"{module}{end}" for module in group)
+            found.append(_link(name, members, shapes[path], in_out, by_head and len(group) > 1))
+    return in_all_layers(found, description)
+
+
+def in_all_layers(found: Sequence[Link], description: Description) -> list[Link]:
+    """Return the links `found`; one whose names contain "{}" is replaced by a link for each layer."""
+    result = [link for link in found if "{}" not in link.theirs[0]]
+    layered = [link for link in found if "{}" in link.theirs[0]]
+    for i in range(build(description).depth):
+        for link in layered:
+            theirs, ours = (tuple(name.format(i) for name in names) for names in (link.theirs, link.ours))
+            result.append(link._replace(theirs=theirs, ours=ours))
+    return result
+
+
+def _link(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
+    """Link a tensor of PyTorch to parameters of one kind: of a convolution, of a linear layer, or of another module."""
+    end = ours[0].rpartition("/")[2]
+    if end == "kernel" and len(shape) == 4:
+        there = (shape[3], shape[2], *shape[:2])
+        return Link(
+            (theirs,), ours, lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), (there,)
+        )
+    if end in ("kernel", "bias"):
+        return _linear(theirs, ours, shape, in_out, by_head)
+    return tensor(theirs, ours[0], shape)
+
+
+def _linear(theirs: str, ours: tuple[str, ...], shape: Shape, in_out: bool, by_head: bool) -> Link:
+    """Link the weight or the bias of a linear layer to the kernels or biases of one or several modules."""
+    sizes = [size or 0 for size in shape]
+    axes = (matrix_axes(ours[0]) or (1, 1))[0] if ours[0].endswith("/kernel") else 0
+    inputs, outputs = [math.prod(sizes[:axes])][:axes], sizes[axes:]  # a bias has no inputs
+    count, size, groups = len(ours), math.prod(outputs), outputs[0] if by_head else 1
+    there = (count * size, *inputs)
+
+    def to_ours(x: np.ndarray) -> Arrays:
+        parts = (x.T if in_out else x).reshape(groups, count, size // groups, *inputs)
+        return [parts[:, i].reshape(size, *inputs).T.reshape(sizes) for i in range(count)]
+
+    def to_theirs(*parts: np.ndarray) -> Arrays:
+        rows = [part.reshape(-1, size).T if inputs else part.reshape(size) for part in parts]
+        x = np.stack([row.reshape(groups, size // groups, *row.shape[1:]) for row in rows], axis=1)
+        x = x.reshape(count * size, *rows[0].shape[1:])
+        return (x.T if in_out else x,)
+
+    return Link((theirs,), ours, to_ours, to_theirs, (there[::-1] if in_out else there,))
+
+
+def embedding_and_head(
+    embedding: str, head: str, description: Description, tensors: Tensors | None = None
+) -> list[Link]:
+    """Link the modules of embedding and head; a tied head is absent from the file, or equal to the embedding."""
+    shapes = shapes_of(description)
+    (first,) = from_table({embedding: "embedding"}, description)
+    weight, copy = first.theirs[0], f"{head}.weight"
+    if "head/kernel" in shapes or copy not in (tensors or ()):
+        return [first, *from_table({head: "head"}, description)]
+
+    def check_equal(x: np.ndarray, y: np.ndarray) -> None:
+        if not np.array_equal(x, y):
+            raise CheckpointError(f"{copy} differs from {weight}, but tie_word_embeddings is true")
+
+    return [Link((weight, copy), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]
+
+
+def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) -> list[Link]:
+    """Link the weights of the C = 4 compositions of a layer of the authors' models, in G = 1 group.
+
+    Args:
+      theirs: names of both layers of the dynamic projections (M G C I and G C I 2R H), and of the gates (M G C·H).
+      ours: path of the attention.
+      shapes: the parameters of the model.
+    """
+    width, _, inner = (size or 0 for size in shapes[f"{ours}/pre/w_q1"])
+    heads = shapes[f"{ours}/pre/w_qg"][1] or 0
+    first, second, gates = theirs
+
+    def paths(end: str) -> list[str]:
+        return [f"{ours}/{stage}/w_{side}{end}" for stage, side in COMPOSITIONS]
+
+    return [
+        stacked(first, paths("1"), (width, 1, 4, inner), 2),
+        stacked(second, paths("2"), (1, 4, inner, inner), 1, (1, 4, inner, inner // max(heads, 1), heads)),
+        stacked(gates, paths("g"), (width, 4, heads), 1, (width, 1, 4 * heads)),
+    ]
+
+
+def shape_of(tensors: Tensors, name: str, axes: int = 2) -> tuple[int, ...]:
+    """Return the shape of a tensor. Raises CheckpointError if it is absent, or has not `axes` axes."""
+    if name not in tensors:
+        raise CheckpointError(f"the file has no {name}")
+    shape = tensors[name].shape
+    if len(shape) != axes or 0 in shape:
+        raise CheckpointError(f"{name} has shape {shape}, expected {axes} axes")
+    return shape
+
+
+def depth_of(tensors: Tensors, before: str) -> int:
+    """Return the number of layers, whose tensors are named `before` and a number."""
+    found = (re.match(rf"{re.escape(before)}(\d+)[./]", name) for name in tensors)
+    return len({match[1] for match in found if match})

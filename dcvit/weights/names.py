@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description
-from dcvit.weights.lm_fields import DEFAULTS
+from dcvit.weights.family import Description, defaults
 from dcvit.weights.tensors import GENERATION, Json, read_json
 
 MULTILABEL = "multi_label_classification"  # transformers' `problem_type` of a sigmoid for each class
+PROBLEMS = (None, "single_label_classification", MULTILABEL)
 
 
 def named(description: Description, config: Json) -> Description:
     """Return a description with class names, end tokens and `multilabel` from config files, unless it already has them.
 
     Raises:
-      CheckpointError: class names or tokens do not fit the model.
+      CheckpointError: class names or tokens do not fit the model, or its outputs are no classes.
     """
     outputs = description.num_outputs
     if description.model_name == "lm":
         return description._replace(end_tokens=description.end_tokens or end_tokens(config, outputs or 0))
+    if (problem := config.get("problem_type")) not in PROBLEMS:
+        raise CheckpointError(f"config.json: problem_type={problem!r} is not supported, only classification")
     multilabel = description.multilabel or config.get("problem_type") == MULTILABEL
     names = description.class_names or class_names(config, outputs or 0)
     return description._replace(class_names=names, multilabel=multilabel)
@@ -80,7 +82,7 @@ def config(description: Description, tokenizer: Path | None) -> Json:
     if description.model_name == "vit":
         found |= {"loss": "sigmoid_xent"} if description.multilabel else {}
         return found | ({"pp_predict": description.pp} if description.pp else {})
-    found["model"].setdefault("context", DEFAULTS["context"])  # otherwise that of the data
+    found["model"].setdefault("context", defaults("lm")["context"])  # otherwise that of the data
     # Without a tokenizer, the text is not known to be bytes.
     data: Json = {"kind": "text", "tokenizer": str(tokenizer)} if tokenizer else {"kind": "input_ids"}
     if description.end_tokens:

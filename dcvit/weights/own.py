@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from dcvit.errors import CheckpointError, has_type, type_name
 from dcvit.weights.family import Description, build, shapes_of
-from dcvit.weights.links import Link, tensor
+from dcvit.weights.links import Link, in_all_layers, tensor
 from dcvit.weights.tensors import OWN_KEY, Json, Tensors
-from dcvit.weights.torch_layers import in_all_layers
 
 ROOT = "params/"  # before each name in the files that big_vision reads
 # The types of a description. Older files do not have the lists, and `multilabel` is written if it is true.

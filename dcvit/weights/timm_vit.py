@@ -1,18 +1,20 @@
 """Vision Transformers of timm: plain and augreg ViT, DeiT, DeiT-3, FlexiViT, DINOv2 and SigLIP.
 
 https://github.com/huggingface/pytorch-image-models. The shapes of the tensors give the sizes. Properties that they do
-not show (heads, activation, pooling) come from config.json; without one, from the sizes that timm has.
+not show (heads, activation, pooling) come from config.json; without one, from the sizes that timm has, which a warning
+says.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config, preprocessing, vit_links
 from dcvit.weights.family import Description
-from dcvit.weights.links import Link
+from dcvit.weights.links import Link, depth_of, shape_of
 from dcvit.weights.preprocessing import Preprocessing
 from dcvit.weights.tensors import Json, Tensors
 
@@ -23,6 +25,17 @@ KNOWN = re.compile(
     r"(_clip|_dinov2|_tipsv2|_gap|_map|_siglip(_gap)?)?(_36x1)?(_\d+)?)(\..*)?"
 )
 TANH = re.compile(r"vit_(giantopt_patch|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip(_gap)?_512).*")
+# Size, patch sizes, and patch sizes of models with CLIP's norms, by width, depth and heads, for names of exports.
+NAMED = {
+    (192, 12, 3): ("tiny", (16,), ()),
+    (384, 12, 6): ("small", (8, 16, 32), ()),
+    (512, 12, 8): ("medium", (), (16, 32)),
+    (768, 12, 12): ("base", (8, 16, 32), (16, 32)),
+    (1024, 24, 16): ("large", (14, 16, 32), (14,)),
+    (1280, 32, 16): ("huge", (14,), (14,)),
+    (1408, 40, 16): ("giant", (14,), (14,)),
+    (1664, 48, 16): ("gigantic", (14,), (14,)),
+}
 HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # by width, where a head is not 64 wide
 HEADS_OF = {"vit_base_patch16_gap_224": 16, "vit_giantopt_patch16_siglip": 16}  # by the beginning of the name
 # Arguments of timm's VisionTransformer that the tensors or this module cover, or that have no effect on a prediction.
@@ -33,19 +46,21 @@ ARGUMENTS = {
     "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate", "weight_init", "fix_init",
     "strict_img_size",
 }  # fmt: skip
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+ACTIVATIONS = ("gelu", "gelu_tanh")  # with the same names here
 NORMS = {"pre_norm": "norm_pre", "pool_norm": "fc_norm"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
 NAMES = {ours: theirs for theirs, ours in POOLS.items()}
-(QUERY, *KEY_VALUE), OUT = vit_links.attention_modules(f"MAPHead_0/{vit_links.ATTENTION}")
+QUERY, *KEY_VALUE = vit_links.MAP_QKV
 MODULES = {
     "patch_embed.proj": "embedding", "norm": "Transformer/encoder_norm",
     **{theirs: ours for ours, theirs in NORMS.items()},
-    "attn_pool.latent": "MAPHead_0/probe", "attn_pool.q": QUERY, "attn_pool.kv": KEY_VALUE, "attn_pool.proj": OUT,
+    "attn_pool.latent": "MAPHead_0/probe", "attn_pool.q": QUERY, "attn_pool.kv": KEY_VALUE,
+    "attn_pool.proj": vit_links.MAP_OUT,
     "attn_pool.norm": "MAPHead_0/LayerNorm_0", "attn_pool.mlp.fc1": "MAPHead_0/MlpBlock_0/Dense_0",
     "attn_pool.mlp.fc2": "MAPHead_0/MlpBlock_0/Dense_1",
 }  # fmt: skip
 ROTARY = "blocks.0.gamma_1"
+log = logging.getLogger(__name__)
 # Tensors of properties that this project's ViT lacks, by the end of their names.
 FOREIGN = {
     ROTARY: "rotary embeddings, as EVA and timm's DINOv3; of DINOv3, files of transformers are read",
@@ -75,21 +90,23 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if architecture and not KNOWN.fullmatch(architecture):
         raise CheckpointError(f"config.json: architecture {architecture!r} is not a ViT that dcvit can express")
     _check_arguments(arguments)
-    width, _, *patch = vit_links.shape_of(tensors, "patch_embed.proj.weight", "timm ViT", axes=4)
-    fc1 = vit_links.shape_of(tensors, "blocks.0.mlp.fc1.weight", "timm ViT")
-    fc2 = vit_links.shape_of(tensors, "blocks.0.mlp.fc2.weight", "timm ViT")
+    width, _, *patch = shape_of(tensors, "patch_embed.proj.weight", 4)
+    fc1 = shape_of(tensors, "blocks.0.mlp.fc1.weight")
+    fc2 = shape_of(tensors, "blocks.0.mlp.fc2.weight")
     pool = _pool(tensors, config.get("global_pool") or arguments.get("global_pool"))
     if "dist_token" in tensors:
         if pool != "tok" or "head_dist.weight" not in tensors:
             raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
         pool = "tok+reg"
+    named_heads = next((heads for start, heads in HEADS_OF.items() if architecture.startswith(start)), None)
+    heads = named_heads or HEADS.get(width, max(1, width // 64))
+    activation = arguments.get("act_layer") or ("gelu_tanh" if TANH.fullmatch(architecture) else "gelu")
     fields: Json = {
-        "width": width, "depth": vit_links.depth_of(tensors, "blocks."), "num_heads": _heads(width, architecture),
-        "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
+        "width": width, "depth": depth_of(tensors, "blocks."),
+        "num_heads": hf_config.size(arguments, "num_heads", heads), "mlp_dim": fc2[1], "patch_size": tuple(patch),
+        "pool_type": pool, "mlp": activation,
     }  # fmt: skip
-    if "num_heads" in arguments:
-        fields["num_heads"] = hf_config.size(arguments, "num_heads")
-    if "_clip_" in architecture:
+    if "_clip_" in architecture or (not architecture and "norm_pre.weight" in tensors):
         fields["norm_epsilon"] = 1e-5
     fields |= {ours: True for ours, theirs in NORMS.items() if f"{theirs}.weight" in tensors}
     if fc1[0] == 2 * fc2[1]:
@@ -101,7 +118,11 @@ def describe(tensors: Tensors, config: Json) -> Description:
     registers = sum(count for _, count in _tokens(tensors)) - pool.startswith("tok")
     if registers:
         fields["registers"] = registers
-    classes = vit_links.classes_of(tensors, "head.weight", "timm ViT")
+    if not architecture:
+        quick = "; CLIP's models with QuickGELU have other outputs" if "pre_norm" in fields else ""
+        shown = ", ".join(f"{name}={fields.get(name, 1e-6)!r}" for name in ("num_heads", "mlp", "norm_epsilon"))
+        log.warning("a ViT of timm without config.json; assumed: %s%s", shown, quick)
+    classes = shape_of(tensors, "head.weight")[0] if "head.weight" in tensors else None
     return Description("vit", classes, fields, _pp(config.get("pretrained_cfg")))
 
 
@@ -115,11 +136,11 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     else:
         tokens = _tokens(tensors)
         embedded = _embedded(tensors, sum(count for _, count in tokens), description)
-    block = vit_links.block(
+    block = vit_links.layer(
         "blocks.{}", ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma"),
         gated=fields["mlp"] == "swiglu",
     )  # fmt: skip
-    in_front = vit_links.TokenNames("pos_embed", tuple(tokens), embedded)
+    in_front = vit_links.Tokens("pos_embed", tuple(tokens), embedded)
     return vit_links.model_links(description, {**MODULES, **block}, in_front, ("head", "head_dist"))
 
 
@@ -131,7 +152,7 @@ def config(description: Description) -> Json:
     vit_links.check_expressible(
         description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register),
         norm_epsilon=(1e-6, *[1e-5] * (not distilled)), qkv_bias=("qkv", ""), pre_norm=(False, True),
-        mlp=(*ACTIVATIONS.values(), *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
+        mlp=(*ACTIVATIONS, *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
     )  # fmt: skip
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
@@ -146,15 +167,11 @@ def config(description: Description) -> Json:
         "reg_tokens": 0 if distilled else fields["registers"], "global_pool": "token" if distilled else NAMES[pool],
         "fc_norm": fields["pool_norm"], "pre_norm": fields["pre_norm"], "qkv_bias": fields["qkv_bias"] == "qkv",
     }  # fmt: skip
-    # The classes of model, MLP and norms cannot be arguments; architectures of timm have them.
-    architecture = "deit_base_distilled_patch16_224" if distilled else f"vit_base_patch16{'_clip' * clip}_224"
-    if gated:
-        architecture = "vit_giant_patch14_dinov2"
-    else:
+    if not gated:
         arguments["act_layer"] = fields["mlp"]
     classes = description.num_outputs or 0
     return {
-        "architecture": architecture,
+        "architecture": _architecture(fields, pp.size),
         "num_classes": classes,
         "num_features": width,
         "global_pool": arguments["global_pool"],
@@ -167,6 +184,23 @@ def config(description: Description) -> Json:
             "first_conv": "patch_embed.proj", "classifier": ["head", "head_dist"] if distilled else "head",
         },
     }  # fmt: skip
+
+
+def _architecture(fields: Json, size: tuple[int, int]) -> str:
+    """Return the architecture of timm whose width, depth, heads and patches fit best; arguments give all sizes.
+
+    The classes of model, MLP and norms cannot be arguments, so that the architecture must have them.
+    """
+    patch, is_clip = fields["patch_size"][0], fields["norm_epsilon"] == 1e-5
+    name, plain, clip = NAMED.get((fields["width"], fields["depth"], fields["num_heads"]), ("base", (16,), (16,)))
+    if fields["mlp"] == "swiglu":
+        return "vit_giant_patch14_dinov2"
+    if fields["pool_type"] == "tok+reg":
+        return f"deit_{name if name in ('tiny', 'small') else 'base'}_distilled_patch16_224"
+    if set(fields["patch_size"]) != {patch} or patch not in (clip if is_clip else plain):
+        name, patch = "base", 16
+    end = 384 if size == (384, 384) and patch in (16, 32) and not is_clip else 224
+    return f"vit_{name}_patch{patch}{'_clip' * is_clip}_{end}"
 
 
 def _crop_pct(pp: Preprocessing) -> float:
@@ -201,16 +235,6 @@ def _check_arguments(arguments: Json) -> None:
             raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r}; supported: {shown}")
 
 
-def _activation(architecture: str, arguments: Json) -> str:
-    default = "gelu_tanh" if TANH.fullmatch(architecture) else "gelu"
-    return ACTIVATIONS[arguments.get("act_layer") or default]
-
-
-def _heads(width: int, architecture: str) -> int:
-    named = [heads for start, heads in HEADS_OF.items() if architecture.startswith(start)]
-    return named[0] if named else HEADS.get(width, max(1, width // 64))
-
-
 def _pool(tensors: Tensors, named: object) -> str:
     """Return `pool_type` from its name in config.json or, without one, from the tensors that exist."""
     if named is None:
@@ -223,25 +247,23 @@ def _pool(tensors: Tensors, named: object) -> str:
 def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
     """Return pairs (tensor, number of tokens) of the tokens before the patches."""
     names = [name for name in ("cls_token", "dist_token", "reg_token") if name in tensors]
-    return [(name, vit_links.shape_of(tensors, name, "timm ViT", axes=3)[1]) for name in names]
+    return [(name, shape_of(tensors, name, 3)[1]) for name in names]
 
 
 def _embedded(tensors: Tensors, before: int, description: Description) -> int:
     """Return how many of the `before` tokens ahead of the patches have a position embedding: none or all."""
-    rows = vit_links.shape_of(tensors, "pos_embed", "timm ViT", axes=3)[1]
+    rows = shape_of(tensors, "pos_embed", 3)[1]
     if description.pp:
         height, width = preprocessing.size_of(description.pp)
         p_h, p_w = description.fields["patch_size"]
         patches = (height // p_h) * (width // p_w)
         if rows not in (patches, patches + before):
-            raise CheckpointError(
-                f"timm ViT: pos_embed has {rows} rows, but images of {height}x{width} have {patches} patches"
-            )
+            raise CheckpointError(f"pos_embed has {rows} rows, but images of {height}x{width} have {patches} patches")
         return rows - patches
     if round(rows**0.5) ** 2 == rows:
         return 0
     if round((rows - before) ** 0.5) ** 2 != rows - before:
-        raise CheckpointError(f"timm ViT: pos_embed has {rows} rows, which is no square grid and {before} tokens")
+        raise CheckpointError(f"pos_embed has {rows} rows, which is no square grid and {before} tokens")
     return before
 
 

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description, defaults, shapes_of
-from dcvit.weights.links import Arrays, Link, Shape
-from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.torch_layers import Table, links, module
+from dcvit.weights.family import Description, Shape, defaults
+from dcvit.weights.links import Arrays, Link, Table, from_table
+from dcvit.weights.tensors import Json
 
 BLOCK = "Transformer/encoderblock_{}"
 ATTENTION = "MultiHeadDotProductAttention_0"
+NORM = "Transformer/encoder_norm"
 DEFAULTS = defaults("vit")
 
 
-class TokenNames(NamedTuple):
+def attention_modules(attention: str) -> tuple[list[str], str]:
+    """Return the paths of the modules of the attention at a path: those of query, key and value, and of the output."""
+    return [f"{attention}/{name}" for name in ("query", "key", "value")], f"{attention}/out"
+
+
+MAP_QKV, MAP_OUT = attention_modules(f"MAPHead_0/{ATTENTION}")
+
+
+class Tokens(NamedTuple):
     """Names of the position embeddings and of the tokens before the patches.
 
     Fields:
       positions: the tensor of position embeddings.
-      tokens: pairs (tensor, number of tokens), in their order.
+      before: pairs (tensor, number of tokens), in their order.
       embedded: number of these tokens with a position embedding; their rows precede those of the patches.
       batched: the position embeddings have a first axis of length 1.
     """
 
     positions: str
-    tokens: tuple[tuple[str, int], ...] = ()
+    before: tuple[tuple[str, int], ...] = ()
     embedded: int = 0
     batched: bool = True
 
 
-def block(
-    layer: str,
+def layer(
+    at: str,
     norms: Sequence[str],
     attention: Sequence[str],
     mlp: Sequence[str],
@@ -44,10 +51,10 @@ def block(
     *,
     gated: bool = False,
 ) -> Table:
-    """Return the table of a layer, see `dcvit.weights.torch_layers`, from names in the other library.
+    """Return the table of a layer, see `dcvit.weights.links.from_table`, from names in the other library.
 
     Args:
-      layer: the name of a layer, with "{}" for its number.
+      at: the name of a layer, with "{}" for its number.
       norms: the norms of attention and MLP.
       attention: query, key, value and output; or the fused projection of the first three, and the output.
       mlp: the first and the last layer; or the first, the gate of SwiGLU and the last.
@@ -62,12 +69,7 @@ def block(
         *zip(mlp, (first, gate, last) if len(mlp) == 3 else ((first, gate) if gated else first, last), strict=True),
         *zip(scales, (f"{BLOCK}/layer_scale_0", f"{BLOCK}/layer_scale_1"), strict=False),
     ]
-    return {f"{layer}.{theirs}": ours for theirs, ours in entries}
-
-
-def attention_modules(attention: str) -> tuple[tuple[str, str, str], str]:
-    """Return the paths of the modules of the attention at a path: those of query, key and value, and of the output."""
-    return (f"{attention}/query", f"{attention}/key", f"{attention}/value"), f"{attention}/out"
+    return {f"{at}.{theirs}": ours for theirs, ours in entries}
 
 
 def settings(description: Description) -> Json:
@@ -77,7 +79,27 @@ def settings(description: Description) -> Json:
     return fields
 
 
-def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
+def model_links(description: Description, table: Table, tokens: Tokens | None, heads: Sequence[str] = ()) -> list[Link]:
+    """Return the links of a model.
+
+    Args:
+      description: the model.
+      table: its modules, except the head.
+      tokens: position embeddings and the tokens before the patches, unless they are in `table`.
+      heads: the classifier, and for `pool_type="tok+reg"` that of the first register.
+    """
+    fields, outputs = settings(description), description.num_outputs
+    width, pool_type = fields["width"], fields["pool_type"]
+    found = [_token_link(tokens, width, pool_type.startswith("tok"))] if tokens else []
+    found += from_table(table, description)
+    if not heads or not outputs:
+        return found
+    if pool_type == "tok+reg":
+        return found + _averaged(heads, "head", width, outputs)
+    return found + from_table({heads[0]: "head"}, description)
+
+
+def _averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
     """Link two linear layers, whose outputs are averaged, to one linear layer here of their concatenated inputs."""
     weights, biases = (tuple(f"{name}.{end}" for name in theirs) for end in ("weight", "bias"))
     return [
@@ -93,7 +115,7 @@ def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> lis
     ]  # fmt: skip
 
 
-def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
+def _token_link(names: Tokens, width: int, has_cls: bool) -> Link:
     """Link the tokens before the patches, and the position embeddings, which this project has for patches only.
 
     A token's position embedding is added to the token, which gives the same model; when writing, it is zero.
@@ -103,7 +125,7 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
       width: M.
       has_cls: the first token is the class token; the others are registers.
     """
-    counts = [count for _, count in names.tokens]
+    counts = [count for _, count in names.before]
     count, embedded = sum(counts), names.embedded
     ours = ["cls"] * has_cls + ["registers"] * (count > has_cls)
 
@@ -124,62 +146,9 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
 
     table_shape: Shape = (1, None, width) if names.batched else (None, width)
     return Link(
-        (*(name for name, _ in names.tokens), names.positions), (*ours, "pos_embedding"), to_ours, to_theirs,
+        (*(name for name, _ in names.before), names.positions), (*ours, "pos_embedding"), to_ours, to_theirs,
         (*((1, size, width) for size in counts), table_shape),
     )  # fmt: skip
-
-
-def ignored(theirs: str, shape: Shape) -> Link:
-    """Link a tensor that has no effect but must exist in the file: it is not read."""
-    return Link((theirs,), (), lambda *_: (), lambda: (), (shape,))
-
-
-def model_links(description: Description, table: Table, names: TokenNames, heads: Sequence[str] = ()) -> list[Link]:
-    """Return the links of a model.
-
-    Args:
-      description: the model.
-      table: its modules, except the head.
-      names: position embeddings and the tokens before the patches.
-      heads: the classifier, and for `pool_type="tok+reg"` that of the first register.
-    """
-    fields = settings(description)
-    found = [tokens(names, fields["width"], fields["pool_type"].startswith("tok")), *links(table, description)]
-    if not heads or not description.num_outputs:
-        return found
-    if fields["pool_type"] == "tok+reg":
-        return found + averaged(heads, "head", fields["width"], description.num_outputs)
-    return found + module(heads[0], "head", shapes_of(description))
-
-
-def prefix_of(tensors: Tensors, prefixes: Sequence[str], name: str) -> str | None:
-    """Return the prefix of `prefixes` with which the file has the tensor prefix + `name`, or None."""
-    return next((prefix for prefix in prefixes if f"{prefix}{name}" in tensors), None)
-
-
-def classes_of(tensors: Tensors, head: str, what: str) -> int | None:
-    """Return the number of classes of a classifier, or None for a file without it."""
-    return shape_of(tensors, head, what)[0] if head in tensors else None
-
-
-def depth_of(tensors: Tensors, before: str) -> int:
-    """Return the number of layers, whose tensors are named `before` and a number."""
-    found = (re.match(rf"{re.escape(before)}(\d+)[./]", name) for name in tensors)
-    return len({match[1] for match in found if match})
-
-
-def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int, ...]:
-    """Return the shape of the tensor `name`, which should have `axes` axes; `what` is the file in messages.
-
-    Raises:
-      CheckpointError: the tensor is missing or has another number of axes.
-    """
-    if name not in tensors:
-        raise CheckpointError(f"{what} has no {name}")
-    shape = tensors[name].shape
-    if len(shape) != axes or 0 in shape:
-        raise CheckpointError(f"{what}: {name} has shape {shape}, expected {axes} axes")
-    return shape
 
 
 def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:

@@ -18,10 +18,10 @@ from dcvit.hub.kinds import make_model
 from dcvit.hub.saved import open_saved
 from dcvit.models import lm
 from dcvit.training.model import make_loader
-from dcvit.weights import llama
 from dcvit.weights.export import conversion
 from dcvit.weights.family import Description
 from dcvit.weights.links import write
+from dcvit.weights.lm_families import LLAMA
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 
@@ -38,8 +38,8 @@ def weights(tmp_path_factory):
     flat = flatten_dict(jax.device_get(params), sep="/")
     tensors = {path: Tensor(array.shape, lambda array=array: array) for path, array in flat.items()}
     folder = tmp_path_factory.mktemp("llama")
-    write_shards(folder, write(llama.links(description), tensors))
-    (folder / "config.json").write_text(json.dumps(llama.config(description)))
+    write_shards(folder, write(LLAMA.links(description), tensors))
+    (folder / "config.json").write_text(json.dumps(LLAMA.config(description)))
     return folder, net, params
 
 

@@ -1,5 +1,7 @@
 """Models of other libraries with random weights, and the logits of what is read from their files."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from dcvit.models import lm
 from dcvit.weights import links
 from dcvit.weights.families import FAMILIES
+from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import open_file
 
 
@@ -59,3 +62,20 @@ def links_of(weights):
 def written_back(weights):
     """The tensors that the links of opened weights write from the parameters that they read."""
     return dict(links.write(links_of(weights), weights.params))
+
+
+def export(weights, folder, **options):
+    """Write weights as a folder of their family, as the command does: config.json and safetensors."""
+    family = FAMILIES[weights.family]
+    folder.mkdir()
+    write_shards(folder, links.write(family.links(weights.description), weights.params), **options)
+    (folder / "config.json").write_text(json.dumps(family.config(weights.description)))
+    return folder
+
+
+def assert_same_bits(tensors, expected):
+    """Assert that tensors have the names, types, shapes and bytes of the arrays `expected`."""
+    assert tensors.keys() == expected.keys()
+    for name, array in expected.items():
+        found = tensors[name].read()
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes()), name

@@ -6,15 +6,14 @@ import dcformer_oracle as oracle
 import jax
 import numpy as np
 import pytest
-from foreign_models import largest_difference, libraries, our_logits, random_tokens
+from foreign_models import assert_same_bits, export, largest_difference, libraries, our_logits, random_tokens
 from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.models import lm
-from dcvit.weights import dcformer, links
 from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
-from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.lm_families import DCFORMER as DCFORMER_FAMILY
 from dcvit.weights.tensors import open_file
 
 VOCAB, WIDTH, HEADS, WINDOW, LENGTH = 61, 32, 4, 6, 20
@@ -70,14 +69,9 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     expected = oracle.forward(torch, MODELS[name], state, tokens)
     assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
-    (tmp_path / "ours").mkdir()
-    write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.params))
-    written = {name: tensor.read() for name, tensor in open_file(tmp_path / "ours").tensors.items()}
-    assert written.keys() == state.keys()
-    for tensor, array in written.items():
-        assert (array.shape, array.tobytes()) == (tuple(state[tensor].shape), state[tensor].numpy().tobytes())
-    config = dcformer.config(weights.description)
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    export(weights, tmp_path / "ours")
+    assert_same_bits(open_file(tmp_path / "ours").tensors, {key: x.numpy() for key, x in state.items()})
+    config = DCFORMER_FAMILY.config(weights.description)
     assert open_weights(tmp_path / "ours").description == weights.description
     kept = {key: value for key, value in MODELS[name].items() if key in config}
     assert {key: config[key] for key in kept} == kept
@@ -111,16 +105,15 @@ def test_qk_norm_is_told_by_the_file_if_its_config_does_not_tell(tmp_path):
         assert open_weights(tmp_path / name).description.fields.get("qk_norm") == expected
 
 
-UNSUITABLE = [
-    (dict(model_type="dcformer2"), "model_type='dcformer2' is not supported; supported: dcformer, dcpythia"),
-    (dict(use_dcmha=False), "use_dcmha=False is not supported, only True"),
-    (dict(use_qk_norm=False), "4 only in the checkpoint: layers.0.attention.q_norm.scale"),
-]
-
-
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "message"), UNSUITABLE)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(use_dcmha=False), "use_dcmha=False is not supported, only True"),
+        (dict(use_qk_norm=False), "4 only in the checkpoint: layers.0.attention.q_norm.scale"),
+    ],
+)
 def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
     save(tmp_path / "m", "DCFormer", **{"n_local_heads": -1, **config})
     with refused(CheckpointError, message):
@@ -129,4 +122,4 @@ def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
 
 def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields():
     with refused(CheckpointError, "compose_gelu='tanh' (only 'exact')"):
-        dcformer.config(Description("lm", 61, {"compose": "both"}))
+        DCFORMER_FAMILY.config(Description("lm", 61, {"compose": "both"}))

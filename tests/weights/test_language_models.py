@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 from foreign_models import (
+    assert_same_bits,
+    export,
     largest_difference,
     libraries,
     our_logits,
@@ -21,10 +23,9 @@ from dcvit.errors import CheckpointError
 from dcvit.inference import generation
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
-from dcvit.weights import links, lm_fields
+from dcvit.weights import lm_families
 from dcvit.weights.families import FAMILIES, open_weights
 from dcvit.weights.family import Description
-from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import open_file
 
 VOCAB, WIDTH, HEADS, DEPTH, MLP, LENGTH = 61, 48, 6, 3, 80, 40
@@ -105,17 +106,10 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     expected = their_logits(theirs, tokens)
     assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
 
-    (tmp_path / "ours").mkdir()
-    family = FAMILIES[weights.family]
-    back = links.write(family.links(weights.description), weights.params)
-    write_shards(tmp_path / "ours", back, max_shard_bytes=40_000)
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(family.config(weights.description)))
-    original, written = (open_file(tmp_path / side).tensors for side in ("theirs", "ours"))
+    export(weights, tmp_path / "ours", max_shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
-    assert original.keys() == written.keys()
-    for tensor in original:
-        a, b = original[tensor].read(), written[tensor].read()
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), tensor
+    original = {name: tensor.read() for name, tensor in tensors_of(weights).items()}
+    assert_same_bits(open_file(tmp_path / "ours").tensors, original)
 
     again = libraries()[1].AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     np.testing.assert_array_equal(their_logits(again.eval(), tokens), expected)
@@ -182,26 +176,6 @@ def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_paramet
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "old"),
-    [
-        ("llama one key head", dict(rope_theta=500_000.0, rope_scaling=None)),
-        ("neox parallel .5", dict(rotary_pct=0.5, rotary_emb_base=10_000)),
-    ],
-)
-def test_configs_before_transformers_5_describe_the_same_model(name, old, saved):
-    folder = saved(name)
-    expected = open_weights(folder).description
-    buffer = {
-        "llama one key head": "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "neox parallel .5": "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
-    }[name]
-    rewrite(folder, lambda t: {**t, buffer: np.ones(4, np.float32)}, rope_parameters="absent", **old)
-    assert open_weights(folder).description == expected
-
-
-@pytest.mark.interop
-@pytest.mark.slow
 def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
     folder = saved("llama grouped tied")
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].copy()})
@@ -232,68 +206,52 @@ def test_generation_beyond_the_window_gives_the_tokens_of_transformers(name, sav
     assert len({token for row in expected for token in row}) > 5
 
 
+LLAMA, NEOX = "llama one key head", "neox parallel .5"
+BUFFERS = {
+    LLAMA: "model.layers.0.self_attn.rotary_emb.inv_freq",
+    NEOX: "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
+}
+
+
 @pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
+    ("name", "config"),
     [
-        dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent"),
-        dict(rope_scaling={"type": "linear", "factor": 3}),  # the base is then the default, for any `rope_parameters`
-        dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL}),  # for the context, 40
-        dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16}),
+        (LLAMA, dict(rope_theta=500_000.0, rope_scaling=None, rope_parameters="absent")),
+        (NEOX, dict(rotary_pct=0.5, rotary_emb_base=10_000, rope_parameters="absent")),
+        (LLAMA, dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent")),
+        (LLAMA, dict(rope_scaling={"type": "linear", "factor": 3})),  # the base is the default, for any rope_parameters
+        (LLAMA, dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL})),  # for the context, 40
+        (LLAMA, dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16})),
     ],
 )
-def test_scaled_frequencies_are_those_of_transformers_in_every_form_of_the_config(config, saved):
-    folder = saved("llama one key head")
+def test_rotary_frequencies_are_those_of_transformers_in_every_form_of_the_config(name, config, saved):
+    """Also in files of releases before 5, whose frequencies are a buffer."""
+    folder = saved(name)
     rewrite(folder, **config)
     tokens = random_tokens(VOCAB, LENGTH)
-    theirs = libraries()[1].AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert largest_difference(our_logits(open_weights(folder), tokens), their_logits(theirs, tokens)) < 2e-5
-
-
-def keep(tensors):
-    return tensors
-
-
-def reshaped(name):
-    return lambda tensors: {**tensors, name: np.zeros((3, 5), np.float32)}
+    expected = their_logits(libraries()[1].AutoModelForCausalLM.from_pretrained(folder).eval(), tokens)
+    rewrite(folder, lambda t: {**t, BUFFERS[name]: np.ones(4, np.float32)})
+    assert largest_difference(our_logits(open_weights(folder), tokens), expected) < 2e-5
 
 
 BIAS = "gpt_neox.layers.1.attention.query_key_value.bias"
-
-
-# The model, the change of its tensors, the change of its config.json, and a part of the message.
+# The model, tensors of other shapes, the change of its config.json, and a part of the message.
 UNSUITABLE = [
-    ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
-    ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
-    ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
-    ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
-    ("mistral", keep, dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
-    ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
-    ("neox parallel .5", reshaped(BIAS), {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folders of the models of the table above."""
-    root = tmp_path_factory.mktemp("models")
-    for name in {row[0] for row in UNSUITABLE}:
-        random_model(name).save_pretrained(root / name)
-    return root
+    ("llama", [], dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
+    ("llama", [], dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
+    ("mistral", [], dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
+    ("neox parallel .5", [BIAS], {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
+]
 
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "change", "config", "message"), UNSUITABLE)
-def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
-    name, change, config, message, folders, tmp_path
-):
-    folder = tmp_path / name
-    folder.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (folder / file).write_bytes((folders / name / file).read_bytes())
-    rewrite(folder, change, **config)
+@pytest.mark.parametrize(("name", "reshaped", "config", "message"), UNSUITABLE)
+def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(name, reshaped, config, message, saved):
+    folder = saved(name)
+    rewrite(folder, lambda tensors: tensors | dict.fromkeys(reshaped, np.zeros((3, 5), np.float32)), **config)
     with refused(CheckpointError, message) as raised:
         open_weights(folder)
     assert str(raised.value).startswith(str(folder))
@@ -303,8 +261,8 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
     ("family", "fields", "message"),
     [
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
-         "GPT-2 cannot express parallel=True (only False)"),
-        ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
+         "GPT2LMHeadModel cannot express parallel=True (only False)"),
+        ("llama", dict(compose="both"), "LlamaForCausalLM cannot express compose='both' (only None)"),
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):
@@ -315,7 +273,7 @@ def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fie
 def test_the_fields_of_files_are_those_of_the_model():
     """A new field of the model must be a field of files too, or exports would lose it silently."""
     ours = {field.name for field in dataclasses.fields(lm.LM)} - {"parent", "name", "vocab_size", "compose_layers"}
-    assert ours - set(lm_fields.NOT_IN_FILES) == lm_fields.DEFAULTS.keys()
+    assert ours - set(lm_families.NOT_IN_FILES) == lm_families.DEFAULTS.keys()
     for family in ("llama", "gpt2", "gpt_neox", "dcformer", "dcvit_hf"):
         with pytest.raises(CheckpointError, match="compose_layers"):
             FAMILIES[family].config(Description("lm", 61, {"compose": "both", "compose_layers": (-1,)}))

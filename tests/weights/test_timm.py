@@ -8,14 +8,14 @@ import pytest
 pytestmark = pytest.mark.interop
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
-from foreign_models import links_of
+from foreign_models import export, links_of
 from PIL import Image
 from safetensors.torch import save_file
 from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
-from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_dcvit, of_torch, randomize
+from vision_models import TOLERANCE, check_read, check_written_back, images, of_dcvit, of_torch, randomize
 
 from dcvit.errors import CheckpointError
 from dcvit.models.input_channels import adapted
@@ -24,6 +24,7 @@ from dcvit.training import step
 from dcvit.training.optim import layer_scales
 from dcvit.weights import families as weights
 from dcvit.weights import links, timm_vit
+from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensor
 from input_pipeline.preprocess.builder import Preprocess
 
@@ -80,10 +81,15 @@ def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "save_as"), [("deit3_small_patch16_224", "safetensors"), ("vit_base_patch16_siglip_224", "torch")]
+    ("name", "save_as"),
+    [
+        ("deit3_small_patch16_224", "safetensors"),
+        ("vit_base_patch16_siglip_224", "torch"),
+        ("vit_base_patch16_clip_224", "safetensors"),
+    ],
 )
-def test_bare_file_is_described_by_its_shapes(tmp_path, name, save_as):
-    """Without config.json, heads are 64 wide and the activation is timm's default."""
+def test_bare_file_is_described_by_its_shapes_and_says_what_is_assumed(tmp_path, name, save_as, caplog):
+    """Without config.json, heads are 64 wide, the activation is timm's default, and CLIP's norms have their epsilon."""
     model = create(name, embed_dim=128, num_heads=2, num_classes=0, **({"act_layer": None} if "siglip" in name else {}))
     path = tmp_path / "weights.bin"
     (save_file if save_as == "safetensors" else torch.save)(model.state_dict(), path)
@@ -91,6 +97,29 @@ def test_bare_file_is_described_by_its_shapes(tmp_path, name, save_as):
     found = check_read(path, of_torch(model, pixels), pixels)
     assert found.description.num_outputs is None
     assert found.description.pp == ""
+    epsilon = found.description.fields.get("norm_epsilon", 1e-6)
+    assert epsilon == model.blocks[0].norm1.eps
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert f"assumed: num_heads=2, mlp='gelu', norm_epsilon={epsilon}" in warning
+    assert ("QuickGELU" in warning) == ("clip" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", timm_vit.NAMED)
+def test_an_export_has_the_architecture_of_its_sizes(sizes):
+    width, depth, heads = sizes
+    name, plain, clip = timm_vit.NAMED[sizes]
+    for patch, epsilon in [*((patch, 1e-6) for patch in plain), *((patch, 1e-5) for patch in clip), (7, 1e-6)]:
+        fields = dict(width=width, depth=depth, num_heads=heads, patch_size=(patch, patch), norm_epsilon=epsilon)
+        side = 384 if patch == 32 and epsilon == 1e-6 else 28 * patch
+        description = Description("vit", 5, {**fields, "mlp": "gelu"}, f"decode|resize({side})|value_range(-1, 1)")
+        found = timm_vit.config(description)["architecture"]
+        assert f"_{name if patch != 7 else 'base'}_" in found
+        assert found.endswith("_384") == (side == 384)
+        if patch != 7:
+            model = timm.create_model(found, device="meta")
+            shape = model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads, model.patch_embed.patch_size
+            assert (*shape, model.blocks[0].norm1.eps) == (width, depth, heads, (patch, patch), epsilon)
 
 
 @pytest.mark.slow

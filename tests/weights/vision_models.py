@@ -1,21 +1,18 @@
 """Vision models of other libraries with random weights, and comparisons with the model that is read from a file."""
 
-import json
 import math
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 import torch
 from foreign_models import links_of, tensors_of
 from small_models import jit
 
 from dcvit.models import vit
 from dcvit.weights import links as linking
-from dcvit.weights.families import FAMILIES, open_weights
-from dcvit.weights.tensors import open_file
+from dcvit.weights.families import open_weights
 
 TOLERANCE = 2e-5  # of logits of standard deviation about 1
 
@@ -85,14 +82,3 @@ def check_written_back(weights, sums=()):
         np.testing.assert_array_equal(before[:, :count] + positions[:, :count], expected[:, :count] + table[:, :count])
         np.testing.assert_array_equal(before[:, count:], expected[:, count:])
         np.testing.assert_array_equal(positions[:, count:], table[:, count:])
-
-
-def export(weights, folder, family=None):
-    """Write a model as a folder of a family, as the command does: config.json and safetensors."""
-    module = FAMILIES[family or weights.family]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(module.config(weights.description)))
-    tensors = dict(linking.write(module.links(weights.description), weights.params))
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert open_file(folder).tensors.keys() == tensors.keys()
-    return folder

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line_with_type
-from dcvit.weights import dcvit_hf, gpt2, gpt_neox, llama
+from dcvit.weights import dcvit_hf
+from dcvit.weights.lm_families import GPT2, GPT_NEOX, LLAMA
 from dcvit.weights.tensors import Json, read_json
 
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
@@ -23,7 +24,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
     "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
     "dinov3_vit": ("DINOv3ViTModel",),
-    **{kind: (name,) for family in (gpt2, llama, gpt_neox) for kind, name in family.CONFIG.architectures.items()},
+    **{kind: (name,) for family in (GPT2, LLAMA, GPT_NEOX) for kind, name in family.classes.items()},
     dcvit_hf.IMAGE: ("DCViTForImageClassification", "DCViTModel"),
     dcvit_hf.TEXT: ("DCFormerForCausalLM",),
 }
