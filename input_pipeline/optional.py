@@ -17,7 +17,8 @@ from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_
 EXTRAS = {
     "PIL": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
     "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
-    "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
+    "imagecodecs": "tiff", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb", "flatbuffers": "interop",
+    "jax2onnx": "interop", "onnxruntime": "interop",
 }  # fmt: skip
 
 FROM_FLAX = ("optax", "orbax", "tensorstore")  # those of the extra `train` that flax itself needs

@@ -10,6 +10,7 @@ from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_processor, preprocessing
+from dcvit.weights.export import check
 from dcvit.weights.families import open_weights
 from dcvit.weights.tensors import PROCESSOR
 from input_pipeline import Preprocess
@@ -85,7 +86,11 @@ def test_model_without_the_file_is_preprocessed_as_transformers_would(kind, tmp_
 def test_processor_of_transformers_yields_the_pixels_of_the_string_and_reads_back(pp, tmp_path):
     written = hf_processor.write(pp)
     processor = processor_class(written["image_processor_type"]).from_dict(written)
-    assert_same_pixels(pp, processor, photo(gray="decode(1)" in pp), tmp_path)
+    image = photo(gray="decode(1)" in pp)
+    assert_same_pixels(pp, processor, image, tmp_path)
+    levels = processor_class(written["image_processor_type"]).from_dict({**written, "do_normalize": False})
+    expected = 255 * levels(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    np.testing.assert_allclose(check._by_pillow(preprocessing.from_pp(pp), image), expected, atol=1e-3)
     size, channels = preprocessing.size_of(pp), preprocessing.channels_of(pp)
     assert hf_processor.read({PROCESSOR: written}, "ViT", size, channels) == pp
     assert hf_processor.read({PROCESSOR: processor.to_dict()}, "ViT", size, channels) == pp

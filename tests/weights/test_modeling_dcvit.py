@@ -328,6 +328,7 @@ def test_automatic_classes_load_the_folder_without_its_head(kind, tmp_path):
     net, _, model = conversion_models.image_model((16, 16, 3)) if image else text_case("folded")
     headed, folder = to_torch(model, tmp_path)
     named = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert image or headed.config.eos_token_id == END
     assert named == {name: f"{dcvit_hf.MODULE}.{value}" for name, value in dcvit_hf.CLASSES[kind].items()}
     base_class = getattr(modeling, dcvit_hf.CLASSES[kind]["AutoModel"])
     base, report = base_class.from_pretrained(folder, output_loading_info=True)
