@@ -41,24 +41,6 @@ BEYOND = 32  # tokens of a row beyond the first window, as far as the context al
 TOKENS = 128  # of a row without windows
 MAX_BYTES = 2 << 30  # of float32 parameters
 PHOTO = "china.jpg"  # of scikit-learn, 427x640 pixels
-# Classes of transformers by model type whose inputs are images or tokens alone, and whose outputs are compared.
-KNOWN = {
-    "vit": ("ViTForImageClassification", "ViTModel"),
-    "deit": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
-    "siglip": ("SiglipForImageClassification",),
-    "siglip_vision_model": ("SiglipVisionModel",),
-    "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
-    "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
-    "dinov3_vit": ("DINOv3ViTModel",),
-    "gpt2": ("GPT2LMHeadModel",),
-    "llama": ("LlamaForCausalLM",),
-    "mistral": ("MistralForCausalLM",),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
-    "gpt_neox": ("GPTNeoXForCausalLM",),
-    "dcvit": ("DCViTForImageClassification", "DCViTModel"),
-    "dcformer": ("DCFormerForCausalLM",),
-}
 OURS = ("dcvit", "dcformer")  # model types of modeling_dcvit.py
 
 
@@ -149,14 +131,15 @@ def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
 def by_transformers(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray | None:
     """Return the logits, or else the features, that transformers computes for a folder. Its code is not executed.
 
-    None if the library is absent, the model is larger than `MAX_BYTES`, or config.json names no class of `KNOWN`.
+    None if the library is absent, the model is larger than `MAX_BYTES`, or config.json does not name one class of its
+    model type whose outputs are logits, or for images also features.
 
     Raises:
       CheckpointError: transformers cannot load the folder.
     """
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    kind, names = str(config.get("model_type")), config.get("architectures")
-    if names not in [[name] for name in KNOWN.get(kind, ())] or not _can_evaluate(weights, "torch", "transformers"):
+    kind, names = config.get("model_type"), config.get("architectures")
+    if not kind or not names or not _can_evaluate(weights, "torch", "transformers"):
         return None
     import torch
     import transformers
@@ -165,8 +148,11 @@ def by_transformers(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray
     try:
         if kind in OURS:
             from dcvit.weights import modeling_dcvit as library
-        model_class = getattr(library, names[0])
-    except (ImportError, RuntimeError, AttributeError):  # an old release, or torchvision does not fit torch
+        (model_class,) = (getattr(library, name) for name in names)
+        is_model = issubclass(model_class, transformers.PreTrainedModel) and model_class.config_class.model_type == kind
+    except Exception:  # an old release, or torchvision does not fit torch; or the names are no classes
+        return None
+    if not is_model:
         return None
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -177,6 +163,8 @@ def by_transformers(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray
         raise CheckpointError(f"{folder}: transformers cannot evaluate the model: {first_line_with_type(e)}") from None
     if "logits" in found:
         return np.asarray(found.logits.numpy())
+    if weights.description.model_name == "lm":
+        return None
     has_pooler = not any("pooler" in name for name in report["missing_keys"])  # a missing one has random weights
     return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
 

@@ -106,6 +106,7 @@ def convert(
     try:
         with _new_folder(target) as folder:
             _write(weights, folder, to)
+            formats.write_thresholds(weights, folder)
             report = compare(weights, folder, to, open_saved)
             if not report.difference <= report.allowed:
                 raise CheckpointError(f"{sources[0]} to {to}: {report}")

@@ -20,7 +20,7 @@ import numpy as np
 from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
-from dcvit.runs import steps
+from dcvit.runs import steps, thresholds
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import hf_processor, names, own, preprocessing
 from dcvit.weights import links as linking
@@ -171,6 +171,15 @@ def write_timm(weights: Weights, folder: Path) -> None:
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
     return linking.write(WRITTEN[family].links(weights.description), weights.params)
+
+
+def write_thresholds(weights: Weights, folder: Path) -> None:
+    """Write the thresholds of a run of several labels, if it has some, as its workdir holds them, but of no step."""
+    description = weights.description
+    if weights.workdir and description.multilabel and not weights.averaged:
+        classes = description.class_names or [str(i) for i in range(description.num_outputs or 0)]
+        if found := thresholds.read(weights.workdir, classes):
+            thresholds.write(folder, found._replace(step=None), classes)
 
 
 def _write_json(path: Path, content: Json) -> None:
