@@ -182,3 +182,18 @@ def test_mean_and_standard_deviation_have_the_effect_of_the_op(op):
     expected = Preprocess(op)({"image": pixels}, np.random.default_rng(0))["image"]
     mean, std = preprocessing.mean_and_std(f"decode|{op}")
     np.testing.assert_allclose((pixels / 255 - mean) / std, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("size", [(30, 50), (200, 64), (16, 300), (97, 97)])
+def test_patches_are_those_of_siglip2(size):
+    """Of its processor of native aspect ratios (NaFlex)."""
+    foreign_models.libraries()
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    theirs = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=40)(Image.fromarray(image), return_tensors="np")
+    ours = Preprocess("patches(16, 40, upscale=True)|value_range(-1, 1)")({"image": image}, np.random.default_rng(0))
+    assert ours["grid"].tolist() == theirs["spatial_shapes"][0].tolist()
+    real = np.prod(ours["grid"])
+    np.testing.assert_allclose(ours["image"].reshape(40, -1)[:real], theirs["pixel_values"][0][:real], atol=1e-6)

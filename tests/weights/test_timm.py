@@ -15,7 +15,7 @@ from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
-from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_dcvit, of_torch, randomize
+from vision_models import TOLERANCE, check_read, check_written_back, export, images, of_torch, randomize
 
 from dcvit.errors import CheckpointError
 from dcvit.models.input_channels import adapted
@@ -106,18 +106,6 @@ def test_preprocessed_pixels_are_near_timms(tmp_path):
     expected = timm.data.create_transform((3, 32, 32), **options)(picture).numpy().transpose(1, 2, 0)
     assert np.abs(found - expected).mean() < 0.01
     assert np.abs(found - expected).max() < 0.2
-
-
-@pytest.mark.slow
-def test_mean_and_std_fold_into_the_stem(tmp_path):
-    """Folded, the model takes images in [-1, 1]."""
-    model = create("deit3_small_patch16_224")
-    read = weights.open_weights(save(model, tmp_path / "a"))
-    folded = read.folded()
-    assert folded.description.pp == 'decode|resize_small(35, "bicubic", True)|central_crop(32)|value_range(-1, 1)'
-    pixels = np.random.default_rng(0).random((2, 32, 32, 3)).astype(np.float32)
-    normal = ((pixels - DIGITS["mean"]) / DIGITS["std"]).astype(np.float32)
-    np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
