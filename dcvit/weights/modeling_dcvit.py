@@ -87,6 +87,7 @@ class DCFormerConfig(PreTrainedConfig):
 
 
 Config: TypeAlias = DCViTConfig | DCFormerConfig
+Input: TypeAlias = Tensor | Cache | None  # of a layer, besides the tokens
 
 
 class Composition(nn.Module):
@@ -226,20 +227,21 @@ def main_norm(config: Config) -> nn.Module:
 class Attention(nn.Module):
     """Multi-head attention, with the compositions `pre` and `post` where `compose` names them."""
 
-    def __init__(self, config: Config, *, bias: bool = True, compose: str | None = None, layer: int = 0):
+    def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.config, self.layer, self.heads = config, layer, config.num_heads
+        self.layer, self.heads = layer, config.num_heads
         self.head_dim = head_dim = config.width // config.num_heads
-        key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
-        biases = config.qkv_bias if config.qkv_bias is not None and compose != "plain" else "qkv" * bias
+        key_heads = config.num_key_heads or config.num_heads
+        bias = getattr(config, "use_bias", True)
+        biases = config.qkv_bias if config.qkv_bias is not None else "qkv" * bias
         self.query = nn.Linear(config.width, config.width, bias="q" in biases)
         self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=name in biases) for name in "kv")
         self.out = nn.Linear(config.width, config.width, bias=bias)
-        if config.qk_norm and compose != "plain":
+        if config.qk_norm:
             norm = config.qk_norm, self.head_dim, config.qk_norm_epsilon, False
             self.query_norm, self.key_norm = make_norm(*norm), make_norm(*norm)
-        self.pre = Composition(config) if compose in ("pre", "both") else None
-        self.post = Composition(config) if compose in ("post", "both") else None
+        self.pre = Composition(config) if config.compose in ("pre", "both") else None
+        self.post = Composition(config) if config.compose in ("post", "both") else None
         # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
         query_wise = config.branches == "q" or not (config.projection or config.gate)
         self.folded = query_wise and (config.groups % key_heads == 0 or not (config.projection or config.static))
@@ -256,25 +258,23 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
         ends: Tensor | None = None,
-        x_kv: Tensor | None = None,
         return_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `x` to `x_kv`, or to `x` itself and the cache; `mask` is True where a key is visible.
+        """Attend from `x` to itself and the cache; `mask` is True where a key is visible.
 
         `ends`, B T 1, are cached beside the keys of the first layer. Returns the output and, if asked for, the composed
         weights, B H T S.
         """
-        source = x if x_kv is None else x_kv
         q, k, v = (
-            project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project, inputs in ((self.query, x), (self.key, source), (self.value, source))
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         if hasattr(self, "query_norm"):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary and positions is not None:
             q, k = (rotate(y, positions, self.rotary, self.rotary_base, self.scaling) for y in (q, k))
         compositions = [c for c in (self.pre, self.post) if c is not None]
-        queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
+        queries, keys = ([c.weights(x, side) for c in compositions] for side in "qk")
         if cache is not None:
             k, v, keys = self._cached(cache, k, v, keys, ends)
         k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
@@ -341,15 +341,13 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        bias = getattr(config, "use_bias", True)
         self.parallel = getattr(config, "parallel", False)
         self.attention_norm, self.mlp_norm = main_norm(config), main_norm(config)
-        self.attention = Attention(config, bias=bias, compose=config.compose, layer=layer)
-        self.mlp = Mlp(config, bias)
+        self.attention, self.mlp = Attention(config, layer), Mlp(config, getattr(config, "use_bias", True))
         if getattr(config, "layer_scale", None) is not None:
             self.layer_scale_0, self.layer_scale_1 = (nn.Parameter(torch.ones(config.width)) for _ in range(2))
 
-    def forward(self, x: Tensor, *inputs: Any, return_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, *inputs: Input, return_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the tokens after this layer and, if asked for, the weights; `inputs` are those of `Attention`."""
         y, weights = self.attention(self.attention_norm(x), *inputs, return_weights=return_weights)
         scaled = hasattr(self, "layer_scale_0")
@@ -367,14 +365,11 @@ class DCModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
 
     def run(
-        self, x: Tensor, arguments: Sequence[tuple[Any, ...]], attentions: bool | None, hidden_states: bool | None
+        self, x: Tensor, arguments: Sequence[tuple[Input, ...]], attentions: bool | None, hidden_states: bool | None
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """Return the tokens after all layers, and the tokens before each layer and the weights of its attention.
+        """Return the tokens after all layers and, where the call or the config says so, between them, and the weights.
 
-        Args:
-          x: tokens B T M.
-          arguments: positional arguments of each layer after the tokens.
-          attentions, hidden_states: return them, else None; by default, as the config says.
+        `arguments` are those of each layer after the tokens, B T M.
         """
         wanted = self.config.output_attentions if attentions is None else attentions
         keeps = self.config.output_hidden_states if hidden_states is None else hidden_states
@@ -409,12 +404,17 @@ class AttentionPool(nn.Module):
 
     def __init__(self, config: DCViTConfig):
         super().__init__()
-        self.probe = nn.Parameter(torch.zeros(1, 1, config.width))
-        self.attention = Attention(config, compose="plain")
+        self.heads, self.probe = config.num_heads, nn.Parameter(torch.zeros(1, 1, config.width))
+        names = ("query", "key", "value", "out")
+        self.attention = nn.ModuleDict({name: nn.Linear(config.width, config.width) for name in names})
         self.norm, self.mlp = main_norm(config), Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.attention(self.probe.expand(len(x), -1, -1), x_kv=x)
+        inputs = {"query": self.probe.expand(len(x), -1, -1), "key": x, "value": x}
+        projected = (self.attention[name](y) for name, y in inputs.items())
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = self.attention["out"](y.transpose(1, 2).flatten(2))
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
