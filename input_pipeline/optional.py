@@ -19,6 +19,7 @@ EXTRAS = {
     "PIL": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
     "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
     "imagecodecs": "tiff", "lm_eval": "eval", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
+    "flatbuffers": "interop", "jax2onnx": "interop", "onnxruntime": "interop",
 }  # fmt: skip
 
 START = threading.Lock()  # of TensorFlow

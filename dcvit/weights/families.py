@@ -116,15 +116,6 @@ class Weights(NamedTuple):
 
         return self._replace(params={name: wide(tensor) for name, tensor in self.params.items()})
 
-    def folded(self) -> Weights:
-        """Return an image model's weights for pixels in [-1, 1]: its first layer includes mean and standard deviation.
-
-        Raises:
-          CheckpointError: the preprocessing has no mean and standard deviation.
-        """
-        params, pp = preprocessing.fold(self.params, self.description.pp)
-        return self._replace(params=params, description=self.description._replace(pp=pp))
-
 
 def family_of(file: WeightsFile) -> str:
     """Return the name in `FAMILIES` of the family that the tensors of a file belong to; "" if there is none."""

@@ -13,8 +13,8 @@ can be folded into queries and outputs, it is PyTorch's `scaled_dot_product_atte
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -87,6 +87,7 @@ class DCFormerConfig(PreTrainedConfig):
 
 
 Config: TypeAlias = DCViTConfig | DCFormerConfig
+Input: TypeAlias = Tensor | Cache | None  # of a layer, besides the tokens
 
 
 class Composition(nn.Module):
@@ -226,20 +227,21 @@ def main_norm(config: Config) -> nn.Module:
 class Attention(nn.Module):
     """Multi-head attention, with the compositions `pre` and `post` where `compose` names them."""
 
-    def __init__(self, config: Config, *, bias: bool = True, compose: str | None = None, layer: int = 0):
+    def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.config, self.layer, self.heads = config, layer, config.num_heads
+        self.layer, self.heads = layer, config.num_heads
         self.head_dim = head_dim = config.width // config.num_heads
-        key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
-        biases = config.qkv_bias if config.qkv_bias is not None and compose != "plain" else "qkv" * bias
+        key_heads = config.num_key_heads or config.num_heads
+        bias = getattr(config, "use_bias", True)
+        biases = config.qkv_bias if config.qkv_bias is not None else "qkv" * bias
         self.query = nn.Linear(config.width, config.width, bias="q" in biases)
         self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=name in biases) for name in "kv")
         self.out = nn.Linear(config.width, config.width, bias=bias)
-        if config.qk_norm and compose != "plain":
+        if config.qk_norm:
             norm = config.qk_norm, self.head_dim, config.qk_norm_epsilon, False
             self.query_norm, self.key_norm = make_norm(*norm), make_norm(*norm)
-        self.pre = Composition(config) if compose in ("pre", "both") else None
-        self.post = Composition(config) if compose in ("post", "both") else None
+        self.pre = Composition(config) if config.compose in ("pre", "both") else None
+        self.post = Composition(config) if config.compose in ("post", "both") else None
         # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
         query_wise = config.branches == "q" or not (config.projection or config.gate)
         self.folded = query_wise and (config.groups % key_heads == 0 or not (config.projection or config.static))
@@ -256,25 +258,23 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
         ends: Tensor | None = None,
-        x_kv: Tensor | None = None,
         return_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `x` to `x_kv`, or to `x` itself and the cache; `mask` is True where a key is visible.
+        """Attend from `x` to itself and the cache; `mask` is True where a key is visible.
 
         `ends`, B T 1, are cached beside the keys of the first layer. Returns the output and, if asked for, the composed
         weights, B H T S.
         """
-        source = x if x_kv is None else x_kv
         q, k, v = (
-            project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project, inputs in ((self.query, x), (self.key, source), (self.value, source))
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         if hasattr(self, "query_norm"):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary and positions is not None:
             q, k = (rotate(y, positions, self.rotary, self.rotary_base, self.scaling) for y in (q, k))
         compositions = [c for c in (self.pre, self.post) if c is not None]
-        queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
+        queries, keys = ([c.weights(x, side) for c in compositions] for side in "qk")
         if cache is not None:
             k, v, keys = self._cached(cache, k, v, keys, ends)
         k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
@@ -341,24 +341,15 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        bias = getattr(config, "use_bias", True)
         self.parallel = getattr(config, "parallel", False)
         self.attention_norm, self.mlp_norm = main_norm(config), main_norm(config)
-        self.attention = Attention(config, bias=bias, compose=config.compose, layer=layer)
-        self.mlp = Mlp(config, bias)
+        self.attention, self.mlp = Attention(config, layer), Mlp(config, getattr(config, "use_bias", True))
         if getattr(config, "layer_scale", None) is not None:
             self.layer_scale_0, self.layer_scale_1 = (nn.Parameter(torch.ones(config.width)) for _ in range(2))
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
-        ends: Tensor | None = None,
-        return_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        y, weights = self.attention(self.attention_norm(x), mask, positions, cache, ends, return_weights=return_weights)
+    def forward(self, x: Tensor, *inputs: Input, return_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens after this layer and, if asked for, the weights; `inputs` are those of `Attention`."""
+        y, weights = self.attention(self.attention_norm(x), *inputs, return_weights=return_weights)
         scaled = hasattr(self, "layer_scale_0")
         after = x + (y * self.layer_scale_0 if scaled else y)
         y = self.mlp(self.mlp_norm(x if self.parallel else after))
@@ -373,10 +364,24 @@ class DCModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012
 
-    def _wanted(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
-        """Return two bools: attention weights, and hidden states, are requested by the call or by the config."""
-        weights = self.config.output_attentions if attentions is None else attentions
-        return bool(weights), bool(self.config.output_hidden_states if hidden_states is None else hidden_states)
+    def run(
+        self, x: Tensor, arguments: Sequence[tuple[Input, ...]], attentions: bool | None, hidden_states: bool | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+        """Return the tokens after all layers and, where the call or the config says so, between them, and the weights.
+
+        `arguments` are those of each layer after the tokens, B T M.
+        """
+        wanted = self.config.output_attentions if attentions is None else attentions
+        keeps = self.config.output_hidden_states if hidden_states is None else hidden_states
+        states: list[Tensor] = [x]
+        weights: list[Tensor] = []
+        for layer, values in zip(self.layers, arguments, strict=True):
+            x, a = layer(x, *values, return_weights=bool(wanted))
+            if keeps:
+                states.append(x)
+            if wanted:
+                weights.append(a)
+        return x, tuple(states) if keeps else None, tuple(weights) if wanted else None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -399,12 +404,17 @@ class AttentionPool(nn.Module):
 
     def __init__(self, config: DCViTConfig):
         super().__init__()
-        self.probe = nn.Parameter(torch.zeros(1, 1, config.width))
-        self.attention = Attention(config, compose="plain")
+        self.heads, self.probe = config.num_heads, nn.Parameter(torch.zeros(1, 1, config.width))
+        names = ("query", "key", "value", "out")
+        self.attention = nn.ModuleDict({name: nn.Linear(config.width, config.width) for name in names})
         self.norm, self.mlp = main_norm(config), Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.attention(self.probe.expand(len(x), -1, -1), x_kv=x)
+        inputs = {"query": self.probe.expand(len(x), -1, -1), "key": x, "value": x}
+        projected = (self.attention[name](y) for name, y in inputs.items())
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = self.attention["out"](y.transpose(1, 2).flatten(2))
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
@@ -439,30 +449,26 @@ class DCViTBody(DCModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.patches
 
-    def encode(
-        self, pixel_values: Tensor, output_attentions: bool | None, output_hidden_states: bool | None
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor, output_attentions: bool | None = None, output_hidden_states: bool | None = None
     ) -> BaseModelOutputWithPooling:
-        """Return the tokens after the last norm, and the features of an image, which a head takes."""
-        attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
+        """Return the tokens after the last norm, and as `pooler_output` the features of each image."""
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         if self.config.posemb != "rotary2d":
             x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
         extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
         x = self.pre_norm(torch.cat([*extra, x], dim=1))
         places = self._places(x) if self.config.posemb == "rotary2d" else None
-        states: tuple[Tensor, ...] = (x,)
-        weights: tuple[Tensor | None, ...] = ()
-        for layer in self.layers:
-            x, a = layer(x, positions=places, return_weights=attentions)
-            states, weights = (*states, x) if hidden_states else states, (*weights, a)
+        x, states, weights = self.run(x, [(None, places)] * len(self.layers), output_attentions, output_hidden_states)
         x = x if self.config.pool_norm else self.norm(x)
         features = self._pooled(x)
         features = self.norm(features) if self.config.pool_norm else features
         return BaseModelOutputWithPooling(
             last_hidden_state=x,
             pooler_output=torch.tanh(self.pre_logits(features)) if self.config.rep_size else features,
-            hidden_states=states if hidden_states else None,
-            attentions=weights if attentions else None,
+            hidden_states=states,
+            attentions=weights,
         )
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -500,16 +506,6 @@ class DCViTModel(DCViTBody):
         super().__init__(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ) -> BaseModelOutputWithPooling:
-        """Return the tokens after the last norm, and as `pooler_output` the features of each image."""
-        return self.encode(pixel_values, output_attentions, output_hidden_states)
-
 
 class DCViTForImageClassification(DCViTBody):
     """A vision transformer with a linear head."""
@@ -538,7 +534,7 @@ class DCViTForImageClassification(DCViTBody):
         With problem_type="multi_label_classification", `labels` are 1 and 0, B C, and the cross-entropy is binary.
         `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
         """
-        encoded = self.encode(pixel_values, output_attentions, output_hidden_states)
+        encoded = super().forward(pixel_values, output_attentions, output_hidden_states, return_dict=True)
         logits = self.head(encoded.pooler_output) if hasattr(self, "head") else encoded.pooler_output
         return ImageClassifierOutput(
             loss=mean_loss(logits, labels, num_items_in_batch, self.config.problem_type == MULTILABEL),
@@ -561,17 +557,20 @@ class DCFormerBody(DCModel):
             self.position = nn.Parameter(torch.zeros(config.context, config.width))
         self.layers, self.norm = nn.ModuleList(Block(config, i) for i in range(config.depth)), main_norm(config)
 
-    def encode(
+    @can_return_tuple
+    def forward(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        before: Cache | None,
-        output_attentions: bool | None,
-        output_hidden_states: bool | None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
     ) -> BaseModelOutputWithPast:
-        """Return the tokens after the last norm; `before` is the cache of the tokens before, which is extended.
+        """Return the tokens after the last norm, B T M.
 
         Args:
           input_ids, inputs_embeds: tokens B T, or B T M.
@@ -579,30 +578,30 @@ class DCFormerBody(DCModel):
             may attend to a key, B 1 T S.
           position_ids: B T. Without a mask, a token attends to as many tokens before it as its position says, so that
             the documents of a packed row are apart. After a token that ends a document, positions start again at 0.
-          output_attentions, output_hidden_states: as in transformers. Attentions are the composed weights.
+          past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
+          use_cache, output_attentions, output_hidden_states: as in transformers. Attentions are the composed weights.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and self.config.end_of_text is not None:
             raise ValueError("inputs_embeds do not say where documents end; give input_ids")
-        attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
+        before, wanted = self._cache(past_key_values, cache, use_cache)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         ends = None if self.config.end_of_text is None else (input_ids == self.config.end_of_text)[..., None]
         masks, positions = self._masks(x.shape[1], ends, attention_mask, position_ids, before, x)
         if self.config.position == "learned":
             x = x + self.position[positions.clamp(max=self.config.context - 1)]
         pattern = WINDOW_PATTERNS[self.config.window_pattern]
-        states: tuple[Tensor, ...] = (x,)
-        weights: tuple[Tensor | None, ...] = ()
-        for i, layer in enumerate(self.layers):
-            mask = masks[pattern[i % len(pattern)]]
-            x, a = layer(x, mask, positions, before, None if i else ends, return_weights=attentions)
-            states, weights = (*states, x) if hidden_states else states, (*weights, a)
+        arguments = [
+            (masks[pattern[i % len(pattern)]], positions, before, None if i else ends) for i in range(len(self.layers))
+        ]
+        x, states, weights = self.run(x, arguments, output_attentions, output_hidden_states)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            hidden_states=(*states[:-1], x) if hidden_states else None,
-            attentions=weights if attentions else None,
+            hidden_states=states and (*states[:-1], x),
+            attentions=weights,
+            **{CACHE: before if wanted else None},
         )
 
     def _cache(
@@ -683,25 +682,6 @@ class DCFormerModel(DCFormerBody):
         super().__init__(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        cache: Cache | None = None,
-    ) -> BaseModelOutputWithPast:
-        """Return the tokens after the last norm, B T M. Arguments are those of `DCFormerForCausalLM`."""
-        before, wanted = self._cache(past_key_values, cache, use_cache)
-        inputs = input_ids, attention_mask, position_ids, inputs_embeds
-        encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
-        return dataclasses.replace(encoded, **{CACHE: before if wanted else None})
-
 
 class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
     """A decoder-only language model with its head."""
@@ -729,17 +709,15 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         cache: Cache | None = None,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of each next token. The inputs are those of `DCFormerBody.encode`.
+        """Return the logits of each next token. The other arguments are those of `DCFormerBody.forward`.
 
         Args:
-          use_cache, logits_to_keep: as in transformers.
-          past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
+          logits_to_keep: as in transformers.
           labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
           num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
         """
-        before, wanted = self._cache(past_key_values, cache, use_cache)
-        inputs = input_ids, attention_mask, position_ids, inputs_embeds
-        encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        encoded = super().forward(*inputs, output_attentions, output_hidden_states, cache, return_dict=True)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         x = encoded.last_hidden_state
         logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
@@ -749,7 +727,7 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
             logits=logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
-            **{CACHE: before if wanted else None},
+            **{CACHE: getattr(encoded, CACHE)},
         )
 
 
@@ -772,15 +750,13 @@ class DCFormerForSequenceClassification(DCFormerBody):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutput:
         """Return the logits of classes, B C, and with `labels` the loss that `config.problem_type` says.
 
         Rows with padding need an `attention_mask`, B T.
         """
-        inputs = input_ids, attention_mask, position_ids, inputs_embeds
-        encoded = self.encode(*inputs, None, output_attentions, output_hidden_states)
+        inputs = input_ids, attention_mask, position_ids, None, inputs_embeds, False
+        encoded = super().forward(*inputs, return_dict=True)
         x = encoded.last_hidden_state
         last = x.new_full((len(x),), x.shape[1] - 1, dtype=torch.long)
         if attention_mask is not None:

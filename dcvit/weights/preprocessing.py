@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
-from dcvit.parallel.trees import Tensor, Tensors
 from input_pipeline.preprocess.builder import Step, calls, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)
@@ -23,7 +22,7 @@ AUGMENTATIONS = ("flip_lr", "randaug", "color_jitter", "three_augment", "augmix"
 NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
 SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
-SMALLEST = 1e-4  # of a range of pixels in [0, 255]; normalized pixels of smaller ones would not be accurate
+SMALLEST = 1e-4 / 255  # standard deviation; normalized pixels of smaller ones would not be accurate
 GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
               ["resize_pillow", "central_crop"])  # fmt: skip
 
@@ -58,7 +57,7 @@ def to_pp(preprocessing: Preprocessing) -> str:
     """
     both = (*preprocessing.mean, *preprocessing.std)
     too_few = min(len(preprocessing.mean), len(preprocessing.std)) < preprocessing.channels
-    if too_few or min(preprocessing.std) < SMALLEST / 255 or not all(map(math.isfinite, both)):
+    if too_few or min(preprocessing.std) < SMALLEST or not all(map(math.isfinite, both)):
         raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
     method = METHODS[preprocessing.method]
     size = square(preprocessing.size)
@@ -106,18 +105,8 @@ def from_pp(pp: str) -> Preprocessing:
 
 
 def check(pp: str) -> None:
-    """Raise CheckpointError if a preprocessing string of a file is invalid or has an impossible size or range."""
-    for _, op, given, _ in _steps(pp):
-        sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
-        if not all(isinstance(n, int) and n >= 1 for n in sizes):
-            raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not 1 or more")
-        if op in RANGES:
-            names = ("std", "mean") if op == "vgg_value_range" else ("in_max", "in_min", "vmin", "vmax")
-            high, low, *others = (np.ravel(given[name]).astype(np.float64) for name in names)
-            scale = high if op == "vgg_value_range" else high - low
-            finite = all(np.isfinite(x).all() for x in (high, low, *others))
-            if not finite or (np.abs(scale) < SMALLEST).any():
-                raise CheckpointError(f"pp={pp!r:.200}: {op} has a range that is empty or not finite")
+    """Raise CheckpointError if a preprocessing string of a file is invalid, such as by a size of 0."""
+    _all_steps(pp)
 
 
 def training(pp: str) -> dict[str, str]:
@@ -244,34 +233,3 @@ def square(size: Sequence[int]) -> int | list[int]:
 def resized(size: int, crop_pct: float) -> int:
     """Return the length of the smaller side before a center crop to `size` that keeps the fraction `crop_pct`."""
     return math.floor(size / crop_pct)
-
-
-def fold(params: Tensors, pp: str) -> tuple[dict[str, Tensor], str]:
-    """Fold mean and standard deviation into the weights of the first layer.
-
-    For inputs v in [-1, 1] instead of (p - mean) / std of pixels p in [0, 1]:
-    W' = W / (2·std) and b' = b + Σ W·(0.5 - mean) / std.
-
-    Args:
-      params: the parameters of a model by path.
-      pp: its preprocessing string.
-
-    Returns:
-      The parameters, and the preprocessing string with `value_range(-1, 1)`.
-    """
-    mean, std = (np.asarray(values, np.float64)[None, None, :, None] for values in mean_and_std(pp))
-    if "embedding/bias" not in params:
-        raise CheckpointError("mean and standard deviation need a bias of the first layer, which pre_norm omits")
-    kernel, bias = params["embedding/kernel"], params["embedding/bias"]
-
-    def scaled_kernel() -> np.ndarray:
-        return (kernel.read().astype(np.float64) / (2 * std)).astype(np.float32)
-
-    def shifted_bias() -> np.ndarray:
-        added = (kernel.read().astype(np.float64) * (0.5 - mean) / std).sum((0, 1, 2))
-        return (bias.read() + added).astype(np.float32)
-
-    first_layer = {
-        "embedding/kernel": Tensor(kernel.shape, scaled_kernel), "embedding/bias": Tensor(bias.shape, shifted_bias)
-    }  # fmt: skip
-    return {**params, **first_layer}, RANGE.sub("value_range(-1, 1)", pp)

@@ -38,42 +38,34 @@ def write_shards(
       CheckpointError: there is no tensor or one occurs twice, or the library cannot write a tensor.
       OSError: a file cannot be written.
     """
-    shards: list[list[str]] = []  # the names of the tensors of each
-    total = 0
-    for shard in _shards(tensors, max_shard_bytes):
-        _save(shard, folder / f"{STEM}-{len(shards)}.tmp", metadata)
-        shards.append(list(shard))
-        total += sum(array.nbytes for array in shard.values())
-        shard.clear()  # before the next one is collected
-    if not shards:
+    places: dict[str, int] = {}  # the number of the shard of each tensor
+    shard: dict[str, np.ndarray] = {}
+    number = total = size = 0
+    for name, array in tensors:
+        if name in places:
+            raise CheckpointError(f"two tensors have the name {name}")
+        if shard and size + array.nbytes > max_shard_bytes:
+            _save(shard, folder / _temporary(number), metadata)
+            number, size = number + 1, 0
+            shard.clear()
+        places[name], shard[name] = number, np.asarray(array, order="C")
+        size, total = size + array.nbytes, total + array.nbytes
+    if not shard:
         raise CheckpointError(f"{folder}: no tensors to write")
-    names = [f"{STEM}-{i:05d}-of-{len(shards):05d}{SUFFIX}" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
+    _save(shard, folder / _temporary(number), metadata)
+    names = [f"{STEM}-{i + 1:05d}-of-{number + 1:05d}{SUFFIX}" for i in range(number + 1)]
+    if number == 0:
         names = [f"{STEM}{SUFFIX}"]
     else:
-        places = {tensor: name for name, tensors_of in zip(names, shards, strict=True) for tensor in tensors_of}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        files = {name: names[place] for name, place in sorted(places.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / f"{STEM}{SUFFIX}{INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
     for i, name in enumerate(names):
-        (folder / f"{STEM}-{i}.tmp").rename(folder / name)
+        (folder / _temporary(i)).rename(folder / name)
 
 
-def _shards(tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield shards: consecutive tensors by name, together at most `max_bytes` unless a single one is larger."""
-    shard: dict[str, np.ndarray] = {}
-    size = 0
-    seen: set[str] = set()
-    for name, array in tensors:
-        if name in seen:
-            raise CheckpointError(f"two tensors have the name {name}")
-        if shard and size + array.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        seen.add(name)
-        shard[name] = np.asarray(array, order="C")
-        size += array.nbytes
-    if shard:
-        yield shard
+def _temporary(number: int) -> str:
+    return f"{STEM}-{number}.tmp"
 
 
 def _save(shard: Mapping[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +21,7 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import Tensor, Tensors
 from dcvit.runs import checksums
-from dcvit.weights import big_vision_files
+from dcvit.weights import big_vision_files, npz
 
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
@@ -40,6 +41,7 @@ TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold mor
 DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 
 Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
+log = logging.getLogger(__name__)
 
 
 class WeightsFile(NamedTuple):
@@ -73,7 +75,10 @@ def open_file(path: Path) -> WeightsFile:
         if description and (beside := config.with_name(name)).is_file():
             description[name] = read_json(beside)
     tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
-    return WeightsFile(path, tensors, {**_own_header(first), **description})
+    description = {**_own_description(first), **description}
+    if "embedding/kernel" in tensors and OWN_KEY not in description:
+        log.info("%s does not describe its model; assumed as in big_vision: mlp=gelu_tanh, norm_epsilon=1e-6", first)
+    return WeightsFile(path, tensors, description)
 
 
 def of_floats(tensors: Tensors, path: Path) -> Tensors:
@@ -187,13 +192,16 @@ def _open_safetensors(path: Path) -> Tensors:
     return {name: Tensor(shapes[name], functools.partial(read, name)) for name in names}
 
 
-def _own_header(path: Path) -> Json:
-    """Return the description in the header of a safetensors file of this project; {} for other files."""
+def _own_description(path: Path) -> Json:
+    """Return the description of a model of this project in a safetensors or `.npz` file; {} for other files."""
     import safetensors
 
     with contextlib.suppress(Exception):  # another format, or a damaged file, which `_open_one` reports
-        header = safetensors.safe_open(path, framework="numpy").metadata() or {}
-        return {OWN_KEY: json.loads(header[OWN_KEY])}
+        if is_npz(path):
+            text = str(npz.open_arrays(path)[OWN_KEY].read())
+        else:
+            text = safetensors.safe_open(path, framework="numpy").metadata()[OWN_KEY]
+        return {OWN_KEY: json.loads(text)}
     return {}
 
 

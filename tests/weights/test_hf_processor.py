@@ -10,6 +10,7 @@ from refusals import refused
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_processor, preprocessing
+from dcvit.weights.export import check, conversion
 from dcvit.weights.families import open_weights
 from dcvit.weights.tensors import PROCESSOR
 from input_pipeline import Preprocess
@@ -85,29 +86,38 @@ def test_model_without_the_file_is_preprocessed_as_transformers_would(kind, tmp_
 def test_processor_of_transformers_yields_the_pixels_of_the_string_and_reads_back(pp, tmp_path):
     written = hf_processor.write(pp)
     processor = processor_class(written["image_processor_type"]).from_dict(written)
-    assert_same_pixels(pp, processor, photo(gray="decode(1)" in pp), tmp_path)
+    image = photo(gray="decode(1)" in pp)
+    assert_same_pixels(pp, processor, image, tmp_path)
+    levels = processor_class(written["image_processor_type"]).from_dict({**written, "do_normalize": False})
+    expected = 255 * levels(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    np.testing.assert_allclose(check._by_pillow(preprocessing.from_pp(pp), image), expected, atol=1e-3)
     size, channels = preprocessing.size_of(pp), preprocessing.channels_of(pp)
     assert hf_processor.read({PROCESSOR: written}, "ViT", size, channels) == pp
     assert hf_processor.read({PROCESSOR: processor.to_dict()}, "ViT", size, channels) == pp
 
 
-GIVEN = [{}, {"size": 240}, {"size": 48, "crop_size": 40, "do_center_crop": True}]
+@pytest.mark.slow
+def test_only_the_pixels_of_antialiased_strings_are_those_of_a_processor():
+    """The evaluation of ImageNet, whose `area` is another filter, differs by more than a level on average."""
+    pytest.importorskip("tensorflow", reason="needs TensorFlow; pip install -e .[data]")
+    for pp in STRINGS[2:]:
+        largest, mean = check.pixel_difference(pp)
+        assert (largest < 2.3, mean < 0.7) == (True, True)
+    largest, mean = check.pixel_difference("decode|resize_small(256)|central_crop(224)|value_range(-1, 1)")
+    assert (largest > 5, mean > conversion.LEVEL) == (True, True)
 
 
 @pytest.mark.interop
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "given"), [
-    (name, given) for name in hf_processor.DEFAULTS for given in GIVEN
-    if (name, given) != ("Siglip", {"size": 240})  # it yields images of different sizes, which models refuse
-    and name != "DINOv3ViT"  # it needs torchvision
-])  # fmt: skip
-def test_properties_that_a_file_lacks_are_those_of_its_class(name, given, tmp_path):
+@pytest.mark.parametrize("name", [name for name in hf_processor.DEFAULTS if name != "DINOv3ViT"])  # needs torchvision
+def test_properties_that_a_file_lacks_are_those_of_its_class(name, tmp_path):
     """Also of one number for the size: that of both sides for some classes, of the smaller side for others."""
-    processor = processor_class(name)(**given)
-    found = {"image_processor_type": f"{name}ImageProcessorFast", **given}
-    shape = np.shape(processor(photo())["pixel_values"][0])[1:]
-    pp = hf_processor.read({PROCESSOR: found}, "ViT", shape, 3)
-    assert_same_pixels(pp, processor, photo(), tmp_path)
+    for given in ({}, {"size": 48, "crop_size": 40, "do_center_crop": True}):
+        processor = processor_class(name)(**given)
+        found = {"image_processor_type": f"{name}ImageProcessorFast", **given}
+        shape = np.shape(processor(photo())["pixel_values"][0])[1:]
+        pp = hf_processor.read({PROCESSOR: found}, "ViT", shape, 3)
+        assert_same_pixels(pp, processor, photo(), tmp_path)
 
 
 @pytest.mark.parametrize("given", [{}, {"image_processor_type": "DINOv3ViTImageProcessorFast", "size": 224}])
@@ -183,3 +193,18 @@ def test_mean_and_standard_deviation_have_the_effect_of_the_op(op):
     expected = Preprocess(op)({"image": pixels}, np.random.default_rng(0))["image"]
     mean, std = preprocessing.mean_and_std(f"decode|{op}")
     np.testing.assert_allclose((pixels / 255 - mean) / std, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("size", [(30, 50), (200, 64), (16, 300), (97, 97)])
+def test_patches_are_those_of_siglip2(size):
+    """Of its processor of native aspect ratios (NaFlex)."""
+    foreign_models.libraries()
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    theirs = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=40)(Image.fromarray(image), return_tensors="np")
+    ours = Preprocess("patches(16, 40, upscale=True)|value_range(-1, 1)")({"image": image}, np.random.default_rng(0))
+    assert ours["grid"].tolist() == theirs["spatial_shapes"][0].tolist()
+    real = np.prod(ours["grid"])
+    np.testing.assert_allclose(ours["image"].reshape(40, -1)[:real], theirs["pixel_values"][0][:real], atol=1e-6)

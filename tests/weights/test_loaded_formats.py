@@ -18,7 +18,8 @@ from dcvit.errors import CheckpointError
 from dcvit.hub.saved import open_saved
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
-from dcvit.weights.export import conversion
+from dcvit.runs import thresholds
+from dcvit.weights.export import conversion, formats
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 
 LETTERS = [*(chr(ord("a") + i) for i in range(small_models.VOCAB - 1)), "<end>"]
@@ -51,10 +52,9 @@ def test_transformers_reads_the_names(tmp_path):
         assert found.num_labels == 10
 
 
-def several_labels(fields, folder, to, multilabel=True):
-    """Write a model whose probabilities are sigmoids; return it as `dcvit.load` reads it."""
-    model = described(conversion_models.image_model(depth=1, **fields)[2], multilabel=multilabel)
-    return dcvit.load(write(model, folder, to))
+def several_labels(fields, multilabel=True):
+    """Return a model whose probabilities are sigmoids, of classes with names."""
+    return described(conversion_models.image_model(depth=1, **fields)[2], multilabel=multilabel, class_names=NAMES)
 
 
 @pytest.mark.slow
@@ -62,16 +62,25 @@ def several_labels(fields, folder, to, multilabel=True):
 def test_probabilities_of_several_labels_stay_sigmoids(to, fields, tmp_path):
     image = np.random.default_rng(0).uniform(-1, 1, (16, 16, 3)).astype(np.float32)
     for kind, multilabel in ((expit, True), (softmax, False)):
-        model = several_labels(fields, tmp_path / kind.__name__, to, multilabel)
-        found = {int(p.label): p.probability for p in model.predict(image, topk=10)[0]}
+        model = dcvit.load(write(several_labels(fields, multilabel), tmp_path / kind.__name__, to))
+        found = {NAMES.index(p.label): p.probability for p in model.predict(image, topk=10)[0]}
         logits = model.features(image[None], "logits")[0]
         np.testing.assert_allclose([found[c] for c in range(10)], kind(np.asarray(logits, np.float64)), atol=2e-6)
         saved = open_saved(tmp_path / kind.__name__)
         assert saved.config().get("loss") == ("sigmoid_xent" if multilabel else None)
 
 
+def test_thresholds_of_a_run_are_written_beside_its_weights(tmp_path):
+    model = several_labels(PLAIN)._replace(workdir=tmp_path)
+    found = thresholds.Thresholds(tuple(i / 10 for i in range(10)), "val", 5)
+    thresholds.write(tmp_path, found, NAMES)
+    (folder := tmp_path / "out").mkdir()
+    formats.write_thresholds(model, folder)
+    assert thresholds.read(folder, NAMES) == found._replace(step=None)
+
+
 def test_a_format_of_logits_only_is_a_warning(tmp_path, caplog, monkeypatch):
-    model = described(conversion_models.image_model(depth=1, **PLAIN)[2], multilabel=True)
+    model = several_labels(PLAIN)
     for to, warns in (("hf", False), ("timm", True)):
         monkeypatch.setitem(conversion.WRITERS, to, refuse_to_write)
         with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="not written"):
@@ -87,10 +96,10 @@ def refuse_to_write(weights, folder):
 @pytest.mark.slow
 def test_a_pipeline_of_transformers_computes_the_same_sigmoids(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-    model = several_labels(PLAIN, tmp_path / "hf", "hf")
+    model = dcvit.load(write(several_labels(PLAIN), tmp_path / "hf", "hf"))
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3)).astype(np.uint8))
     classify = transformers.pipeline("image-classification", str(tmp_path / "hf"), device="cpu")
-    expected = {row["label"].removeprefix("LABEL_"): row["score"] for row in classify(picture, top_k=10)}
+    expected = {row["label"]: row["score"] for row in classify(picture, top_k=10)}
     assert sum(expected.values()) > 1.5
     for prediction in model.predict([picture], topk=10)[0]:
         assert prediction.probability == pytest.approx(expected[prediction.label], abs=1e-5)
@@ -219,5 +228,3 @@ def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_pa
     assert open_saved(run).description.end_tokens == (len(LETTERS) - 1,)  # of a later export
     tokens = write(described(model, end_tokens=(3,)), tmp_path / "tokens", "dcvit")
     assert open_saved(tokens).description.end_tokens == (3,)  # without a tokenizer
-    images = described(conversion_models.image_model(depth=1, **PLAIN)[2], class_names=NAMES)
-    assert list(dcvit.load(write(images, tmp_path / "images", "dcvit")).class_names) == list(NAMES)

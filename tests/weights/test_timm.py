@@ -138,18 +138,6 @@ def test_preprocessed_pixels_are_near_timms(tmp_path):
 
 
 @pytest.mark.slow
-def test_mean_and_std_fold_into_the_stem(tmp_path):
-    """Folded, the model takes images in [-1, 1]."""
-    model = create("deit3_small_patch16_224")
-    read = weights.open_weights(save(model, tmp_path / "a"))
-    folded = read.folded()
-    assert folded.description.pp == 'decode|resize_small(35, "bicubic", True)|central_crop(32)|value_range(-1, 1)'
-    pixels = np.random.default_rng(0).random((2, 32, 32, 3)).astype(np.float32)
-    normal = ((pixels - DIGITS["mean"]) / DIGITS["std"]).astype(np.float32)
-    np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_small_distilled_patch16_224", "vit_base_patch16_clip_224"])
 def test_layer_decay_scales_each_parameter_as_timm_does(tmp_path, name):
     model = create(name, depth=3)

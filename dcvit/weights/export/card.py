@@ -9,11 +9,10 @@ from string import Template
 
 from dcvit.runs import metrics, steps
 from dcvit.versions import __version__
-from dcvit.weights import dcvit_hf
-from dcvit.weights.export import tokenizer_files
+from dcvit.weights.export.formats import reads_bytes, training_data
 from dcvit.weights.families import Weights
 from dcvit.weights.family import example
-from dcvit.weights.tensors import Json
+from dcvit.weights.tensors import Json, read_json
 from input_pipeline import huggingface
 
 CARD = "README.md"
@@ -59,7 +58,7 @@ import transformers
 
 model = transformers.$auto.from_pretrained("."$trust)
 with torch.no_grad():
-    print(model($zeros).logits.shape)
+    print(model($zeros).$output.shape)
 """,
     "onnx": """
 import numpy
@@ -78,21 +77,34 @@ function = jax.export.deserialize(bytearray(open("model.stablehlo", "rb").read()
 print(function.call(load_file("model.safetensors"), numpy.zeros($shape, numpy.$dtype)).shape)
 """,
 }  # fmt: skip
+# The automatic class of transformers, and its output, for a model with a head, and for one without.
+CLASSIFIER, LANGUAGE_MODEL, HEADLESS = (
+    ("AutoModelForImageClassification", "logits"), ("AutoModelForCausalLM", "logits"), ("AutoModel", "pooler_output"),
+)  # fmt: skip
 
 
 def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     """Write the model card: config, data, metrics, parameters, how to load the model, and the comparison."""
-    kind, inputs = _image_facts(weights) if weights.description.model_name == "vit" else _text_facts(weights)
-    fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
-    title, values = huggingface.title(weights.path) if weights.path.name else "model", _metrics(weights)
+    description = weights.description
+    size = example(description, weights.params).shape[1:]  # of an image
+    if description.model_name == "vit":
+        by = f", preprocessed by `{description.pp}`" if description.pp else ""
+        kind, inputs = "vision transformer", "images of {}×{} pixels with {} channels".format(*size) + by
+    else:
+        tokens = "bytes" if reads_bytes(weights.record) else "those of the tokenizer of the source"
+        kind, inputs = "language model", f"rows of tokens; tokens are {tokens}"
     card = TEMPLATE.substitute(
-        title=title, metadata=_metadata(weights, to), kind=kind, size=f"{weights.size:,}", to=to,
-        origin=_origin(weights), report=report,
-        load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"), version=__version__,
+        title=huggingface.title(weights.path) if weights.path.name else "model", metadata=_metadata(weights, to),
+        kind=kind, size=f"{weights.size:,}", to=to, origin=_origin(weights), report=report,
+        load=_load(weights, folder, to, (1, *size)), inputs=f"Inputs are {inputs}.", version=__version__,
+        config=_table({**description.fields, "outputs": description.num_outputs}, "field"),
     )  # fmt: skip
-    for section, column, rows in (
-        ("Data", "key", _without_folders(tokenizer_files.training_data(weights.record))), ("Metrics", "metric", values),
-    ):  # fmt: skip
+    # An absolute path is one of the author's machine: its last part stays.
+    data = {
+        key: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        for key, value in training_data(weights.record).items()
+    }
+    for section, column, rows in (("Data", "key", data), ("Metrics", "metric", _metrics(weights))):
         if rows:
             card += SECTION.substitute(title=section, table=_table(rows, column))
     (folder / CARD).write_text(card, encoding="utf-8")
@@ -100,18 +112,12 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
 
 def _metadata(weights: Weights, to: str) -> str:
     """Return the lines of YAML in the header of the card, from which the Hugging Face Hub makes filters."""
-    outputs = weights.description.num_outputs
-    image_task = "image-classification" if outputs else "image-feature-extraction"
+    image_task = "image-classification" if weights.description.num_outputs else "image-feature-extraction"
     task = image_task if weights.description.model_name == "vit" else "text-generation"
     found: Json = {"library_name": "dcvit", "pipeline_tag": task, "tags": ["dcvit", *TAGS.get(to, ())]}
     if huggingface.is_name(init := weights.record.get("model_init")):
         found["base_model"] = huggingface.parse(str(init)).id
     return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in found.items())
-
-
-def _without_folders(data: Mapping[str, object]) -> dict[str, object]:
-    """Return options of data with the last parts of absolute paths, whose folders are of the author's machine."""
-    return {key: Path(x).name if isinstance(x, str) and Path(x).is_absolute() else x for key, x in data.items()}
 
 
 def _origin(weights: Weights) -> str:
@@ -122,35 +128,20 @@ def _origin(weights: Weights) -> str:
     return "a run" if weights.workdir else f"weights of the family `{weights.family}`"
 
 
-def _image_facts(weights: Weights) -> tuple[str, str]:
-    """Return the kind of model, and a sentence about its inputs, both for the text of the card."""
-    height, width, channels = example(weights.description, weights.params).shape[1:]
-    pp = weights.description.pp
-    steps = f", preprocessed by `{pp}`" if pp else ""
-    return "vision transformer", f"Inputs are images of {height}×{width} pixels with {channels} channels{steps}."
-
-
-def _text_facts(weights: Weights) -> tuple[str, str]:
-    is_bytes = tokenizer_files.reads_bytes(weights.record)
-    tokens = "bytes" if is_bytes else "those of the tokenizer of the source"
-    return "language model", f"Inputs are rows of tokens; tokens are {tokens}."
-
-
-def _load(weights: Weights, folder: Path, to: str) -> str:
+def _load(weights: Weights, folder: Path, to: str, shape: tuple[int, ...]) -> str:
     """Return Markdown with Python code that loads the converted model, or a command of `dcvit` that uses it."""
     image = weights.description.model_name == "vit"
     if to == "dcvit":
         command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
         return f"```bash\ndcvit {command}\n```"
-    shape = (1, *example(weights.description, weights.params).shape[1:])
-    slots = {
-        "shape": shape, "dtype": "float32" if image else "int32",
-        "zeros": "torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
-        "auto": dcvit_hf.AUTO[dcvit_hf.IMAGE if image else dcvit_hf.TEXT], "trust": "",
-    }  # fmt: skip
-    if to == "hf" and json.loads((folder / "config.json").read_text()).get("model_type") in dcvit_hf.CLASSES:
-        slots["trust"] = ", trust_remote_code=True"
-    return f"```python{Template(LOAD.get(to, DCVIT)).substitute(slots)}```"
+    auto, output = LANGUAGE_MODEL if not image else CLASSIFIER if weights.description.num_outputs else HEADLESS
+    has_code = to == "hf" and "auto_map" in read_json(folder / "config.json")
+    code = Template(LOAD.get(to, DCVIT)).substitute(
+        auto=auto, output=output, trust=", trust_remote_code=True" if has_code else "",
+        shape=shape, dtype="float32" if image else "int32",
+        zeros="torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
+    )  # fmt: skip
+    return f"```python{code}```"
 
 
 def _metrics(weights: Weights) -> dict[str, object]:

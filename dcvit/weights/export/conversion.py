@@ -1,4 +1,4 @@
-"""Conversion of a model to another format, which ends with a comparison of logits."""
+"""Conversion of a model to another format, which ends with a comparison of logits and of pixels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import numpy as np
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
 from dcvit.runs import checksums
 from dcvit.runs.files import rename
-from dcvit.weights.export import card, formats, libraries, logits, programs
-from dcvit.weights.families import Weights, open_weights, verified
+from dcvit.weights.export import card, check, formats, programs
+from dcvit.weights.families import Weights
 
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
+EPSILON = 1e-3  # smallest standard deviation for the tolerance
+LEVEL = 1.0  # of 255; a larger mean difference of pixels is a warning. Pillow rounds, TensorFlow truncates: about 0.5
 WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
     "npz": formats.write_npz,
@@ -27,6 +29,14 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "onnx": programs.write_onnx,
     "stablehlo": programs.write_stablehlo,
 }
+# The library of a format and its logits; `None` where it cannot compute them, so that dcvit reads the result back.
+EVALUATORS: dict[str, tuple[str, Callable[[Weights, Path, np.ndarray], np.ndarray | None]]] = {
+    "hf": ("transformers", check.by_transformers),
+    "timm": ("timm", check.by_timm),
+    "onnx": ("onnxruntime", programs.run_onnx),
+    "stablehlo": ("jax.export", programs.run_stablehlo),
+}
+PREPROCESSED = ("hf", "timm")  # formats that hold settings of preprocessing instead of a string
 LOGITS_ONLY = ("timm", "onnx")  # formats that do not say whether probabilities are a softmax
 LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "npz"}
 Opener = Callable[[Path], Weights]
@@ -34,24 +44,30 @@ log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
-    """Result of comparing the logits of a model before and after conversion.
+    """Result of comparing a model before and after conversion.
 
     Fields:
       difference: the largest absolute difference of two logits.
       allowed: the largest difference that is accepted.
       source, result: names of the libraries that computed the logits before and after.
+      pixels: the largest and the mean difference of preprocessed pixels, in levels of 255; None if not compared.
     """
 
     difference: float
     allowed: float
     source: str
     result: str
+    pixels: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        return (
+        logits = (
             f"largest difference of logits: {self.difference:.1e} (at most {self.allowed:.1e}); "
             f"source evaluated by {self.source}, result by {self.result}"
         )
+        if self.pixels is None:
+            return logits
+        largest, mean = self.pixels
+        return f"{logits}; pixels of a photo differ by at most {largest:.1f} of 255 levels, {mean:.2f} on average"
 
 
 def convert(
@@ -61,7 +77,7 @@ def convert(
     open_saved: Opener,
     combine: Callable[[Sequence[Weights]], Weights] | None = None,
 ) -> Report:
-    """Convert a model, compare its logits with those of the result, move the result to `target`; return a report.
+    """Convert a model, compare it with the result, move the result to `target`, and return a report.
 
     Args:
       sources: workdirs, their checkpoints, or weights of other libraries; one without `combine`.
@@ -90,6 +106,7 @@ def convert(
     try:
         with _new_folder(target) as folder:
             _write(weights, folder, to)
+            formats.write_thresholds(weights, folder)
             report = compare(weights, folder, to, open_saved)
             if not report.difference <= report.allowed:
                 raise CheckpointError(f"{sources[0]} to {to}: {report}")
@@ -133,18 +150,19 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
-    """Return a comparison of the logits of a model with those of a folder in the format `to`, for real inputs.
+    """Return a comparison of a model with a folder in the format `to`, for real inputs.
 
     Raises:
       CheckpointError: the format cannot express the model, or some logits are not finite.
     """
-    x = logits.inputs(weights)
+    x = check.inputs(weights)
     expected, by = _source_logits(weights, x)
+    result_by, evaluate = EVALUATORS.get(to, ("", lambda *_: None))
     try:
-        found, result_by = _result_logits(weights, folder, to, x) or (
-            logits.compute(open_saved(folder), x), "dcvit, which read the files back"
-        )  # fmt: skip
-    except (CheckpointError, OSError):
+        found = evaluate(weights, folder, x)
+        if found is None:
+            result_by, found = "dcvit, which read the files back", check.by_dcvit(open_saved(folder), x)
+    except (CheckpointError, InputError, OSError):
         raise
     except Exception as e:  # each library has error types of its own
         raise CheckpointError(f"{to} cannot express the model: {first_line_with_type(e)}") from None
@@ -153,35 +171,36 @@ def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Repo
             raise CheckpointError(f"{weights.path} to {to}: the logits of the {side}, by {library}, are not finite")
     if np.ptp(expected) == 0:
         log.warning("all logits of %s are equal, as with a head of zeros: their comparison shows little", weights.path)
-    largest, scale = logits.difference(expected, found)
-    return Report(largest, TOLERANCE * scale, by, result_by)
+    same_shape = expected.shape == found.shape
+    largest = float(np.abs(expected.astype(np.float64) - found).max()) if same_shape else float("inf")
+    allowed = TOLERANCE * max(float(np.std(expected)), EPSILON)
+    return Report(largest, allowed, by, result_by, _pixels(weights, to))
 
 
 def _source_logits(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, str]:
-    """Return the logits of the source, and the library that computed them: the original one if possible."""
-    small = weights.size * 4 <= libraries.MAX_BYTES
-    if weights.family in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
+    """Return the logits of the source, and the library that computed them: transformers for its folders if possible."""
+    found = None
+    if weights.family != "dcvit":
         try:
-            found = libraries.transformers_logits(weights.path, x) if weights.path.is_dir() else None
+            found = check.by_transformers(weights, weights.path, x)
         except Exception as e:  # it has many types of exceptions for a file that it does not read
             log.warning("transformers cannot evaluate %s, so dcvit does: %s", weights.path, first_line_with_type(e))
-            found = None
-        if found is not None:
-            return found, "transformers"
-    return logits.compute(weights, x), "dcvit"
+    return (check.by_dcvit(weights, x), "dcvit") if found is None else (found, "transformers")
 
 
-def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tuple[np.ndarray, str] | None:
-    """Return the logits of the result, and the library of the format that computed them; None if none can."""
-    if to == "onnx":
-        return programs.run_onnx(folder / programs.ONNX, x), "onnxruntime"
-    if to == "stablehlo":
-        return programs.run_stablehlo(folder / programs.STABLEHLO, verified(open_weights(folder)), x), "jax.export"
-    if weights.size * 4 <= libraries.MAX_BYTES:
-        if to == "hf" and libraries.installed("torch", "transformers"):
-            found = libraries.transformers_logits(folder, x)
-            if found is not None:
-                return found, "transformers"
-        if to == "timm" and libraries.installed("torch", "timm"):
-            return libraries.timm_logits(folder, x), "timm"
-    return None
+def _pixels(weights: Weights, to: str) -> tuple[float, float] | None:
+    """Return the difference of the pixels that a format's settings yield, with a warning if it is large."""
+    pp = weights.description.pp
+    if to not in PREPROCESSED or not pp:
+        return None
+    try:
+        largest, mean = check.pixel_difference(pp)
+    except (CheckpointError, InputError) as e:
+        log.warning("the preprocessing of the result was not compared with pp=%r: %s", pp, e)
+        return None
+    if mean > LEVEL:
+        log.warning(
+            "pixels of a photo by the written settings differ from those of pp=%r by up to %.1f of 255 levels, %.1f on "
+            "average: other libraries resize with antialiasing", pp, largest, mean,
+        )  # fmt: skip
+    return largest, mean

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,26 +18,15 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import nested
 from dcvit.weights.export import formats
-from dcvit.weights.families import Weights
+from dcvit.weights.families import Weights, open_weights, verified
 from dcvit.weights.family import build, example
+from input_pipeline.optional import require
 
 IMPLEMENTATION = "reference"  # plain operations, which every format has
 ONNX, STABLEHLO = "model.onnx", "model.stablehlo"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 ONNX_BYTES = 1 << 31  # of a protobuf
 Apply = Callable[[Any, jax.Array], jax.Array]
-
-
-def library(name: str) -> ModuleType:
-    """Import and return the module of a library that writes or evaluates a format.
-
-    Raises:
-      CheckpointError: it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise CheckpointError(f'{name} is not installed: pip install "dcvit[interop]"') from None
 
 
 def _apply(weights: Weights) -> Apply:
@@ -60,7 +48,7 @@ def write_onnx(weights: Weights, folder: Path) -> None:
     """
     if weights.description.model_name != "vit":
         raise CheckpointError("onnx is for models of images; a language model: --to stablehlo or hf")
-    jax2onnx, weights = library("jax2onnx"), weights.in_float32()
+    jax2onnx, weights = require("jax2onnx"), weights.in_float32()
     if weights.size * 4 >= ONNX_BYTES:
         raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
     images = SimpleNamespace(shape=("B", *_tail(weights)), dtype=np.dtype(np.float32))
@@ -83,7 +71,7 @@ def write_stablehlo(weights: Weights, folder: Path) -> None:
     Raises:
       CheckpointError: an operation cannot be exported, or flatbuffers is not installed.
     """
-    library("flatbuffers")  # writes the file, and JAX does not require it
+    require("flatbuffers")  # writes the file, and JAX does not require it
     weights = weights.in_float32()
     tail = _tail(weights)
     limit = [] if tail else [f"t <= {build(weights.description).context}"]
@@ -105,20 +93,20 @@ def _operation(error: Exception) -> str:
     return f"{found[1]} is not supported" if found else first_line(error)
 
 
-def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
+def run_onnx(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray:
     """Return the outputs of an ONNX file for images `x`, computed by onnxruntime."""
-    runtime = library("onnxruntime")
+    runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(str(folder / ONNX), options, providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, {"images": x})[0])
 
 
-def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
-    """Return the outputs of a StableHLO file for the parameters of a model and inputs `x`."""
-    exported = jax.export.deserialize(bytearray(path.read_bytes()))
+def run_stablehlo(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray:
+    """Return the outputs of a StableHLO file, for the parameters beside it and inputs `x`."""
+    exported = jax.export.deserialize(bytearray((folder / STABLEHLO).read_bytes()))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(exported.call(dict(weights.read()), x))
+        return np.asarray(exported.call(dict(verified(open_weights(folder)).read()), x))
 
 
 @contextlib.contextmanager
