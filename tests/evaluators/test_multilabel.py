@@ -96,6 +96,14 @@ def test_no_other_threshold_has_a_higher_f1():
     assert sum(b.f1 for b in best) > sum(f.f1 for f in fixed)
 
 
+def test_logits_of_probability_one_are_predicted_together_or_not_at_all():
+    """Above 36.7, all probabilities are 1 in float64."""
+    arrays = np.float32([[50, 40, 39, 38, 3, 2.9]]).T, np.float32([[1, 0, 0, 0, 1, 0]]).T
+    f1 = {t: measures(*arrays, [t])[0].f1 for t in (*best_thresholds(*arrays), 0, 0.5, 0.95, 1 - 2**-53)}
+    assert f1[best_thresholds(*arrays)[0]] == max(f1.values())
+    assert measures(*arrays, [1.0])[0].predictions == 0
+
+
 def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):
     built = evaluator(monkeypatch, MASKED)
     first = built.run(PARAMS)
