@@ -14,9 +14,9 @@ import jax
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
 from dcvit.evaluators import multilabel as multilabels
 from dcvit.hub.model import TrainedModel, has_run_thresholds
-from dcvit.pages import report as reports
-from dcvit.pages.report.outcomes import Outcomes
-from dcvit.pages.report.page import Evaluation, MultiLabelEvaluation, render
+from dcvit.pages.html import check_path
+from dcvit.pages.outcomes import Outcomes
+from dcvit.pages.report import Evaluation, observe, render
 from dcvit.parallel import multihost
 from dcvit.runs.steps import step_folder
 from dcvit.runs.thresholds import Thresholds, write
@@ -52,12 +52,12 @@ def evaluate(
       InputError: the data is unusable.
     """
     if report and multihost.is_first():
-        reports.check_path(report)
+        check_path(report, "--report")
     mesh, strategy, evaluators = trained.evaluators()
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(trained, evaluators, thresholds)
-    observed = reports.observe(evaluators) if report else {}
+    observed = observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
@@ -82,9 +82,10 @@ def evaluate(
         metrics |= {name: evaluator.result() for name, evaluator in multilabel.items()}
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
-        rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.model)]
+        found = [shared | row for row in evaluator.rows(name, metrics[name], trained.model)]
+        rows += [{key: row.get(key) for key in columns} for row in found]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
-    return [{key: row.get(key) for key in columns} for row in rows], page
+    return rows, page
 
 
 def _multilabel(
@@ -130,17 +131,18 @@ def _report(
 ) -> str:
     """Return the HTML report of the multi-label evaluators, and of those in `observed`, with their outcomes by name."""
     by_name = {row["evaluation"]: row for row in rows}
-    evaluations: list[Evaluation | MultiLabelEvaluation] = []
+    evaluations = []
     for name, evaluator in evaluators.items():
         names = evaluator.source.class_names or ()
-        names = [*names, *map(str, range(len(names), trained.num_outputs))]
-        options = trained.evaluator_options(name)
+        common: dict[str, Any] = {
+            "name": name, "row": by_name.get(name), "options": trained.evaluator_options(name),
+            "class_names": [*names, *map(str, range(len(names), trained.num_outputs))],
+        }  # fmt: skip
         if name in observed:
-            outcomes, describe = observed[name], evaluator.source.describe
-            evaluations.append(Evaluation(name, by_name[name], outcomes, names, describe, options))
+            evaluations.append(Evaluation(**common, outcomes=observed[name], describe=evaluator.source.describe))
         elif isinstance(evaluator, multilabels.Evaluator):
             found, origin = evaluator.classes, evaluator.thresholds_from
-            evaluations.append(MultiLabelEvaluation(name, by_name[name], found, names, origin, options))
+            evaluations.append(Evaluation(**common, labels=found, thresholds_from=origin))
     row, source = by_name[evaluations[0].name], trained.source
     folder = step_folder(source.path) if source.is_checkpoint else source
     facts = {
