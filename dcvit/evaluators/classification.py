@@ -138,7 +138,7 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        return [image_row(name, net, self.example, self.score) | metrics]
+        return [{**image_row(name, net, self.example, self.score), **metrics}]
 
     def _present(self, classes: int) -> np.ndarray:
         """Return the mask of the classes that may be predicted, bool of shape (classes,)."""

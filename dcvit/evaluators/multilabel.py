@@ -110,7 +110,7 @@ class Evaluator:
         self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
-        self.logits, self.labels = _empty((0, 0))  # of the last run, N C, each class in the order of `rank`
+        self.logits, self.labels = np.empty((0, 0), np.float32), np.empty((0, 0), np.int8)  # of the last run, N C
         self.loss_sum = 0.0  # of the last run
         self.classes: list[ClassResult] = []  # of the last call of `result`
 
@@ -129,24 +129,22 @@ class Evaluator:
         """
         self.score.reset_timer()
         n, self.loss_sum = 0, 0.0
-        self.logits, self.labels = _empty((0, 0))  # releases those of the run before
         for number, batch in enumerate(batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt)):
             scores, kept = self.score(params, batch)
             if not number:
-                self.logits, self.labels = _empty((len(self.source), scores["logits"].shape[-1]))
+                shape = len(self.source), scores["logits"].shape[-1]
+                self.logits, self.labels = np.empty(shape, np.float32), np.empty(shape, np.int8)
             known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
             rows = slice(n, n := n + int(known.sum()))
             self.logits[rows], self.labels[rows] = scores["logits"][known], np.sign(kept["labels"][known])
             self.loss_sum += float(scores["loss"][known].sum(dtype=np.float64))
         self.logits, self.labels = self.logits[:n], self.labels[:n]
-        rank(self.logits, self.labels)
         return self.result()
 
     def result(self) -> dict[str, float]:
         """Return the metrics of the last run for the present thresholds; see `run`."""
-        several = isinstance(self.thresholds, Sequence)
-        thresholds = self.thresholds if several else [self.thresholds] * self.logits.shape[-1]
-        self.classes = measures(self.logits, self.labels, thresholds)
+        thresholds = np.broadcast_to(np.asarray(self.thresholds, float), self.logits.shape[-1])
+        self.classes = measures(self.logits, self.labels, thresholds.tolist())
         counted = [each for each in self.classes if each.positives]
         hits = sum(each.hits for each in self.classes)
         total = sum(each.positives + each.predictions for each in self.classes)
@@ -160,36 +158,24 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        return [image_row(name, net, self.example, self.score) | metrics]
+        return [{**image_row(name, net, self.example, self.score), **metrics}]
 
     def set_thresholds(self, thresholds: Sequence[float], origin: str) -> None:
         """Use other thresholds, one for each class, from now on; `origin` is a sentence about them."""
         self.thresholds, self.thresholds_from = thresholds, origin
 
 
-def _empty(shape: tuple[int, int]) -> tuple[Float[np.ndarray, "N C"], Shaped[np.ndarray, "N C"]]:
-    """Return uninitialized logits and labels, in which the values of a class follow each other."""
-    return np.empty(shape, np.float32, order="F"), np.empty(shape, np.int8, order="F")
-
-
-def rank(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> None:
-    """Sort the examples of each class by their logits, the highest first, in place; all functions below need this."""
-    for scores, known in zip(logits.T, labels.T, strict=True):
-        order = np.argsort(-scores, kind="stable")
-        scores[:], known[:] = scores[order], known[order]
-
-
 def measures(
     logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"], thresholds: Sequence[float]
 ) -> list[ClassResult]:
-    """Return the measures of each class, from the arrays of `rank`; labels below 0 do not count."""
+    """Return the measures of each class; labels below 0 do not count."""
     lowest, found = logit(np.asarray(thresholds, np.float64)), []
     for c, threshold in enumerate(thresholds):
         known = labels[:, c] >= 0
         positive, chosen = labels[known, c] > 0, logits[known, c] >= lowest[c]
-        counts = (int(x.sum()) for x in (positive, chosen, positive & chosen, known))
-        area = average_precision(logits[known, c], positive) if positive.any() else None
-        found.append(ClassResult(*counts, average_precision=area, threshold=threshold))
+        positives, predictions, hits, images = (int(x.sum()) for x in (positive, chosen, positive & chosen, known))
+        area = average_precision(logits[known, c], positive) if positives else None
+        found.append(ClassResult(positives, predictions, hits, images, area, threshold))
     return found
 
 
@@ -197,7 +183,7 @@ def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> 
     """Return Σ_k (R_k - R_{k-1})·P_k, with precision and recall of the scores from the k-th highest different one on.
 
     Args:
-      scores: falling, and higher for examples that are more likely of the class.
+      scores: higher for examples that are more likely of the class.
       positive: True for the examples of the class, of which there is one at least.
     """
     hits, examples = _at_least(scores, positive)[1:]
@@ -205,7 +191,7 @@ def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> 
 
 
 def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> list[float | None]:
-    """Return the threshold with the highest F1 of each class, from the arrays of `rank`; None for one without images.
+    """Return the threshold with the highest F1 of each class; None for one without images.
 
     It is halfway between the probabilities of two examples, so that rounding does not change a prediction. Of equal F1,
     the highest threshold is taken. Logits above 36.7 have the probability 1 in float64: no threshold separates them,
@@ -228,6 +214,8 @@ def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray,
 
 
 def _at_least(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the different ones of falling scores; of each, the numbers of positives and examples with at least it."""
+    """Return the different scores, falling; of each, the numbers of positives and examples with at least this score."""
+    order = np.argsort(-scores, kind="stable")
+    scores, positive = scores[order], positive[order]
     ends = np.flatnonzero(np.append(np.diff(scores) != 0, True))
     return scores[ends], np.cumsum(positive)[ends], ends + 1

@@ -30,18 +30,15 @@ class Layer {
     this.perGroup = this.H / sample.groups;
   }
 
-  // The factors of a composition that are switched on, or null if there are none.
+  // The factors of a composition whose branches exist and are switched on.
   factors(where, off) {
-    const get = (name) => this.arrays[`${where}.${name}`]?.values;
-    const on = (branch) => !off.has(`${where}.${branch}`);
-    const projection = this.arrays[`${where}.q1`] ?? this.arrays[`${where}.k1`];
-    const found = {
-      rank: projection ? projection.shape[1] : 0,
-      static: on("static") ? get("static") : undefined,
-      q1: on("query projection") ? get("q1") : undefined, q2: get("q2"), qg: on("query gate") ? get("qg") : undefined,
-      k1: on("key projection") ? get("k1") : undefined, k2: get("k2"), kg: on("key gate") ? get("kg") : undefined,
-    };
-    return found.static || found.q1 || found.k1 || found.qg || found.kg ? found : null;
+    const get = (name, branch) => (off.has(`${where}.${branch}`) ? undefined : this.arrays[`${where}.${name}`]?.values);
+    const found = { rank: (this.arrays[`${where}.q1`] ?? this.arrays[`${where}.k1`])?.shape[1], static: get("static", "static") };
+    for (const [letter, side] of [["q", "query"], ["k", "key"]]) {
+      for (const name of [`${letter}1`, `${letter}2`]) found[name] = get(name, `${side} projection`);
+      found[`${letter}g`] = get(`${letter}g`, `${side} gate`);
+    }
+    return found;
   }
 
   // Positions [first, last] of the keys that a query attends to.
@@ -54,7 +51,6 @@ class Layer {
 
   // Eqn 7 for one query: `a` and the result are H x S.
   compose(where, a, t, off) {
-    if (!this.factors(where, off)) return a.slice();
     const { H, T: S } = this, out = new Float32Array(H * S), [first, last] = this.range(t);
     for (let s = first; s <= last; s++) {
       for (const map of Object.values(this.terms(where, t, s, off))) {
@@ -115,11 +111,11 @@ class Layer {
   // The map of a query-key pair by term, for the terms that exist and are switched on.
   terms(where, t, s, off) {
     const { H, perGroup: J } = this, w = this.factors(where, off), found = { skip: diagonal(H, () => 1) };
-    if (w?.static) {
+    if (w.static) {
       found.static = new Float32Array(H * H);
       for (let g = 0; g < H; g++) found.static.set(w.static.subarray(g * J, g * J + J), g * H + g - (g % J));
     }
-    for (const [side, at, down, up, gate] of w ? [["query", t, w.q1, w.q2, w.qg], ["key", s, w.k1, w.k2, w.kg]] : []) {
+    for (const [side, at, down, up, gate] of [["query", t, w.q1, w.q2, w.qg], ["key", s, w.k1, w.k2, w.kg]]) {
       if (down) {
         const map = found[`${side} projection`] = new Float32Array(H * H);
         for (let base = at * w.rank * H; base < (at + 1) * w.rank * H; base += H) {
@@ -137,7 +133,7 @@ class Layer {
   // For each rank of the dynamic projections, the amounts that a pair's numbers `a` of each head add to it, and back.
   flows(where, t, s, off, a) {
     const w = this.factors(where, off), { H, perGroup: J } = this, found = [];
-    for (const [side, at, down, up] of w ? [["query", t, w.q1, w.q2], ["key", s, w.k1, w.k2]] : []) {
+    for (const [side, at, down, up] of [["query", t, w.q1, w.q2], ["key", s, w.k1, w.k2]]) {
       for (let r = 0; down && r < w.rank; r++) {
         const base = (at * w.rank + r) * H, into = a.map((x, h) => x * down[base + h]);
         const hidden = (h) => into.slice(h - (h % J), h - (h % J) + J).reduce((x, y) => x + y, 0);

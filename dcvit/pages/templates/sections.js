@@ -117,16 +117,14 @@ function buildHeads(sample, layer) {
 
 // Draw the stages of all queries of a text.
 function drawMatrices(layer) {
-  const { T } = layer, matrices = layer.matrices(state.off, state.ablated), seen = new Uint8Array(T * T);
-  for (let t = 0; t < T; t++) {
-    const [first, last] = layer.range(t);
-    seen.fill(1, t * T + first, t * T + last + 1);
-  }
+  const { T } = layer, matrices = layer.matrices(state.off, state.ablated);
+  const ranges = Array.from({ length: T }, (_, t) => layer.range(t));
+  const hidden = (c) => c % T < ranges[Math.floor(c / T)][0] || c % T > ranges[Math.floor(c / T)][1];
   shown.limits = matrices.map(robustLimit);
   $("heads").querySelectorAll("canvas").forEach((canvas, n) => {
     const h = Math.floor(n / 4), i = n % 4, values = matrices[i].subarray(h * T * T, (h + 1) * T * T);
     const limit = state.scale === "head" ? robustLimit(values) : shown.limits[i];
-    heat(canvas, values, T, T, { limit, signed: isSigned(i), hidden: (c) => !seen[c] });
+    heat(canvas, values, T, T, { limit, signed: isSigned(i), hidden });
   });
 }
 
@@ -250,10 +248,6 @@ function showComparison(sample, other, layer) {
     if (a.length === b.length) figures.push(tokenFigure(other, "difference", b.map((x, j) => x - a[j]), limit, true));
     $("comparison").append(element("h3", {}, `${stage}, head ${head}, layer ${layer.facts.number}`), element("div", { class: "maps" }, ...figures));
   });
-  if (!other.predictions) return;
-  const table = element("table", { id: "other-predictions" });
-  fillTable(table, ["prediction", "probability"], predictionRows(other));
-  $("comparison").append(element("h3", {}, `Prediction for ${other.name}`), table);
 }
 
 // The maps of averages over data, without a head's own share; all maps of a composition have the same colors.
