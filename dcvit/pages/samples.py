@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -142,7 +143,8 @@ def _contributions(model: ViT | LM, arrays: Mapping[str, Array], layers: Sequenc
     found = [each for layer in layers for each in largest_contributions(arrays, layer, model.groups)]
     ranked = sorted(found, key=lambda each: -abs(round(each.amount, 5)))
     pre, post = ([each for each in ranked if each.where == where][:CONTRIBUTIONS] for where in ("pre", "post"))
-    return [each._asdict() | {"amount": round(each.amount, 5)} for each in (*pre, *post)]
+    first = next((each for each in (*post, *pre) if each.query != each.key), None)  # which the page opens on
+    return [each._asdict() | {"amount": round(each.amount, 5), "first": each is first} for each in (*pre, *post)]
 
 
 def _predictions(
@@ -156,7 +158,7 @@ def _predictions(
     """Return, as JSON data, the most probable classes or next tokens of the model, and those after each ablation."""
     plain = options.probabilities(np.asarray(output[0, -1] if isinstance(model, LM) else output[0]))
     base = int(np.argmax(plain))
-    changed: list[Json] = []
+    changed: list[dict[str, Any]] = []
     if options.ablate:
         ablations = all_ablations(model, layers)
         outputs = ablated_outputs(model, params, inputs, ablations)[:, 0]
@@ -166,4 +168,4 @@ def _predictions(
             change = round(float(p[base] - plain[base]), 5)
             described = {key: value for key, value in ablation._asdict().items() if value is not None}
             changed.append({**described, "change": change, "predictions": options.best(p)})
-    return {"predictions": options.best(plain), "ablations": changed}
+    return {"predictions": options.best(plain), "ablations": sorted(changed, key=lambda each: -abs(each["change"]))}

@@ -9,7 +9,7 @@ const defaults = () => ({
 });
 const state = defaults();
 const layers = new Map();
-let shown = null; // what the sections show: the layer, the query, its row, and the colors' limits for a text
+let shown = null; // what the sections show: the layer, the row of the query, and of a text the matrices with their limits
 let turn = 0, latest = null; // the number and the promise of the newest drawing
 
 const sampleOf = (index) => facts.samples[index];
@@ -45,15 +45,14 @@ async function render(mine) {
     other && loadLayer(state.other, Math.min(state.layer, other.layers.length - 1))]);
   if (mine !== turn) return latest;
   const row = layer.row(state.query, state.off, state.ablated), plain = layer.row(state.query, new Set(), new Set());
-  const drawn = JSON.stringify([state.sample, state.layer, [...state.off], [...state.ablated], state.scale, isDark()]);
+  const drawn = JSON.stringify([state.sample, state.layer, [...state.off], [...state.ablated]]);
   const isNew = shown?.drawn !== drawn;
-  shown = { layer, row, drawn, limits: shown?.limits };
+  shown = { ...shown, layer, row, drawn };
   showControls(sample, layer);
   if (isNew) {
-    buildHeads(sample, layer);
-    showContributions(sample);
-    showPredictions(sample);
-    showAblations(sample, layer);
+    shown.matrices = sample.text && layer.matrices(state.off, state.ablated);
+    shown.limits = shown.matrices?.map(robustLimit);
+    showTables(layer);
   }
   showInput(sample, row);
   showHeads(sample, layer, row);
@@ -110,13 +109,6 @@ function table() {
   return lines;
 }
 
-function saveCsv() {
-  const header = ["layer", "query", "head", "key", ...STAGES.map((stage) => stage.replace(" ", "_"))];
-  const text = [header, ...table()].map((line) => `${line.join(",")}\n`).join("");
-  const download = `layer${shown.layer.facts.number}-query${state.query}.csv`;
-  element("a", { href: `data:text/csv,${encodeURIComponent(text)}`, download }).click();
-}
-
 // The address: #sample=0&layer=3&query=57&key=12&head=2&off=pre.key-projection&ablated=1,4
 function writeHash() {
   const words = new URLSearchParams([...NUMBERS, "scale"].map((name) => [name, state[name]]));
@@ -141,10 +133,7 @@ function readHash() {
 }
 
 // Show light or dark colors; anything else follows the browser.
-function setTheme(theme) {
-  if (["light", "dark"].includes(theme)) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-}
+const setTheme = (theme) => { document.documentElement.dataset.theme = ["light", "dark"].includes(theme) ? theme : ""; };
 
 // Draw everything again, in the colors of the theme.
 function showAll() {
@@ -166,16 +155,10 @@ const KEYS = {
 };
 
 function start() {
-  const options = (id, names) => $(id).replaceChildren(...names.map(([value, text]) => element("option", { value }, text)));
-  const names = facts.samples.map((sample, i) => [i, facts.runs.length > 1 ? `${sample.name} (${facts.runs[sample.run].name})` : sample.name]);
-  options("sample", names);
-  options("other", [[-1, "none"], ...names]);
-  options("stage", STAGES.map((stage, i) => [i, stage]));
   for (const id of NUMBERS) $(id).addEventListener("change", () => set({ [id]: Number($(id).value) }));
   $("layer").addEventListener("input", () => set({ layer: Number($("layer").value) }));
   $("scale").addEventListener("input", () => set({ scale: $("scale").value }));
   $("reset").addEventListener("click", KEYS.r);
-  $("csv").addEventListener("click", saveCsv);
   $("theme").addEventListener("click", toggleTheme);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT/.test(event.target.tagName) || !KEYS[event.key]) return;
@@ -186,7 +169,9 @@ function start() {
   addEventListener("hashchange", () => { readHash(); showAll(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAll);
   readHash();
-  if (!location.hash) Object.assign(state, firstView(sampleOf(0)));
+  for (const button of document.querySelectorAll("button[data-view]")) button.addEventListener("click", () => set(viewOf(button)));
+  const first = document.querySelector("[data-sample='0'] [data-first]");
+  if (first && !location.hash) Object.assign(state, viewOf(first));
   return showAll();
 }
 

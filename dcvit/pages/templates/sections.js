@@ -23,7 +23,6 @@ function grid({ rows, columns, extra }) {
 function overlay(sample, canvas) {
   const image = element("img", { src: sample.picture, alt: "" });
   image.style.height = `${(100 * sample.rows) / grid(sample).rows}%`;
-  if (sample.picture.startsWith("data:image/png")) image.style.imageRendering = "pixelated"; // a picture of few pixels
   return element("div", { class: "holder" }, image, canvas, element("i", { class: "mark query" }), element("i", { class: "mark key" }));
 }
 
@@ -49,8 +48,20 @@ function clicked(event, sample) {
   return { row, column, token: sample.text ? -1 : grid(sample).token(row, column) };
 }
 
+// A canvas with lines at the query and the key.
+function matrixHolder(canvas, T) {
+  const at = (name) => `--at: ${(100 * (state[name] + 0.5)) / T}%`;
+  return element("div", { class: "holder" }, canvas, element("i", { class: "across", style: at("query") }),
+    element("i", { class: "down", style: at("key") }));
+}
+
+function drawMatrix(canvas, layer, values, stage) {
+  const { T } = layer, limit = state.scale === "head" ? robustLimit(values) : shown.limits[stage];
+  const hidden = (cell) => cell % T < layer.range(Math.floor(cell / T))[0] || cell % T > layer.range(Math.floor(cell / T))[1];
+  heat(canvas, values, T, T, { limit, signed: isSigned(stage), hidden });
+}
+
 const isSigned = (stage) => stage !== 2;
-const labelled = (sample, label) => (sample.text ? visible(label) : label);
 
 function showInput(sample, row) {
   const { T } = shown.layer, values = row.stages[state.stage].subarray(state.head * T, state.head * T + T);
@@ -87,63 +98,35 @@ function showTokens(sample, values, limit) {
   if (focused) $("tokens").querySelector(".query").focus();
 }
 
-// The grid of canvases: for images one per head and stage for the query, for text the matrix of all queries.
-function buildHeads(sample, layer) {
-  $("heads-note").textContent = sample.text
-    ? "Rows are queries, columns are keys. Click a cell to choose query and key; the lines mark them."
-    : "Each map shows the keys of one query. Click a patch to choose the key.";
-  $("heads").className = sample.text ? "text" : "";
-  const cells = sample.text ? [element("div", { class: "axis" })] : [];
-  for (const stage of STAGES) {
-    cells.push(element("div", { class: "stage" }, stage, element("div", { class: "bar" }), sample.text ? axis(sample, "keys") : ""));
-  }
-  for (let h = 0; h < layer.H; h++) {
-    if (sample.text) cells.push(axis(sample, "queries"));
-    STAGES.forEach((_, i) => {
-      const canvas = element("canvas", { role: "img", onclick: (event) => {
-        const { row, column, token } = clicked(event, sample);
-        if (sample.text) set({ query: row, key: column, head: h });
+// The stages of all heads: of an image the numbers of the query, of a text the matrices of all queries.
+function showHeads(sample, layer, row) {
+  const { H, T } = layer, { matrices } = shown, largest = row.stages.map(limitOf), ofEachHead = state.scale === "head";
+  const limits = matrices ? shown.limits : largest, cells = matrices ? [element("div", { class: "axis" })] : [];
+  STAGES.forEach((stage, i) => cells.push(element("div", { class: "stage" }, stage, colorBar(limits[i], isSigned(i), ofEachHead),
+    matrices ? axis(sample, "keys") : "")));
+  for (let h = 0; h < H; h++) {
+    if (matrices) cells.push(axis(sample, "queries"));
+    STAGES.forEach((stage, i) => {
+      const values = row.stages[i].subarray(h * T, h * T + T), most = limitOf(values), best = values.findIndex((v) => Math.abs(v) === most);
+      const canvas = element("canvas", { role: "img", "aria-label": `${stage} of head ${h}, query ${state.query}: ` +
+        `largest ${number(values[best] ?? 0)} at key ${best}; key ${state.key}: ${number(values[state.key])}` });
+      canvas.addEventListener("click", (event) => {
+        const { row: query, column, token } = clicked(event, sample);
+        if (matrices) set({ query, key: column, head: h });
         else if (token >= 0) set({ key: token, head: h });
-      } });
-      const holder = sample.text
-        ? element("div", { class: "holder" }, canvas, element("i", { class: "across" }), element("i", { class: "down" }))
-        : overlay(sample, canvas);
+      });
+      const holder = matrices ? matrixHolder(canvas, T) : overlay(sample, canvas);
+      if (matrices) drawMatrix(canvas, layer, matrices[i].subarray(h * T * T, (h + 1) * T * T), i);
+      else drawPatches(canvas, sample, values, ofEachHead ? most : limits[i], isSigned(i));
       cells.push(element("div", { class: "cell" }, element("span", {}, i ? "" : `head ${h}`), holder));
     });
   }
+  $("heads-note").textContent = matrices
+    ? "Rows are queries, columns are keys. Click a cell to choose query and key; the lines mark them."
+    : "Each map shows the keys of one query. Click a patch to choose the key.";
+  $("heads").className = matrices ? "text" : "";
   $("heads").replaceChildren(...cells);
-  if (sample.text) drawMatrices(layer);
-}
-
-// Draw the stages of all queries of a text.
-function drawMatrices(layer) {
-  const { T } = layer, matrices = layer.matrices(state.off, state.ablated);
-  const ranges = Array.from({ length: T }, (_, t) => layer.range(t));
-  const hidden = (c) => c % T < ranges[Math.floor(c / T)][0] || c % T > ranges[Math.floor(c / T)][1];
-  shown.limits = matrices.map(robustLimit);
-  $("heads").querySelectorAll("canvas").forEach((canvas, n) => {
-    const h = Math.floor(n / 4), i = n % 4, values = matrices[i].subarray(h * T * T, (h + 1) * T * T);
-    const limit = state.scale === "head" ? robustLimit(values) : shown.limits[i];
-    heat(canvas, values, T, T, { limit, signed: isSigned(i), hidden });
-  });
-}
-
-function showHeads(sample, layer, row) {
-  const { T } = layer, limits = row.stages.map(limitOf);
-  $("heads").querySelectorAll("canvas").forEach((canvas, n) => {
-    const h = Math.floor(n / 4), i = n % 4, values = row.stages[i].subarray(h * T, h * T + T), largest = limitOf(values);
-    if (!sample.text) drawPatches(canvas, sample, values, state.scale === "head" ? largest : limits[i], isSigned(i));
-    for (const [name, at] of [["across", "query"], ["down", "key"]]) {
-      canvas.parentElement.querySelector(`.${name}`)?.style.setProperty("--at", `${(100 * (state[at] + 0.5)) / T}%`);
-    }
-    const best = values.findIndex((v) => Math.abs(v) === largest);
-    canvas.setAttribute("aria-label",
-      `${STAGES[i]} of head ${h}, query ${state.query}: largest ${number(values[best] ?? 0)} at key ${best}; key ${state.key}: ${number(values[state.key])}`);
-  });
-  $("heads").querySelectorAll(".bar").forEach((bar, i) => {
-    bar.replaceWith(colorBar((sample.text ? shown.limits : limits)[i], isSigned(i), state.scale === "head"));
-  });
-  $("legend").textContent = `Largest absolute numbers of this query: ${STAGES.map((s, i) => `${s} ${number(limits[i])}`).join(", ")}. ` +
+  $("legend").textContent = `Largest absolute numbers of this query: ${STAGES.map((s, i) => `${s} ${number(largest[i])}`).join(", ")}. ` +
     "Blue is negative, orange positive; weights go from violet, 0, to yellow. Composed weights are sums of weights of several " +
     "heads and no probabilities: they may be negative or above 1, and need not add up to 1.";
 }
@@ -160,44 +143,16 @@ function showEffects(row, plain) {
   fillTable($("effects"), ["head", "norm", "change", "entropy of weights (nats)"], rows);
 }
 
-const predictionRows = (sample) => sample.predictions.map(([label, p]) => [labelled(sample, label), percent(p)]);
-
-function showPredictions(sample) {
-  $("predictions").closest("div").hidden = !sample.predictions;
-  if (sample.predictions) fillTable($("predictions"), [sample.text ? "next token" : "class", "probability"], predictionRows(sample));
+// Show the tables of the input, and of those of ablations the rows of the layer.
+function showTables(layer) {
+  for (const part of document.querySelectorAll("[data-sample]")) part.hidden = part.dataset.sample !== String(state.sample);
+  for (const row of document.querySelectorAll("tr[data-layer]")) row.hidden = row.dataset.layer !== String(layer.facts.number);
 }
 
-function showAblations(sample, layer) {
-  const found = (sample.ablations ?? []).filter((a) => a.layer === undefined || a.layer === layer.facts.number);
-  $("ablation-section").hidden = !found.length;
-  const name = (a) => `${a.layer === undefined ? "all layers" : `layer ${a.layer}`}, ` +
-    (a.head !== undefined ? `head ${a.head}` : a.branch === "all" ? "all branches" : `${a.where}: ${a.branch}`);
-  const rows = found.sort((a, b) => Math.abs(b.change) - Math.abs(a.change)).map((a) => [
-    name(a), `${a.change > 0 ? "+" : ""}${percent(a.change)}`, predictionRows(Object.assign({}, sample, a)).map((cells) => cells.join(" ")).join(", "),
-  ]);
-  fillTable($("ablations"), ["off", "change", "first five predictions"], rows);
-}
-
-const viewOf = (sample, { layer: number, query, key, to_head: head }) => ({
-  layer: sample.layers.findIndex((layer) => layer.number === number), query, key, head,
-});
-
-// The first view: the largest contribution between a query and another key, of weights if they are composed.
-function firstView(sample) {
-  const apart = sample.contributions.filter(({ query, key }) => query !== key);
-  const largest = apart.find(({ where }) => where === "post") ?? apart[0];
-  return largest ? viewOf(sample, largest) : {};
-}
-
-function showContributions(sample) {
-  if ($("contributions").dataset.sample === String(state.sample)) return; // keeps the focus
-  $("contributions").dataset.sample = state.sample;
-  const rows = sample.contributions.map((one) => [
-    element("button", { type: "button", onclick: () => set(viewOf(sample, one)) }, `layer ${one.layer}`), one.where, one.branch,
-    `head ${one.from_head}`, `head ${one.to_head}`, labelOf(sample, one.query), labelOf(sample, one.key), number(one.amount),
-  ]);
-  $("contributions").closest("section").hidden = !rows.length;
-  fillTable($("contributions"), ["layer", "composition", "branch", "from", "to", "query", "key", "amount"], rows);
+// The view of a row of the table of contributions.
+function viewOf(button) {
+  const { layer: number, query, key, head } = JSON.parse(button.dataset.view);
+  return { layer: sampleOf(state.sample).layers.findIndex((layer) => layer.number === number), query, key, head };
 }
 
 // The vector of the pair before and after each composition by term, the maps of the terms, and the rank graph.
