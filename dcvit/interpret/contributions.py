@@ -115,7 +115,11 @@ def average_contributions(
     if not all(np.isfinite(x).all() for x in sums.values()):
         raise FloatingPointError("averages over data are NaN or infinite; check the parameters")
     entropy = sums.pop("entropy") / examples
-    share = {where: x / np.maximum(x.sum(axis=1, keepdims=True), 1e-30) for where, x in sums.items()}
+    share = {
+        where: sums[where] / np.maximum(sums[where].sum(axis=1, keepdims=True), 1e-30)
+        for where in COMPOSITIONS
+        if where in sums
+    }
     return AverageContributions(share, entropy, examples)
 
 

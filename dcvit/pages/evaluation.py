@@ -133,16 +133,21 @@ def _report(
     by_name = {row["evaluation"]: row for row in rows}
     evaluations = []
     for name, evaluator in evaluators.items():
+        several = isinstance(evaluator, multilabels.Evaluator)
+        if name not in observed and not several:
+            continue
         names = evaluator.source.class_names or ()
-        common: dict[str, Any] = {
-            "name": name, "row": by_name.get(name), "options": trained.evaluator_options(name),
-            "class_names": [*names, *map(str, range(len(names), trained.num_outputs))],
-        }  # fmt: skip
-        if name in observed:
-            evaluations.append(Evaluation(**common, outcomes=observed[name], describe=evaluator.source.describe))
-        elif isinstance(evaluator, multilabels.Evaluator):
-            found, origin = evaluator.classes, evaluator.thresholds_from
-            evaluations.append(Evaluation(**common, labels=found, thresholds_from=origin))
+        found = Evaluation(
+            name=name,
+            row=by_name[name],
+            class_names=[*names, *map(str, range(len(names), trained.num_outputs))],
+            options=trained.evaluator_options(name),
+            describe=evaluator.source.describe,
+            outcomes=observed.get(name),
+            labels=evaluator.classes if several else (),
+            thresholds_from=evaluator.thresholds_from if several else "",
+        )
+        evaluations.append(found)
     row, source = by_name[evaluations[0].name], trained.source
     folder = step_folder(source.path) if source.is_checkpoint else source
     facts = {

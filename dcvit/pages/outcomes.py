@@ -38,15 +38,6 @@ class ClassMeasures(NamedTuple):
     f1: float
 
 
-class Confusion(NamedTuple):
-    """A number of images with a label and another prediction, and its share of the images with the label."""
-
-    label: int
-    prediction: int
-    images: int
-    share: float
-
-
 class Mistake(NamedTuple):
     """An example whose predicted class is not one of its labels.
 
@@ -158,11 +149,11 @@ class Outcomes:
             rows.append(ClassMeasures(c, labeled, predicted, recall, precision, 2 * hits / (labeled + predicted)))
         return rows
 
-    def confusions(self) -> list[Confusion]:
-        """Return all confusions of classes, the most frequent first, then by class number."""
+    def confusions(self) -> list[tuple[int, int, int, float]]:
+        """Return label, prediction, examples, and their share of the label, of all confusions, by falling number."""
         totals = {row.number: row.examples for row in self.classes()}
-        wrong = [Confusion(*pair, n, n / totals[pair[0]]) for pair, n in self.pairs.items() if pair[0] != pair[1]]
-        return sorted(wrong, key=lambda each: (-each.images, each))
+        wrong = [(*pair, n, n / totals[pair[0]]) for pair, n in self.pairs.items() if pair[0] != pair[1]]
+        return sorted(wrong, key=lambda row: (-row[2], row))
 
     def _add_confidence(self, confidence: np.ndarray, correct: np.ndarray) -> None:
         """Add examples to the bins; a confidence of 0, which a sigmoid can have, to the first."""

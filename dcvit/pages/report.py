@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dcvit.errors import ConfigError
 from dcvit.evaluators import classification, multilabel
 from dcvit.evaluators.multilabel import ClassResult
-from dcvit.pages.html import document, shorten
+from dcvit.pages.html import document
 from dcvit.pages.outcomes import ClassMeasures, Outcomes
 
 MATRIX_CLASSES = 20  # up to so many classes, a page shows the confusion matrix, and classes in their order
@@ -44,21 +44,6 @@ class Evaluation:
     labels: Sequence[ClassResult] = ()
     thresholds_from: str = ""
 
-    def data(self) -> str:
-        """Return a line about the data."""
-        data = self.options.get("data")
-        shown = data.items() if isinstance(data, Mapping) else ()
-        return ", ".join(f"{key} {value}" for key, value in shown if value is not None)
-
-    def names_of(self, labels: Sequence[int]) -> str:
-        """Return the names of the first three of some classes."""
-        names = [shorten(self.class_names[label]) for label in labels]
-        return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-
-    def location(self, example: int) -> str:
-        """Return the last two parts of an example's path."""
-        return "/".join(self.describe(example).split("/")[-2:])
-
     def class_measures(self) -> list[ClassMeasures]:
         """Return the measures of each class: in their order, or of many classes with the lowest recall first."""
         found = self.outcomes.classes() if self.outcomes else []
@@ -87,11 +72,7 @@ def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
         if isinstance(evaluator, classification.Evaluator):
             found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.loss == "sigmoid_xent")
     if not found and not any(isinstance(evaluator, multilabel.Evaluator) for evaluator in evaluators.values()):
-        types = ", ".join(sorted({type(e).__module__.rpartition(".")[2] for e in evaluators.values()}))
-        raise ConfigError(
-            "--report needs a classifier: no evaluator of type 'classification' or 'multilabel' in config.evals "
-            f"({types})"
-        )
+        raise ConfigError("--report needs an evaluator of type 'classification' or 'multilabel' in config.evals")
     return found
 
 

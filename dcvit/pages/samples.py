@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -158,7 +157,7 @@ def _predictions(
     """Return, as JSON data, the most probable classes or next tokens of the model, and those after each ablation."""
     plain = options.probabilities(np.asarray(output[0, -1] if isinstance(model, LM) else output[0]))
     base = int(np.argmax(plain))
-    changed: list[dict[str, Any]] = []
+    changed: list[tuple[float, Json]] = []
     if options.ablate:
         ablations = all_ablations(model, layers)
         outputs = ablated_outputs(model, params, inputs, ablations)[:, 0]
@@ -167,5 +166,6 @@ def _predictions(
             p = options.probabilities(row)
             change = round(float(p[base] - plain[base]), 5)
             described = {key: value for key, value in ablation._asdict().items() if value is not None}
-            changed.append({**described, "change": change, "predictions": options.best(p)})
-    return {"predictions": options.best(plain), "ablations": sorted(changed, key=lambda each: -abs(each["change"]))}
+            changed.append((change, {**described, "change": change, "predictions": options.best(p)}))
+    changed.sort(key=lambda each: -abs(each[0]))
+    return {"predictions": options.best(plain), "ablations": [facts for _, facts in changed]}
