@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = cli.check_model(args, [])
 
     from dcvit.inference.loading import load
-    from dcvit.pages import report
-    from dcvit.pages.exploration import Options, explore
+    from dcvit.pages.explorer import Options, explore
+    from dcvit.pages.html import check_path
     from dcvit.runs.files import replace
 
-    report.check_path(args.out, "--out")
+    check_path(args.out, "--out")
     cli.start_jax(forward_only=True)
     models = [load(args.workdir, config=config)]
     if args.compare is not None:

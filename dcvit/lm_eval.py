@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcvit import cli
 from dcvit.errors import CheckpointError, ConfigError, first_line_with_type
-from input_pipeline.optional import require_extra
+from input_pipeline.optional import require, require_extra
 
 if TYPE_CHECKING:  # it imports the library, whose variables `prepare` sets before
     from dcvit.inference.harness import HarnessModel
@@ -50,11 +50,11 @@ def evaluate_tasks(
     Raises:
       ConfigError: a task is unknown or not supported, or its data is missing.
     """
-    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from yaml import YAMLError
 
+    template_error = require("jinja2").TemplateError
     try:
         manager = TaskManager(include_path=include_path and str(include_path))
         with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
@@ -64,7 +64,7 @@ def evaluate_tasks(
         return results
     except (ConfigError, CheckpointError):
         raise
-    except (ImportError, KeyError, OSError, ValueError, TemplateError, YAMLError) as e:
+    except (ImportError, KeyError, OSError, ValueError, template_error, YAMLError) as e:
         raise ConfigError(f"lm_eval: {first_line_with_type(e)}") from e
 
 

@@ -107,7 +107,7 @@ def write_explorers(app, exception):
     """Write the explorer pages of the package's models into the folder `explorer` of a complete HTML site."""
     if exception is not None or app.builder.format != "html":
         return
-    from dcvit.pages.exploration import Options, explore
+    from dcvit.pages.explorer import Options, explore
 
     logging.getLogger("dcvit").setLevel(logging.WARNING)  # not the choice of an implementation for each pass
 

@@ -1,7 +1,7 @@
 """Evaluators. The `type` of an evaluator in a config is the name of a module here.
 
-Such a module has a class `Evaluator`, and a dataclass `Options` with the other keys that a config gives it.
-This module holds the interface of these classes and the code that they share.
+Such a module has a class `Evaluator`, which states its metrics and which of them are better if lower, and a dataclass
+`Options` with the other keys that a config gives it. This module has their interface and the code that they share.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Evaluator(Protocol):
     """
 
     columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
+    lower_is_better: ClassVar[tuple[str, ...]]  # metrics whose lowest value is the best; of others it is the highest
     source: input_pipeline.Source  # the data
     example: jax.ShapeDtypeStruct  # a model input of one example; set after construction by `dcvit.hub.evaluate`
 
@@ -121,7 +122,12 @@ class TimedFunction:
         return self.examples / self.seconds
 
 
-def image_columns(net: nn.Module, example: jax.ShapeDtypeStruct) -> Row:
-    """Return the table columns `image_size`, and `gflops` of a forward pass (None without a formula for the model)."""
+def image_row(evaluation: str, net: nn.Module, example: jax.ShapeDtypeStruct, timed: TimedFunction) -> Row:
+    """Return a row of results without metrics: name, size and GFLOPs of an image (None if unknown), and speed."""
     flops = forward_flops(net, example)
-    return {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{example.shape[1]}x{example.shape[2]}"}
+    return {
+        "evaluation": evaluation,
+        "gflops": flops and round(flops / 1e9, 3),
+        "image_size": f"{example.shape[1]}x{example.shape[2]}",
+        "images_per_second": round(timed.rate(), 1),
+    }

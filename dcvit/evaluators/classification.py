@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import IMAGE_COLUMNS, Batch, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 from input_pipeline.source import labels_of
@@ -22,7 +22,7 @@ ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is
 
 
 class Observer(Protocol):
-    """Interface of an object that gets the result of every example, as `dcvit.pages.report.outcomes.Outcomes` does."""
+    """Interface of an object that gets the result of every example, as `dcvit.pages.outcomes.Outcomes` does."""
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
         """Return further arrays for `add`, computed on the devices.
@@ -49,7 +49,6 @@ class Options:
       loss: a name in `dcvit.models.losses`.
       present_classes_only: predict only classes that occur in the data, as in published results on ImageNet-A and -R,
         which have 200 of ImageNet's 1000 classes. The data must have a key `label`.
-      cache: keep the preprocessed batches in memory.
       corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
     """
 
@@ -58,7 +57,6 @@ class Options:
     batch_size: int = 256
     loss: str = "softmax_xent"
     present_classes_only: bool = False
-    cache: bool = False
     corrupt: str = "fail"
     corrupt_max: int = 100
 
@@ -66,13 +64,14 @@ class Options:
 class Evaluator:
     """Evaluator of a classifier. A prediction is correct if it is any label.
 
-    Examples without labels, and those with an unknown label, below 0, are skipped.
-    The metrics are exact for any batch size and device count.
+    Examples without labels, and those with an unknown label, below 0, are skipped. The metrics are exact for any batch
+    size and device count.
     """
 
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "mean_recall", "loss", "n")  # `run` omits those that say nothing about the data
+    lower_is_better = ("loss",)
     example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
@@ -83,7 +82,6 @@ class Evaluator:
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.present_classes_only = options.present_classes_only
         self.present: np.ndarray | None = None  # the classes that may be predicted, after the first batch
-        self.cached: list[Batch] | None = [] if options.cache else None
         self.host_pp, to_numbers = pixels.split(options.pp)
         self.loss = options.loss
         loss_fn = getattr(losses, options.loss)
@@ -117,7 +115,7 @@ class Evaluator:
         total, n = 0.0, 0
         examples, hits = np.zeros((2, 1), int)  # of each class
         self.score.reset_timer()
-        for batch in self._batches():
+        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             if self.present is None:
                 self.present = self._present(batch["labels"].shape[-1])
             scores, _ = self.score(params, batch, self.present)
@@ -140,21 +138,7 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        speed = {"images_per_second": round(self.score.rate(), 1)}
-        return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
-
-    def _batches(self) -> Iterator[Batch]:
-        """Yield the preprocessed batches, from memory if they are cached."""
-        if self.cached:
-            yield from self.cached
-            return
-        kept: list[Batch] = []
-        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
-            yield batch
-            if self.cached is not None:
-                kept.append(batch)
-        if self.cached is not None:
-            self.cached = kept
+        return [{**image_row(name, net, self.example, self.score), **metrics}]
 
     def _present(self, classes: int) -> np.ndarray:
         """Return the mask of the classes that may be predicted, bool of shape (classes,)."""

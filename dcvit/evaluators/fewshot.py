@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError
-from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.models.trees import intermediate
@@ -78,6 +78,7 @@ class Evaluator:
 
     target = ("label", 0)  # key of the preprocessed label, and its rank
     columns = IMAGE_COLUMNS
+    lower_is_better = ()
     example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
@@ -142,9 +143,11 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results for each number of shots, called "NAME/5shot", with the accuracy as `top1`."""
-        speed = {"images_per_second": round(self.represent.rate(), 1)}
-        common = {**image_columns(net, self.example), "n": metrics["n"], **speed}
-        return [{"evaluation": f"{name}/{k}shot", **common, "top1": metrics[f"{k}shot"]} for k in self.shots]
+        return [
+            image_row(f"{name}/{k}shot", net, self.example, self.represent)
+            | {"top1": metrics[f"{k}shot"], "n": metrics["n"]}
+            for k in self.shots
+        ]
 
     def _features(self, source: input_pipeline.Source, params: Params) -> tuple[np.ndarray, np.ndarray]:
         """Return the features N D and labels N of all examples of a source."""

@@ -53,6 +53,7 @@ class Evaluator:
 
     columns = ("accuracy", "loss", "perplexity", "answers", "tokens", "rows_per_second")
     metrics = columns[:-1]
+    lower_is_better = ("loss", "perplexity")
     example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):

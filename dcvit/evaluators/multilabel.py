@@ -16,13 +16,12 @@ from scipy.special import expit, logit
 import input_pipeline
 from dcvit.dcmha.shapes import Float, Shaped
 from dcvit.errors import ConfigError
-from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
+from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 
-COLUMNS = ("gflops", "image_size", "mean_ap", "f1_macro", "f1_micro", "loss", "n", "images_per_second")
+METRICS = ("mean_ap", "f1_macro", "f1_micro", "loss", "n")
 THRESHOLD = 0.5  # probability from which a class is predicted
-LARGEST = 1 - 2**-53  # below 1, which no sigmoid of a logit reaches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.loss != "sigmoid_xent":
             raise ConfigError(f"type='multilabel' is for loss='sigmoid_xent', not {self.loss!r}; use 'classification'")
-        check_thresholds(self.thresholds, "thresholds")
+        several = self.thresholds if isinstance(self.thresholds, list | tuple) else [self.thresholds]
+        numbers = all(isinstance(t, float | int) and not isinstance(t, bool) and 0 <= t <= 1 for t in several)
+        if not several or not numbers:
+            raise ConfigError(
+                f"thresholds={self.thresholds!r} should be a probability from 0 to 1, or one for each class"
+            )
 
 
 class ClassResult(NamedTuple):
@@ -60,9 +64,6 @@ class ClassResult(NamedTuple):
       positives, predictions, hits, images: numbers of images of the class, of images for which it is predicted, of
         those for which both are so, and of all.
       average_precision: None without images of the class.
-      precision: None if the class is never predicted.
-      recall: None without images of the class.
-      f1: 2·hits ÷ (positives + predictions), and 0 without either.
       threshold: the probability from which the class is predicted.
     """
 
@@ -71,10 +72,22 @@ class ClassResult(NamedTuple):
     hits: int
     images: int
     average_precision: float | None
-    precision: float | None
-    recall: float | None
-    f1: float
     threshold: float
+
+    @property
+    def precision(self) -> float | None:
+        """Hits ÷ predictions; None if the class is never predicted."""
+        return self.hits / self.predictions if self.predictions else None
+
+    @property
+    def recall(self) -> float | None:
+        """Hits ÷ positives; None without images of the class."""
+        return self.hits / self.positives if self.positives else None
+
+    @property
+    def f1(self) -> float:
+        """2·hits ÷ (positives + predictions), and 0 without either."""
+        return 2 * self.hits / max(self.positives + self.predictions, 1)
 
 
 class Evaluator:
@@ -85,8 +98,9 @@ class Evaluator:
     """
 
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
-    columns = COLUMNS
-    metrics = ("mean_ap", "f1_macro", "f1_micro", "loss", "n")
+    columns = ("gflops", "image_size", *METRICS, "images_per_second")
+    metrics = METRICS
+    lower_is_better = ("loss",)
     example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):
@@ -96,7 +110,7 @@ class Evaluator:
         self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
         self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
-        self.logits, self.labels = _empty((0, 0))  # of the last run, N C, each class in the order of `rank`
+        self.logits, self.labels = np.empty((0, 0), np.float32), np.empty((0, 0), np.int8)  # of the last run, N C
         self.loss_sum = 0.0  # of the last run
         self.classes: list[ClassResult] = []  # of the last call of `result`
 
@@ -112,28 +126,25 @@ class Evaluator:
         They are `mean_ap` and `f1_macro`, means over the classes that have images, `f1_micro`, of all labels together,
         `loss`, the number of classes times the mean over all known labels in nats, and `n`, the number of images with a
         known label.
-
-        Raises:
-          ConfigError: there is not one threshold for each class.
         """
         self.score.reset_timer()
         n, self.loss_sum = 0, 0.0
-        self.logits, self.labels = _empty((0, 0))  # releases those of the run before
         for number, batch in enumerate(batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt)):
             scores, kept = self.score(params, batch)
             if not number:
-                self.logits, self.labels = _empty((len(self.source), scores["logits"].shape[-1]))
+                shape = len(self.source), scores["logits"].shape[-1]
+                self.logits, self.labels = np.empty(shape, np.float32), np.empty(shape, np.int8)
             known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
             rows = slice(n, n := n + int(known.sum()))
             self.logits[rows], self.labels[rows] = scores["logits"][known], np.sign(kept["labels"][known])
             self.loss_sum += float(scores["loss"][known].sum(dtype=np.float64))
         self.logits, self.labels = self.logits[:n], self.labels[:n]
-        rank(self.logits, self.labels)
         return self.result()
 
     def result(self) -> dict[str, float]:
         """Return the metrics of the last run for the present thresholds; see `run`."""
-        self.classes = measures(self.logits, self.labels, self._thresholds(self.logits.shape[-1]))
+        thresholds = np.broadcast_to(np.asarray(self.thresholds, float), self.logits.shape[-1])
+        self.classes = measures(self.logits, self.labels, thresholds.tolist())
         counted = [each for each in self.classes if each.positives]
         hits = sum(each.hits for each in self.classes)
         total = sum(each.positives + each.predictions for each in self.classes)
@@ -147,63 +158,24 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        speed = {"images_per_second": round(self.score.rate(), 1)}
-        return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
-
-    def _thresholds(self, classes: int) -> Sequence[float]:
-        """Return a threshold for each class. Raise ConfigError if their number is another."""
-        if isinstance(self.thresholds, float | int):
-            return [self.thresholds] * classes
-        if len(self.thresholds) != classes:
-            raise ConfigError(f"thresholds has {len(self.thresholds)} number(s), but there are {classes} classes")
-        return self.thresholds
+        return [{**image_row(name, net, self.example, self.score), **metrics}]
 
     def set_thresholds(self, thresholds: Sequence[float], origin: str) -> None:
         """Use other thresholds, one for each class, from now on; `origin` is a sentence about them."""
         self.thresholds, self.thresholds_from = thresholds, origin
 
 
-def check_thresholds(thresholds: object, what: str) -> None:
-    """Raise ConfigError, which names them `what`, if thresholds are not numbers from 0 to 1."""
-    several = thresholds if isinstance(thresholds, list | tuple) else [thresholds]
-    if not several or not all(isinstance(t, float | int) and not isinstance(t, bool) and 0 <= t <= 1 for t in several):
-        raise ConfigError(f"{what}={thresholds!r} should be a probability from 0 to 1, or one for each class")
-
-
-def _empty(shape: tuple[int, int]) -> tuple[Float[np.ndarray, "N C"], Shaped[np.ndarray, "N C"]]:
-    """Return uninitialized logits and labels, in which the values of a class follow each other."""
-    return np.empty(shape, np.float32, order="F"), np.empty(shape, np.int8, order="F")
-
-
-def rank(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> None:
-    """Sort the examples of each class by their logits, the highest first, in place; all functions below need this."""
-    for scores, known in zip(logits.T, labels.T, strict=True):
-        order = np.argsort(-scores, kind="stable")
-        scores[:], known[:] = scores[order], known[order]
-
-
 def measures(
     logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"], thresholds: Sequence[float]
 ) -> list[ClassResult]:
-    """Return the measures of each class, from the arrays of `rank`; labels below 0 do not count."""
+    """Return the measures of each class; labels below 0 do not count."""
     lowest, found = logit(np.asarray(thresholds, np.float64)), []
     for c, threshold in enumerate(thresholds):
         known = labels[:, c] >= 0
         positive, chosen = labels[known, c] > 0, logits[known, c] >= lowest[c]
-        hits, positives, predictions = (int(x.sum()) for x in (positive & chosen, positive, chosen))
-        found.append(
-            ClassResult(
-                positives,
-                predictions,
-                hits,
-                int(known.sum()),
-                average_precision(logits[known, c], positive) if positives else None,
-                hits / predictions if predictions else None,
-                hits / positives if positives else None,
-                2 * hits / max(positives + predictions, 1),
-                threshold,
-            )
-        )
+        positives, predictions, hits, images = (int(x.sum()) for x in (positive, chosen, positive & chosen, known))
+        area = average_precision(logits[known, c], positive) if positives else None
+        found.append(ClassResult(positives, predictions, hits, images, area, threshold))
     return found
 
 
@@ -211,7 +183,7 @@ def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> 
     """Return Σ_k (R_k - R_{k-1})·P_k, with precision and recall of the scores from the k-th highest different one on.
 
     Args:
-      scores: falling, and higher for examples that are more likely of the class.
+      scores: higher for examples that are more likely of the class.
       positive: True for the examples of the class, of which there is one at least.
     """
     hits, examples = _at_least(scores, positive)[1:]
@@ -219,10 +191,11 @@ def average_precision(scores: Float[np.ndarray, " N"], positive: np.ndarray) -> 
 
 
 def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray, "N C"]) -> list[float | None]:
-    """Return the threshold with the highest F1 of each class, from the arrays of `rank`; None for one without images.
+    """Return the threshold with the highest F1 of each class; None for one without images.
 
     It is halfway between the probabilities of two examples, so that rounding does not change a prediction. Of equal F1,
-    the highest threshold is taken.
+    the highest threshold is taken. Logits above 36.7 have the probability 1 in float64: no threshold separates them,
+    and that of 1 predicts nothing.
     """
     chosen: list[float | None] = []
     for c in range(logits.shape[-1]):
@@ -231,14 +204,18 @@ def best_thresholds(logits: Float[np.ndarray, "N C"], labels: Shaped[np.ndarray,
         if not positive.any():
             chosen.append(None)
             continue
-        scores, hits, examples = _at_least(logits[known, c], positive)
-        at = int(np.argmax(2 * hits / (hits[-1] + examples)))
-        above, below = (float(expit(np.float64(x))) for x in (scores[at], [*scores, -np.inf][at + 1]))
-        chosen.append(min((above + below) / 2, LARGEST))
+        scores, hits, examples = (x.astype(np.float64) for x in _at_least(logits[known, c], positive))
+        p = expit(scores)
+        thresholds = (p + np.append(p[1:], 0)) / 2
+        reached = np.searchsorted(-scores, -logit(thresholds), side="right")  # so many of the different scores
+        f1 = np.append(0, 2 * hits / (hits[-1] + examples))[reached]
+        chosen.append(float(thresholds[np.argmax(f1)]))
     return chosen
 
 
 def _at_least(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the different ones of falling scores; of each, the numbers of positives and examples with at least it."""
+    """Return the different scores, falling; of each, the numbers of positives and examples with at least this score."""
+    order = np.argsort(-scores, kind="stable")
+    scores, positive = scores[order], positive[order]
     ends = np.flatnonzero(np.append(np.diff(scores) != 0, True))
     return scores[ends], np.cumsum(positive)[ends], ends + 1

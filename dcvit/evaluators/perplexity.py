@@ -46,6 +46,7 @@ class Evaluator:
         "tokens_per_second",
     )  # fmt: skip
     metrics = columns[:-1]  # `run` omits those that need more than the data provides
+    lower_is_better = columns[:4]
     example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
     def __init__(self, predict: Predict, mesh: Mesh, options: Options):

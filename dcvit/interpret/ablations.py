@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from dcvit.dcmha.shapes import Array, Float, Int
-from dcvit.interpret.activations import Hook, forward
+from dcvit.interpret.activations import Hook, run_with_cache
 from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
@@ -20,7 +19,6 @@ from dcvit.models.vit import ViT
 BRANCHES = {
     "static": "static", "query projection": "q2", "query gate": "qg", "key projection": "k2", "key gate": "kg",
 }  # fmt: skip
-WHERE = ("pre", "post")
 HEAD_ARRAYS = ("scores", "weights", "composed_weights")
 
 
@@ -43,17 +41,12 @@ class Ablation(NamedTuple):
 
 def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
     """Return the pairs (compose, branch) that a model has: values of `Ablation.where` and `Ablation.branch`."""
-    return [
-        (where, branch)
-        for where in WHERE
-        if model.compose in (where, "both")
-        for branch in BRANCHES
-        if (
-            model.static
-            if branch == "static"
-            else branch[0] in model.branches and (model.gate if "gate" in branch else model.projection)
-        )
-    ]
+    has = {"static": model.static}
+    for side, letter in (("query", "q"), ("key", "k")):
+        has[f"{side} projection"] = letter in model.branches and model.projection
+        has[f"{side} gate"] = letter in model.branches and model.gate
+    compositions = [where for where in ("pre", "post") if model.compose in (where, "both")]
+    return [(where, branch) for where in compositions for branch in BRANCHES if has[branch]]
 
 
 def all_ablations(model: ViT | LM, layers: Sequence[int]) -> list[Ablation]:
@@ -77,53 +70,33 @@ def ablated_outputs(
     Raises:
       ValueError: the model has no layer, head, composition or branch of an ablation.
     """
-    heads = np.ones((len(ablations), model.depth, model.num_heads), np.float32)
-    branches = np.ones((len(ablations), model.depth, 2, len(BRANCHES)), np.float32)
-    names, present = [*BRANCHES], branches_of(model)
-    for n, ablation in enumerate(ablations):
-        layer, head, where, branch = ablation
-        off = [pair for pair in present if where in (pair[0], "both") and branch in (pair[1], "all")]
-        if (
-            not 0 <= (layer or 0) < model.depth
-            or not 0 <= (head or 0) < model.num_heads
-            or (not off and (head is None or where is not None or branch is not None))
-        ):
+    present = branches_of(model)
+    outputs = []
+    for ablation in ablations:
+        off = [
+            (where, branch)
+            for where, branch in present
+            if ablation.where in (where, "both") and ablation.branch in (branch, "all")
+        ]
+        layer, head = ablation.layer, ablation.head
+        exists = 0 <= (layer or 0) < model.depth and 0 <= (head or 0) < model.num_heads
+        if not exists or (head is None and not off):
             raise ValueError(f"the model has nothing that {ablation} changes")
-        at = slice(None) if layer is None else layer
-        if head is not None:
-            heads[n, at, head] = 0
-        for composition, name in off:
-            branches[n, at, WHERE.index(composition), names.index(name)] = 0
-    found: Array = _outputs(model, params, inputs, jnp.asarray(heads), jnp.asarray(branches))
-    return found
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(
-    model: ViT | LM, params: Params, inputs: Array, heads: Float[Array, "N L H"], branches: Float[Array, "N L 2 K"]
-) -> Float[Array, "N B *rest"]:
-    def one(gates: tuple[Array, Array]) -> Array:
-        output = forward(model, params, inputs, _hooks(model, branches_of(model), *gates)).output
-        return output[:, -1] if isinstance(model, LM) else output
-
-    found: Array = jax.lax.map(one, (heads, branches))
-    return found
-
-
-def _hooks(
-    model: ViT | LM, present: Sequence[tuple[str, str]], heads: Float[Array, "L H"], branches: Float[Array, "L 2 N"]
-) -> dict[str, Hook]:
-    """Return, by name of an array, hooks of `forward` that multiply heads and branches by gates: 0 switches off."""
-    hooks: dict[str, Hook] = {}
-    for layer in range(model.depth):
-        gate = heads[layer][None, :, None, None]
-        for name in HEAD_ARRAYS:
-            hooks[f"block{layer:02d}/{name}"] = functools.partial(_gated, gate)
-        for where, branch in present:
-            one = branches[layer, WHERE.index(where), [*BRANCHES].index(branch)]
-            hooks[f"block{layer:02d}/{where}/{BRANCHES[branch]}"] = functools.partial(_gated, one)
-    return hooks
+        hooks: dict[str, Hook] = {}
+        for block in range(model.depth):  # every ablation has all hooks, so that one program is compiled
+            changed = layer in (None, block)
+            heads = np.ones((1, model.num_heads, 1, 1), np.float32)
+            if changed and head is not None:
+                heads[:, head] = 0
+            hooks |= {f"block{block:02d}/{name}": Partial(_gated, heads) for name in HEAD_ARRAYS}
+            for pair in present:
+                gate = np.float32(not (changed and pair in off))
+                hooks[f"block{block:02d}/{pair[0]}/{BRANCHES[pair[1]]}"] = Partial(_gated, gate)
+        output = run_with_cache(model, params, inputs, hooks, names=()).output
+        outputs.append(output[:, -1] if isinstance(model, LM) else output)
+    return jnp.stack(outputs)
 
 
 def _gated(gate: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x * gate.astype(x.dtype)
+    """Return `x` where the gate is 1, and 0 where it is 0."""
+    return x * jnp.asarray(gate, x.dtype)

@@ -1,4 +1,4 @@
-"""QK and OV circuits of heads, the maps between heads of a composition, and effective circuits under composition.
+"""QK and OV circuits of heads, and the maps between heads of a composition.
 
 A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). Head h' (row)
 contributes to head h (column).
@@ -92,30 +92,6 @@ def pair_terms(
         raise ValueError("a composition without a branch has no map")
     first = next(iter(terms.values()))
     return {"skip": jnp.eye(len(first), dtype=first.dtype), **terms}
-
-
-def pair_map(
-    weights: ComposeWeights | None, query: int, key: int, *, heads: int, groups: int = 1, example: int = 0
-) -> Float[Array, "H H"]:
-    """Return the map between heads of a query-key pair; the identity if `weights` is None (no composition)."""
-    if weights is None:
-        return jnp.eye(heads)
-    return jnp.sum(jnp.stack([*pair_terms(weights, query, key, groups=groups, example=example).values()]), axis=0)
-
-
-def effective_circuits(plain: Circuits, pre: Float[Array, "H H"], post: Float[Array, "H H"]) -> Circuits:
-    """Return the circuits of a query-key pair under composition (Figure 1 of the paper).
-
-    The composed score of head h is given by the bilinear form Σ_h' pre[h', h]·qk[h']. The attention weight of head h'
-    before post-compose multiplies the values of every head that it contributes to: its OV circuit is
-    Σ_h post[h', h]·ov[h].
-
-    Args:
-      plain: the circuits of the layer.
-      pre, post: maps of the pair, see `pair_map`.
-    """
-    qk = jnp.einsum("gh,gmn->hmn", pre.astype(plain.qk.dtype), plain.qk)
-    return Circuits(qk, jnp.einsum("gh,hmn->gmn", post.astype(plain.ov.dtype), plain.ov))
 
 
 def captured_variance(forms: Float[Array, "H M N"]) -> Float[Array, " N"]:

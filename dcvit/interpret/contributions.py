@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcvit.dcmha.backends.xla.reference import visible
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Options
-from dcvit.dcmha.segments import make_segments
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import InputError
 from dcvit.interpret.activations import compose_weights_of, forward
 from dcvit.interpret.circuits import branch_maps
-from dcvit.models import Params, lm
-from dcvit.models.decoder import token_context
+from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 
@@ -52,19 +48,16 @@ class Contribution(NamedTuple):
 
 
 class AverageContributions(NamedTuple):
-    """Averages over many inputs, for each layer. A pair is a query and a key that it attends to.
+    """Averages over many inputs, for each layer.
 
     Fields:
-      share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the heads h'; the
-        diagonal is the head's own share. L H H.
-      dynamic: for "pre" and "post", the variance of the maps over pairs, divided by their mean squared distance from
-        the identity: 0 for a static composition, 1 for one whose mean map is the identity. L.
+      share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs of query and key, divided by its sum over
+        the heads h'; the diagonal is the head's own share. L H H.
       entropy: entropy of each head's weights before post-compose, in nats, mean over queries. L H.
       examples: the number of inputs.
     """
 
     share: dict[str, np.ndarray]
-    dynamic: dict[str, np.ndarray]
     entropy: np.ndarray
     examples: int
 
@@ -119,71 +112,44 @@ def average_contributions(
             sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
     if not examples:
         raise InputError("averages over data need at least one input")
-    wrong = sorted(name for name, x in sums.items() if not np.isfinite(x).all())
-    if wrong:
-        raise FloatingPointError(f"averages over data are NaN or infinite: {', '.join(wrong)}; check the parameters")
-    share, dynamic = {}, {}
-    for where in (w for w in COMPOSITIONS if f"{w}/added" in sums):
-        added, pairs = sums[f"{where}/added"], sums["pairs"][:, None, None]
-        share[where] = added / np.maximum(added.sum(axis=1, keepdims=True), 1e-30)
-        mean, square = sums[f"{where}/map"] / pairs, sums[f"{where}/square"] / pairs
-        variance = np.maximum(square - mean**2, 0).sum(axis=(1, 2))
-        static = ((mean - np.eye(mean.shape[-1])) ** 2).sum(axis=(1, 2))
-        dynamic[where] = variance / np.maximum(variance + static, 1e-30)
-    return AverageContributions(share, dynamic, sums["entropy"] / sums["queries"][:, None], examples)
+    if not all(np.isfinite(x).all() for x in sums.values()):
+        raise FloatingPointError("averages over data are NaN or infinite; check the parameters")
+    entropy = sums.pop("entropy") / examples
+    share = {
+        where: sums[where] / np.maximum(sums[where].sum(axis=1, keepdims=True), 1e-30)
+        for where in COMPOSITIONS
+        if where in sums
+    }
+    return AverageContributions(share, entropy, examples)
 
 
 def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
-    """Return the sums of `average_contributions` over all query-key pairs of a batch, by name."""
+    """Return, by name, the sums over a batch of the entropies, L H, and of the contributions to each head, L H H."""
+    found: dict[str, list[Array]] = {"entropy": []}
     names = ["block*/scores", "block*/weights"]
     names += [f"block*/{where}/*" for where in COMPOSITIONS if model.compose in (where, "both")]
     arrays = forward(model, params, inputs, {}, names).arrays
-    layers = []
     for layer in range(model.depth):
-        weights = arrays[f"block{layer:02d}/weights"]
-        mask = attention_mask(model, inputs, layer, weights.shape[2]).astype(weights.dtype)
-        entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1)), axis=(0, 2, 3))
-        found = {
-            "entropy": entropy, "queries": jnp.asarray(weights.shape[0] * weights.shape[2], jnp.float32),
-            "pairs": jnp.sum(mask),
-        }  # fmt: skip
+        a = arrays[f"block{layer:02d}/weights"]
+        entropy = -jnp.sum(a * jnp.log(jnp.where(a > 0, a, 1)), axis=-1)
+        found["entropy"].append(jnp.sum(jnp.mean(entropy, axis=-1), axis=0))
         for where, name in COMPOSITIONS.items():
-            w = compose_weights_of(arrays, layer, where)
-            if w is not None:
-                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, mask, model.groups)
-                found |= {f"{where}/{key}": x for key, x in sums.items()}
-        layers.append(found)
-    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+            weights = compose_weights_of(arrays, layer, where)
+            if weights is not None:
+                added = _added(arrays[f"block{layer:02d}/{name}"], weights, model.groups)
+                found.setdefault(where, []).append(added)
+    return {name: jnp.stack(layers) for name, layers in found.items()}
 
 
-def attention_mask(
-    model: ViT | LM, inputs: Float[Array, "B height width channels"] | Int[Array, "B N"], layer: int, tokens: int
-) -> Bool[Array, "B T T"]:
-    """Return a layer's mask, True where a query may attend to a key by causality, window and documents."""
-    mask = None
-    if isinstance(model, LM):
-        windows = lm.layer_windows(model)
-        window = windows[layer % len(windows)] and (model.prefill_window or model.window)
-        segments = make_segments(token_context(inputs, model.end_of_text).segments)
-        mask = visible(tokens, tokens, Options(causal=True, window=window), segments=segments)
-    return jnp.broadcast_to(True if mask is None else mask[:, 0], (len(inputs), tokens, tokens))
-
-
-def _map_sums(
-    a: Float[Array, "B H T S"], w: ComposeWeights, mask: Float[Array, "B T S"], groups: int
-) -> dict[str, Float[Array, "H H"]]:
-    """Return sums over visible pairs: "added" of |a·map|, "map", and "square" of map², each (from head, to head)."""
+def _added(a: Float[Array, "B H T S"], weights: ComposeWeights, groups: int) -> Float[Array, "H H"]:
+    """Return |a·map| summed over all pairs, from head (row) to head (column); `a` is 0 where a key is not seen."""
     one = jnp.eye(a.shape[1], dtype=a.dtype)[None, None]
-    maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(w, groups).items()}
+    maps = {branch: x.astype(a.dtype) for branch, x in branch_maps(weights, groups).items()}
     of_query = sum((x for branch, x in maps.items() if not branch.startswith("key")), one)  # #B #T H H
     of_key = sum((x for branch, x in maps.items() if branch.startswith("key")), 0 * one)  # #B #S H H
 
-    def column(h: Array) -> tuple[Array, Array, Array]:
+    def column(h: Array) -> Array:
         query, key = (jnp.swapaxes(x[..., h], 1, 2) for x in (of_query, of_key))
-        maps = query[..., None] + key[:, :, None]
-        pairs = maps * mask[:, None]
-        axes = (0, 2, 3)
-        return jnp.sum(jnp.abs(a * pairs), axis=axes), jnp.sum(pairs, axis=axes), jnp.sum(pairs * maps, axis=axes)
+        return jnp.sum(jnp.abs(a * (query[..., None] + key[:, :, None])), axis=(0, 2, 3))
 
-    sums = jax.lax.map(column, jnp.arange(a.shape[1]))
-    return {name: x.T for name, x in zip(("added", "map", "square"), sums, strict=True)}
+    return jax.lax.map(column, jnp.arange(a.shape[1])).T

@@ -18,9 +18,9 @@ from dcvit.evaluators import multilabel as multilabels
 from dcvit.hub.evaluate import open_evaluators
 from dcvit.hub.open import Opened
 from dcvit.models.trees import param_shapes
-from dcvit.pages import report as reports
-from dcvit.pages.report.outcomes import Outcomes
-from dcvit.pages.report.page import Evaluation, MultiLabelEvaluation, render
+from dcvit.pages.html import check_path
+from dcvit.pages.outcomes import Outcomes
+from dcvit.pages.report import Evaluation, observe, render
 from dcvit.parallel import multihost
 from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.runs.identity import is_free
@@ -57,12 +57,12 @@ def evaluate(
       InputError: the data is unusable.
     """
     if report and multihost.is_first():
-        reports.check_path(report)
+        check_path(report, "--report")
     mesh, strategy, evaluators = open_evaluators(trained)
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(trained, evaluators, thresholds)
-    observed = reports.observe(evaluators) if report else {}
+    observed = observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
@@ -87,9 +87,10 @@ def evaluate(
         metrics |= {name: evaluator.result() for name, evaluator in multilabel.items()}
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
-        rows += [shared | row for row in evaluator.rows(name, metrics[name], trained.module)]
+        found = [shared | row for row in evaluator.rows(name, metrics[name], trained.module)]
+        rows += [{key: row.get(key) for key in columns} for row in found]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
-    return [{key: row.get(key) for key in columns} for row in rows], page
+    return rows, page
 
 
 def _multilabel(
@@ -135,17 +136,23 @@ def _report(
 ) -> str:
     """Return the HTML report of the multi-label evaluators, and of those in `observed`, with their outcomes by name."""
     by_name = {row["evaluation"]: row for row in rows}
-    evaluations: list[Evaluation | MultiLabelEvaluation] = []
+    evaluations = []
     for name, evaluator in evaluators.items():
+        several = isinstance(evaluator, multilabels.Evaluator)
+        if name not in observed and not several:
+            continue
         names = evaluator.source.class_names or ()
-        names = [*names, *map(str, range(len(names), trained.num_outputs))]
-        options = json.loads(trained.config.evals[name].to_json())
-        if name in observed:
-            outcomes, describe = observed[name], evaluator.source.describe
-            evaluations.append(Evaluation(name, by_name[name], outcomes, names, describe, options))
-        elif isinstance(evaluator, multilabels.Evaluator):
-            found, origin = evaluator.classes, evaluator.thresholds_from
-            evaluations.append(MultiLabelEvaluation(name, by_name[name], found, names, origin, options))
+        found = Evaluation(
+            name=name,
+            row=by_name[name],
+            class_names=[*names, *map(str, range(len(names), trained.num_outputs))],
+            options=json.loads(trained.config.evals[name].to_json()),
+            describe=evaluator.source.describe,
+            outcomes=observed.get(name),
+            labels=evaluator.classes if several else (),
+            thresholds_from=evaluator.thresholds_from if several else "",
+        )
+        evaluations.append(found)
     row = by_name[evaluations[0].name]
     facts = {
         "Checkpoint": str(trained.path if trained.step is not None else trained),

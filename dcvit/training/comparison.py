@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,8 +21,6 @@ from dcvit.runs.seeds import workdir_seeds
 from dcvit.runs.steps import saved_steps
 from input_pipeline.optional import require
 
-# Metrics of evaluators that are better if lower; all others are better if higher.
-LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "nats_per_document")
 DRAWN = ("top1", "mean_ap", "bits_per_byte", "loss")  # metrics of evaluators in the picture, by preference
 FORMATS = (".png", ".pdf", ".svg")  # of the picture
 
@@ -37,12 +36,14 @@ class RecordedRun:
       rows: the rows of metrics.jsonl, at least one.
       timing: the rows of timing.jsonl.
       total: the number of steps of the complete run.
+      lower_is_better: the metrics of its evaluators, "EVALUATOR/METRIC", whose lowest value is the best.
     """
 
     workdir: Folder
     rows: Sequence[Row]
     timing: Sequence[Row]
     total: int | None
+    lower_is_better: Collection[str]
 
     def column(self, name: str) -> list[float]:
         """Return the finite numbers `name` of the rows."""
@@ -83,12 +84,12 @@ def _read(workdir: Folder) -> RecordedRun:
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
     total = Durations(config.input.batch_size, examples).steps(config, "total")
-    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total)
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return True for a metric of an evaluator, "EVALUATOR/METRIC", whose best value is the lowest."""
-    return metric.rpartition("/")[2] in LOWER_IS_BETTER
+    lower = [
+        f"{name}/{metric}"
+        for name, options in config.evals.items()
+        for metric in importlib.import_module(f"dcvit.evaluators.{options['type']}").Evaluator.lower_is_better
+    ]
+    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total, lower)
 
 
 def results(runs: Sequence[RecordedRun], metric: str | None = None) -> list[Row]:
@@ -106,7 +107,7 @@ def results(runs: Sequence[RecordedRun], metric: str | None = None) -> list[Row]
         return [_result(run, names) for run in runs]
     if metric not in names:
         raise ConfigError(f"--metric {metric}: no run has it; {nearest(metric, names)}")
-    sign, best = 1 if lower_is_better(metric) else -1, f"best {metric}"
+    sign, best = 1 if any(metric in run.lower_is_better for run in runs) else -1, f"best {metric}"
     rows = [_result(run, [metric]) for run in runs]
     return sorted(rows, key=lambda row: math.inf if row[best] is None else sign * row[best])
 
@@ -129,7 +130,7 @@ def _result(run: RecordedRun, names: Sequence[str]) -> Row:
     for name in names:
         trained = [each[name] for each in run.rows if each["step"] and each.get(name) is not None]
         row[name] = _last(run.column(name))
-        row[f"best {name}"] = (min if lower_is_better(name) else max)(trained, default=None)
+        row[f"best {name}"] = (min if name in run.lower_is_better else max)(trained, default=None)
     row["loss"] = _last(run.column("loss"))
     for name in ("examples_per_second", "step_seconds", "mfu"):
         found = run.column(name)

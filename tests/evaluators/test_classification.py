@@ -9,12 +9,8 @@ import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
 
 CLASSES = 10
-
-
 # 23 examples whose image is their index. They have one label, several labels or none.
 LABELS = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.array([], int), np.array([9, 0, 4])]
-
-
 TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
 PARAMS = {"table": jnp.asarray(TABLE)}
 
@@ -90,14 +86,6 @@ def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
     table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
     got = evaluator().run(table)
     assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
-
-
-def test_cached_batches_give_the_same_metrics_and_are_read_once():
-    cached = evaluator(cache=True)
-    first = cached.run(PARAMS)
-    cached.source = None
-    assert cached.run(PARAMS) == first
-    assert first["top1"] == by_hand()["top1"]
 
 
 @pytest.mark.slow

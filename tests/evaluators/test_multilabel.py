@@ -12,7 +12,7 @@ import input_pipeline
 from dcvit.config import load as configs
 from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
-from dcvit.evaluators.multilabel import Evaluator, Options, best_thresholds, measures, rank
+from dcvit.evaluators.multilabel import Evaluator, Options, best_thresholds, measures
 from dcvit.hub.evaluate import make_evaluators
 
 N, CLASSES = 61, 5
@@ -25,13 +25,6 @@ UNKNOWN[7] = True  # an image without a known label
 MASKED = np.where(UNKNOWN, np.float32(-1), LABELS)
 PARAMS = {"table": jnp.asarray(LOGITS)}
 THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
-
-
-def ranked(logits, labels):
-    """Return copies in the order of `rank`."""
-    found = logits.copy(), labels.copy()
-    rank(*found)
-    return found
 
 
 def evaluator(monkeypatch, labels, devices=1, **options):
@@ -81,8 +74,7 @@ def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, device
 
 
 def test_no_other_threshold_has_a_higher_f1():
-    arrays = ranked(LOGITS, MASKED)
-    chosen = best_thresholds(*arrays)
+    chosen = best_thresholds(LOGITS, MASKED)
     assert chosen[4] is None
     for c, threshold in enumerate(chosen[:4]):
         known = MASKED[:, c] >= 0
@@ -91,9 +83,17 @@ def test_no_other_threshold_has_a_higher_f1():
         assert metrics.f1_score(true, scores >= threshold) == pytest.approx(max(every))
         assert np.abs(scores - threshold).min() > 1e-4  # not on an example
     kept = [0.5 if t is None else t for t in chosen]
-    fixed, best = (measures(*arrays, t) for t in ([0.5] * CLASSES, kept))
+    fixed, best = (measures(LOGITS, MASKED, t) for t in ([0.5] * CLASSES, kept))
     assert all(b.f1 >= f.f1 for f, b in zip(fixed, best, strict=True))
     assert sum(b.f1 for b in best) > sum(f.f1 for f in fixed)
+
+
+def test_logits_of_probability_one_are_predicted_together_or_not_at_all():
+    """Above 36.7, all probabilities are 1 in float64."""
+    arrays = np.float32([[50, 40, 39, 38, 3, 2.9]]).T, np.float32([[1, 0, 0, 0, 1, 0]]).T
+    f1 = {t: measures(*arrays, [t])[0].f1 for t in (*best_thresholds(*arrays), 0, 0.5, 0.95, 1 - 2**-53)}
+    assert f1[best_thresholds(*arrays)[0]] == max(f1.values())
+    assert measures(*arrays, [1.0])[0].predictions == 0
 
 
 def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):

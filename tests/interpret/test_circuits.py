@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import HEADS, make_lm, make_tokens
+from small_models import make_lm, make_tokens
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.interpret import circuits as interpret
@@ -26,34 +26,28 @@ def run():
     return net, params, arrays, x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + net.norm_epsilon) * scale
 
 
-def maps(net, arrays, query=QUERY, key=KEY):
-    return [
-        interpret.pair_map(
-            compose_weights_of(arrays, 1, where), query, key, heads=HEADS, groups=net.groups
-        )
-        for where in ("pre", "post")
-    ]  # fmt: skip
+def pair_map(arrays, where, key=KEY):
+    """The sum of the terms of a pair, from heads (rows) to heads, in float64."""
+    terms = interpret.pair_terms(compose_weights_of(arrays, 1, where), QUERY, key, groups=FIELDS["groups"])
+    return sum(np.asarray(term, np.float64) for term in terms.values())
 
 
 @pytest.mark.slow
-def test_scores_are_the_forms_of_qk_circuits_and_composed_scores_those_of_effective_ones(run):
+def test_scores_are_the_forms_of_qk_circuits_and_composed_scores_those_of_the_composed_forms(run):
     net, params, arrays, x = run
-    plain = interpret.circuits(net, params, 1)
-    for forms, name in (
-        (plain, "scores"), (interpret.effective_circuits(plain, *maps(net, arrays)), "composed_scores"),
-    ):  # fmt: skip
-        found = np.einsum("m,hmn,n->h", x[QUERY], np.asarray(forms.qk, np.float64), x[KEY])
+    qk = np.asarray(interpret.circuits(net, params, 1).qk, np.float64)
+    for forms, name in ((qk, "scores"), (np.einsum("gh,gmn->hmn", pair_map(arrays, "pre"), qk), "composed_scores")):
+        found = np.einsum("m,hmn,n->h", x[QUERY], forms, x[KEY])
         np.testing.assert_allclose(found, arrays[f"block01/{name}"][0, :, QUERY, KEY], rtol=2e-4, atol=2e-5)
 
 
-def test_the_output_is_the_sum_of_weights_times_effective_ov_circuits(run):
+def test_the_output_is_the_sum_of_weights_times_composed_ov_circuits(run):
     """Over all keys, with the weights before post-compose."""
     net, params, arrays, x = run
-    plain = interpret.circuits(net, params, 1)
-    out = 0
+    ov, out = np.asarray(interpret.circuits(net, params, 1).ov, np.float64), 0
     for key in range(QUERY + 1):
-        ov = np.asarray(interpret.effective_circuits(plain, *maps(net, arrays, key=key)).ov, np.float64)
-        out += np.einsum("h,m,hmn->n", arrays["block01/weights"][0, :, QUERY, key], x[key], ov)
+        weights = np.asarray(arrays["block01/weights"][0, :, QUERY, key], np.float64) @ pair_map(arrays, "post", key)
+        out += np.einsum("h,m,hmn->n", weights, x[key], ov)
     np.testing.assert_allclose(out, arrays["block01/attention_out"][0, QUERY], rtol=2e-4, atol=2e-5)
 
 
@@ -66,13 +60,13 @@ def test_a_map_is_the_composition_of_unit_vectors(branches, groups):
     )
     one_head = np.zeros((2, 4, 3, 4))
     given = ComposeWeights(**{k: None if w is None else jnp.asarray(w, jnp.float32) for k, w in weights.items()})
-    found = interpret.pair_map(given, 2, 1, heads=4, groups=groups, example=1)
+    terms = interpret.pair_terms(given, 2, 1, groups=groups, example=1)
+    found = sum(terms.values())
     for head in range(4):
         one_head[:] = 0
         one_head[:, head] = 1
         expected = oracle.compose(one_head, weights, groups)[1, :, 2, 1]
         np.testing.assert_allclose(found[head], expected, rtol=1e-5, atol=1e-6)
-    terms = interpret.pair_terms(given, 2, 1, groups=groups)
     assert [*terms] == [name for name in interpret.TERMS if name in terms]
     assert len(terms) == 1 + ("s" in branches) + sum(s in branches for s in "qk") * sum(b in branches for b in "pg")
 

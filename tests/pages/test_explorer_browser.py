@@ -109,6 +109,6 @@ def test_everything_is_shown_without_errors_and_requests(browser, file):
         change(browser, sample=sample, other=(sample + 1) % 3)
         assert browser.value("[...document.querySelectorAll('canvas, svg')].every(e => e.getAttribute('aria-label'))")
     sections = browser.value("[...document.querySelectorAll('section')].filter(s => !s.hidden).length")
-    assert sections == 10
+    assert sections == 9
     assert browser.messages() == []
     assert browser.requests() == [file.as_uri()]

@@ -13,8 +13,7 @@ from sources import look_up
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
-from dcvit.pages.report import measures
-from dcvit.pages.report.outcomes import BINS, MISTAKES, Outcomes
+from dcvit.pages.outcomes import BINS, MISTAKES, Outcomes
 from dcvit.parallel.sharding import make_mesh
 
 N, CLASSES = 200, 7
@@ -75,21 +74,20 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, 
     assert (got.n, got.several) == (expected.counted.sum(), 2) == (N - 2, 2)
     assert got.correct == (expected.correct & expected.counted).sum()
     assert printed["top1"] == got.correct / got.n
-    assert measures.calibration_error(got) == pytest.approx(expected.calibration_error(), abs=1e-6)
+    assert got.calibration_error() == pytest.approx(expected.calibration_error(), abs=1e-6)
     matrix = metrics.confusion_matrix(expected.label, expected.single_prediction, labels=range(CLASSES))
     assert got.pairs == {(i, j): matrix[i, j] for i in range(CLASSES) for j in range(CLASSES) if matrix[i, j]}
     precision, recall, f1, support = metrics.precision_recall_fscore_support(
         expected.label, expected.single_prediction, labels=range(CLASSES), zero_division=np.nan
     )
-    for row in measures.class_measures(got.pairs):
+    for row in got.classes():
         c = row.number
         assert row.examples == support[c]
         assert row.predictions == (expected.single_prediction == c).sum()
         assert row.f1 == pytest.approx(f1[c])
         for ours, theirs in ((row.recall, recall[c]), (row.precision, precision[c])):
             assert ours == (None if np.isnan(theirs) else pytest.approx(theirs))
-    assert measures.class_measures(got.pairs)[6].recall is None
-    assert measures.class_measures(got.pairs)[4].precision is None
+    assert (got.classes()[6].recall, got.classes()[4].precision) == (None, None)
     assert printed["mean_recall"] == pytest.approx(np.nanmean(recall))
 
 
@@ -118,17 +116,20 @@ def test_confidences_that_are_not_finite_are_counted_apart(monkeypatch):
     assert (got.not_finite, got.n, got.bin_examples.sum()) == (5, N - 2, N - 7)
     assert printed["top1"] == got.correct / got.n
     assert not {mistake.example for mistake in got.mistakes} & set(range(10, 15))
-    assert np.isfinite(measures.calibration_error(got))
+    assert np.isfinite(got.calibration_error())
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (0, 360), (350, 360), (360, 360), (39_876, 50_000)])
 def test_the_score_test_of_the_proportion_is_at_its_level_at_both_ends_of_wilsons_interval(successes, n):
-    low, high = measures.wilson(successes, n)
+    found = Outcomes(sigmoid=False)
+    found.correct, found.n = successes, n
+    low, high = found.interval()
     assert (low == 0, high == 1) == (successes == 0, successes == n)
     for p in {low, high} - {0, 1}:
         assert n * (successes / n - p) ** 2 == pytest.approx(NormalDist().inv_cdf(0.975) ** 2 * p * (1 - p))
 
 
 def test_frequent_confusions_are_ordered_by_number_and_then_by_class():
-    pairs = {(0, 0): 9, (2, 1): 3, (1, 2): 3, (0, 1): 5}
-    assert measures.frequent_confusions(pairs) == [(0, 1, 5), (1, 2, 3), (2, 1, 3)]
+    found = Outcomes(sigmoid=False)
+    found.pairs.update({(0, 0): 9, (2, 1): 3, (1, 2): 3, (0, 1): 5})
+    assert found.confusions() == [(0, 1, 5, 5 / 14), (1, 2, 3, 1), (2, 1, 3, 1)]

@@ -12,9 +12,8 @@ from PIL import Image
 from report_examples import HOSTILE, evaluation, page
 
 from dcvit.errors import ConfigError
-from dcvit.pages import report
-from dcvit.pages.report import html
-from dcvit.pages.report.page import shorten
+from dcvit.pages import html
+from dcvit.pages.html import shorten
 
 
 class Reader(HTMLParser):
@@ -81,9 +80,9 @@ def test_pictures_have_the_pixels_of_the_image():
         (np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8, 1), np.rint(np.linspace(0, 255, 64)).reshape(8, 8, 1)),
         (np.full((8, 8, 1), np.nan, np.float32), np.zeros((8, 8, 1))),
     ):
-        shown = decoded(html.picture(image, "x").get("src"))
+        shown = decoded(html.picture(image)["src"])
         np.testing.assert_array_equal(shown.reshape(expected.shape), expected)
-    assert decoded(html.picture(np.zeros((900, 300, 3), np.uint8), "x").get("src")).shape == (224, 75, 3)
+    assert decoded(html.picture(np.zeros((900, 300, 3), np.uint8))["src"]).shape == (224, 75, 3)
 
 
 def decoded(source):
@@ -102,4 +101,4 @@ def test_the_baseline_is_the_share_of_the_largest_class():
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write to the folder .*missing: No such file"):
-        report.check_path(tmp_path / "missing" / "report.html")
+        html.check_path(tmp_path / "missing" / "report.html", "--report")

@@ -11,8 +11,8 @@ from small_models import make_lm, param_shapes, random_params
 
 from dcvit.models import vit
 from dcvit.pages.explorer import render
-from dcvit.pages.explorer.samples import Predictions, make_sample
-from dcvit.pages.report.html import picture
+from dcvit.pages.html import picture
+from dcvit.pages.samples import Predictions, make_sample
 
 SIZE, PATCH = (20, 16), 4
 TEXT_FIELDS = dict(
@@ -46,8 +46,7 @@ def sample_of(number, run, name, net, params, inputs, layers=None, **options):
     if inputs.ndim == 4:
         rows, columns = inputs.shape[1] // net.patch_size[0], inputs.shape[2] // net.patch_size[1]
         extra = net.registers + (net.pool_type == "tok")
-        source = picture(np.asarray(inputs[0]), name).get("src")
-        facts |= {"picture": source, "rows": rows, "columns": columns, "extra": extra}
+        facts |= {"picture": picture(np.asarray(inputs[0]))["src"], "rows": rows, "columns": columns, "extra": extra}
     else:
         facts["text"] = [f"t{token}" for token in np.asarray(inputs[0])]
     found = make_sample(number, net, params, inputs, layers, Predictions(str, **options))
@@ -68,16 +67,11 @@ def facts_of(text):
 def unpack(text, facts):
     """The arrays of a block of a page, in float32."""
     packed = re.search(rf'id="{facts["block"]}">(.*?)</script>', text, re.DOTALL)[1]
-    content = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    content = np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<f4")
     arrays, start = {}, 0
-    for name, shape, scales in facts["arrays"]:
-        size, planes = int(np.prod(shape)), 2 if scales else 3
-        numbers = content[start : start + planes * size].reshape(planes, size).T
-        if scales:
-            x = np.ascontiguousarray(numbers).view("<i2").reshape(-1, len(scales)) * scales
-        else:
-            x = np.ascontiguousarray(np.pad(numbers, [(0, 0), (1, 0)])).view("<f4")
-        arrays[name] = x.astype(np.float32).reshape(shape)
-        start += planes * size
+    for name, shape in facts["arrays"].items():
+        end = start + int(np.prod(shape))
+        arrays[name] = content[start:end].reshape(shape)
+        start = end
     assert start == len(content)
     return arrays

@@ -3,8 +3,8 @@
 import numpy as np
 from sources import ListSource, numbered
 
-from dcvit.pages.report.outcomes import Outcomes
-from dcvit.pages.report.page import Evaluation, render
+from dcvit.pages.outcomes import Outcomes
+from dcvit.pages.report import Evaluation, render
 
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&amp;&lt;", "</title></style>", "\u202egnp.exe",
@@ -40,7 +40,10 @@ def evaluation(classes, images=400, size=8, names=None, accuracy=0.7, name="test
         "evaluation": name, "top1": outcomes.correct / outcomes.n, "top5": 0.9 if classes > 5 else None,
         "mean_recall": 0.8, "loss": 0.5, "n": outcomes.n
     }  # fmt: skip
-    return Evaluation(name, row, outcomes, names, lambda i: f"/data/{names[i % classes]}/{i}.png", {"pp": names[0]})
+    return Evaluation(
+        name=name, row=row, outcomes=outcomes, class_names=names, options={"pp": names[0]},
+        describe=lambda i: f"/data/{names[i % classes]}/{i}.png",
+    )  # fmt: skip
 
 
 def page(*evaluations):

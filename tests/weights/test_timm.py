@@ -15,7 +15,7 @@ from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
-from vision_models import TOLERANCE, check_read, check_written_back, images, of_dcvit, of_torch, randomize
+from vision_models import TOLERANCE, check_read, check_written_back, images, of_torch, randomize
 
 from dcvit.errors import CheckpointError
 from dcvit.models.input_channels import adapted

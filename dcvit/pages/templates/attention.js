@@ -2,27 +2,26 @@
 // dcvit.dcmha.backends.xla.reference. Arrays are flat: scores and weights H x S for one query, maps H x H with the
 // contributing heads as rows.
 
-const TERMS = ["skip", "static", "query projection", "query gate", "key projection", "key gate"];
 const STAGES = ["scores", "composed scores", "weights", "composed weights"];
 
-// The arrays of a packed element: base64, deflated, for each array the low bytes of all numbers first. An array with
-// scales has integers of 16 bits with a scale for each column, others have the first 24 bits of float32.
-async function unpack(id, header) {
+// The arrays of a packed element: base64, deflated, float32. `shapes` has the shape of each array, in their order.
+async function unpack(id, shapes) {
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer()), arrays = {};
+  const content = await new Response(stream).arrayBuffer(), arrays = {};
   let start = 0;
-  for (const [name, shape, scales] of header) {
-    const size = shape.reduce((a, b) => a * b, 1), values = new Float32Array(size), bits = new Uint32Array(values.buffer);
-    const byte = (i, plane) => bytes[start + plane * size + i];
-    for (let i = 0; i < size; i++) {
-      if (scales) values[i] = ((((byte(i, 1) << 8) | byte(i, 0)) << 16) >> 16) * scales[i % scales.length];
-      else bits[i] = (byte(i, 2) << 24) | (byte(i, 1) << 16) | (byte(i, 0) << 8);
-    }
-    arrays[name] = { shape, values };
-    start += (scales ? 2 : 3) * size;
+  for (const [name, shape] of Object.entries(shapes)) {
+    const size = shape.reduce((a, b) => a * b, 1);
+    arrays[name] = { shape, values: new Float32Array(content, start, size) };
+    start += 4 * size;
   }
   return arrays;
+}
+
+function diagonal(H, value) {
+  const map = new Float32Array(H * H);
+  for (let h = 0; h < H; h++) map[h * H + h] = value(h);
+  return map;
 }
 
 class Layer {
@@ -31,18 +30,15 @@ class Layer {
     this.perGroup = this.H / sample.groups;
   }
 
-  // The factors of a composition that are switched on, or null if there are none.
+  // The factors of a composition whose branches exist and are switched on.
   factors(where, off) {
-    const get = (name) => this.arrays[`${where}.${name}`]?.values;
-    const on = (branch) => !off.has(`${where}.${branch}`);
-    const projection = this.arrays[`${where}.q1`] ?? this.arrays[`${where}.k1`];
-    const found = {
-      rank: projection ? projection.shape[1] : 0,
-      static: on("static") ? get("static") : undefined,
-      q1: on("query projection") ? get("q1") : undefined, q2: get("q2"), qg: on("query gate") ? get("qg") : undefined,
-      k1: on("key projection") ? get("k1") : undefined, k2: get("k2"), kg: on("key gate") ? get("kg") : undefined,
-    };
-    return found.static || found.q1 || found.k1 || found.qg || found.kg ? found : null;
+    const get = (name, branch) => (off.has(`${where}.${branch}`) ? undefined : this.arrays[`${where}.${name}`]?.values);
+    const found = { rank: (this.arrays[`${where}.q1`] ?? this.arrays[`${where}.k1`])?.shape[1], static: get("static", "static") };
+    for (const [letter, side] of [["q", "query"], ["k", "key"]]) {
+      for (const name of [`${letter}1`, `${letter}2`]) found[name] = get(name, `${side} projection`);
+      found[`${letter}g`] = get(`${letter}g`, `${side} gate`);
+    }
+    return found;
   }
 
   // Positions [first, last] of the keys that a query attends to.
@@ -55,29 +51,11 @@ class Layer {
 
   // Eqn 7 for one query: `a` and the result are H x S.
   compose(where, a, t, off) {
-    const w = this.factors(where, off);
-    if (!w) return a.slice();
-    const { H, T: S, perGroup: J } = this, { rank: R } = w, out = new Float32Array(H * S), [first, last] = this.range(t);
+    const { H, T: S } = this, out = new Float32Array(H * S), [first, last] = this.range(t);
     for (let s = first; s <= last; s++) {
-      for (let h = 0; h < H; h++) {
-        let gate = 1;
-        if (w.qg) gate += w.qg[t * H + h];
-        if (w.kg) gate += w.kg[s * H + h];
-        out[h * S + s] += a[h * S + s] * gate;
-        if (w.static) {
-          const start = Math.floor(h / J) * J;
-          for (let g = 0; g < J; g++) out[h * S + s] += a[(start + g) * S + s] * w.static[(start + g) * J + h - start];
-        }
-      }
-      for (const [down, up, at] of [[w.q1, w.q2, t], [w.k1, w.k2, s]]) {
-        if (!down) continue;
-        for (let r = 0; r < R; r++) {
-          const base = (at * R + r) * H;
-          for (let start = 0; start < H; start += J) {
-            let hidden = 0;
-            for (let h = start; h < start + J; h++) hidden += a[h * S + s] * down[base + h];
-            for (let h = start; h < start + J; h++) out[h * S + s] += hidden * up[base + h];
-          }
+      for (const map of Object.values(this.terms(where, t, s, off))) {
+        for (let g = 0; g < H; g++) {
+          for (let h = 0; h < H; h++) out[h * S + s] += a[g * S + s] * map[g * H + h];
         }
       }
     }
@@ -132,23 +110,35 @@ class Layer {
 
   // The map of a query-key pair by term, for the terms that exist and are switched on.
   terms(where, t, s, off) {
-    const { H, perGroup: J } = this, w = this.factors(where, off), found = {};
-    const fill = (value) => Float32Array.from({ length: H * H }, (_, i) => value(Math.floor(i / H), i % H));
-    const grouped = (g, h) => Math.floor(g / J) === Math.floor(h / J);
-    found.skip = fill((g, h) => (g === h ? 1 : 0));
-    if (!w) return found;
-    if (w.static) found.static = fill((g, h) => (grouped(g, h) ? w.static[g * J + (h % J)] : 0));
+    const { H, perGroup: J } = this, w = this.factors(where, off), found = { skip: diagonal(H, () => 1) };
+    if (w.static) {
+      found.static = new Float32Array(H * H);
+      for (let g = 0; g < H; g++) found.static.set(w.static.subarray(g * J, g * J + J), g * H + g - (g % J));
+    }
     for (const [side, at, down, up, gate] of [["query", t, w.q1, w.q2, w.qg], ["key", s, w.k1, w.k2, w.kg]]) {
       if (down) {
-        found[`${side} projection`] = fill((g, h) => {
-          let sum = 0;
-          for (let r = 0; grouped(g, h) && r < w.rank; r++) {
-            sum += down[(at * w.rank + r) * H + g] * up[(at * w.rank + r) * H + h];
+        const map = found[`${side} projection`] = new Float32Array(H * H);
+        for (let base = at * w.rank * H; base < (at + 1) * w.rank * H; base += H) {
+          for (let g = 0; g < H; g++) {
+            const start = g - (g % J); // of the group of heads
+            for (let h = start; h < start + J; h++) map[g * H + h] += down[base + g] * up[base + h];
           }
-          return sum;
-        });
+        }
       }
-      if (gate) found[`${side} gate`] = fill((g, h) => (g === h ? gate[at * H + h] : 0));
+      if (gate) found[`${side} gate`] = diagonal(H, (h) => gate[at * H + h]);
+    }
+    return found;
+  }
+
+  // For each rank of the dynamic projections, the amounts that a pair's numbers `a` of each head add to it, and back.
+  flows(where, t, s, off, a) {
+    const w = this.factors(where, off), { H, perGroup: J } = this, found = [];
+    for (const [side, at, down, up] of [["query", t, w.q1, w.q2], ["key", s, w.k1, w.k2]]) {
+      for (let r = 0; down && r < w.rank; r++) {
+        const base = (at * w.rank + r) * H, into = a.map((x, h) => x * down[base + h]);
+        const hidden = (h) => into.slice(h - (h % J), h - (h % J) + J).reduce((x, y) => x + y, 0);
+        found.push({ name: `${side} ${r}`, into, out: a.map((_, h) => hidden(h) * up[base + h]) });
+      }
     }
     return found;
   }

@@ -1,10 +1,14 @@
-"""Explorer of a model's composed heads: runs models on inputs, and makes the page of `dcvit.pages.explorer`."""
+"""Explorer of a model's composed heads: runs models on inputs, and makes a page that recomputes attention.
+
+The page has queries, keys, values and compose weights of each input, packed by `dcvit.pages.samples`. It computes
+scores, compositions and softmax from them (`attention.js`), draws them (`views.js`, `sections.js`) and handles the
+controls (`explorer.js`).
+"""
 
 from __future__ import annotations
 
-import itertools
+import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,18 +25,20 @@ from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
-from dcvit.interpret.contributions import average_contributions
+from dcvit.interpret.contributions import AverageContributions, average_contributions
 from dcvit.models.packed_images import PackedImages
-from dcvit.pages.explorer import DIGITS, average_facts, render
-from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
-from dcvit.pages.report.html import picture
+from dcvit.pages.html import document, picture
+from dcvit.pages.samples import Json, Predictions, Sample, make_sample
 from input_pipeline.images.folder import find_images
 
 LOG = logging.getLogger(__name__)
+SCRIPTS = ("attention", "views", "sections", "explorer")
 BATCH = 16  # examples of the averages over data that are computed at once
 CURVE_POINTS = 65  # of a curve of captured variance
+DIGITS = 5  # of averages
 MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
-MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
+
+Input = tuple[Json, np.ndarray, Callable[[int], str] | None]  # facts, model input, and function that names an output
 
 
 class Options(NamedTuple):
@@ -70,127 +76,111 @@ def explore(
       on_error: called with one line for each file that cannot be read.
 
     Raises:
-      ConfigError: inputs or options do not fit the models, or the page would be too large.
+      ConfigError: inputs or options do not fit the models, or the page is too large.
       InputError: there is no readable input.
       FloatingPointError: a model's activations are not finite.
     """
     runs: list[Json] = []
     samples: list[Sample] = []
-    chosen = [_layers(model, options) for model in models]
-    given = [
-        _text_samples(model, files, texts, options, on_error)
-        if isinstance(model, LanguageModel) else _image_samples(model, files, texts, on_error)
-        for model in models
-    ]  # fmt: skip
-    _check_size(models, [lengths for lengths, _ in given], chosen)
-    for number, (model, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
-        averages = _averages(model, options.data, options.limit) if options.data else None
-        multilabel = isinstance(model, ImageModel) and model.multilabel
-        for facts, inputs, label in inputs_of:
-            predictions = None if label is None else Predictions(label, multilabel, options.ablate)
-            try:
-                sample = make_sample(len(samples), model.module, model.params, jnp.asarray(inputs), layers, predictions)
-            except FloatingPointError as e:
-                raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
-            sample.facts |= facts | {"run": number}
-            samples.append(sample)
+    for model in models:
+        layers = _layers(model, options)
+        if isinstance(model, LanguageModel):
+            inputs = _text_inputs(model, files, texts, options, on_error)
+        else:
+            inputs = _image_inputs(model, files, texts, on_error)
         run: Json = {"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)}
-        runs.append(run | ({"averages": averages} if averages else {}))
+        if options.data:
+            run["averages"] = _averages(model, options.data, options.limit)
+        samples += _samples(model, inputs, layers, options, {"run": len(runs), "number": len(samples)})
+        runs.append(run)
     if not samples:
         raise InputError("no input could be read")
     return render(f"{models[0].source} · explorer of composed heads", runs, samples)
 
 
-Input = tuple[Json, np.ndarray, Callable[[int], str] | None]
-Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any is computed, and the inputs
+def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
+    """Return the page as HTML.
+
+    Args:
+      title: title of the window.
+      runs: for each model its `name`, `facts` in one line, and optionally `averages` and `diversity` as JSON data.
+      samples: the inputs. Their facts have the `run` (index of the model), a `name`, and of an image `picture`, `rows`,
+        `columns` and `extra` (number of tokens before the patches), of a text its tokens as `text`.
+    """
+    facts = json.dumps({"runs": runs, "samples": [s.facts for s in samples]}, allow_nan=False, separators=(",", ":"))
+    data = facts.replace("<", "\\u003c")
+    return document("explorer", SCRIPTS, title=title, runs=runs, samples=samples, data=data)
 
 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
     """Return the indices, from 0, of the model's layers that the page shows. Raise ConfigError if there are none."""
-    module = model.module
-    if module.compose_layers is not None:
-        chosen = tuple(module.compose_layers)
+    if model.module.compose_layers is not None:
+        chosen = tuple(model.module.compose_layers)
         raise ConfigError(f"{model.source} has compose_layers={chosen}: expected compositions in all layers")
     try:
-        return layer_numbers(module, options.layers)
+        return layer_numbers(model.module, options.layers)
     except ValueError as e:
         raise ConfigError(f"--layers: {e}") from None
 
 
-def _check_size(
-    models: Sequence[LoadedModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
-) -> None:
-    """Raise ConfigError if the page would be too large: by each model's input lengths in tokens, and shown layers."""
+def _samples(
+    model: LoadedModel, inputs: Iterator[Input], layers: Sequence[int], options: Options, at: dict[str, int]
+) -> Iterator[Sample]:
+    """Yield what the page shows of each input; `at` has the index of the model, and the number of the first sample."""
+    multilabel = isinstance(model, ImageModel) and model.multilabel
     size = 0
-    for model, tokens, shown in zip(models, lengths, layers, strict=True):
-        module, longest = model.module, max(tokens, default=0)
-        if module.num_heads * longest**2 > MAX_MATRIX:
-            most = math.isqrt(MAX_MATRIX // module.num_heads)
+    for i, (facts, array, label) in enumerate(inputs):
+        predictions = None if label is None else Predictions(label, multilabel, options.ablate)
+        try:
+            sample = make_sample(at["number"] + i, model.module, model.params, jnp.asarray(array), layers, predictions)
+        except FloatingPointError as e:
+            raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
+        sample.facts |= facts | {"run": at["run"]}
+        size += sum(map(len, sample.blocks.values()))
+        if size > MAX_BYTES:
             raise ConfigError(
-                f"an input of {longest} tokens is too long for a page of {model.source}: give at most {most}, with a "
-                "smaller --length or image"
+                f"a page of {i + 1} inputs has {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give fewer "
+                "inputs, or --layers for fewer layers"
             )
-        size += sum(packed_size(module, length, len(shown)) for length in tokens)
-    if size > MAX_BYTES:
-        inputs = sum(map(len, lengths))
-        raise ConfigError(
-            f"a page of {inputs} inputs would have about {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give "
-            "fewer inputs, or --layers for fewer layers"
-        )
+        yield sample
 
 
-def _image_samples(
+def _image_inputs(
     model: LoadedModel, files: Sequence[Path], texts: Sequence[str], on_error: Callable[[str], None]
-) -> Inputs:
-    """Return the number of tokens of each image, and an iterator of (facts, image, function that names a class)."""
+) -> Iterator[Input]:
+    """Yield the images of files."""
     assert isinstance(model, ImageModel)
     if texts:
         raise ConfigError("--prompt needs a language model: give image files")
     if not files:
         raise ConfigError("no image files: give files, or folders of them")
     module = model.module
-    extra = module.registers + module.pool_type.startswith("tok")
-    found = find_images(files, on_error)
-    batches = map(model.checked, read_images(found, model.pp, on_error))
-    first = next(batches, None)
-    if first is None:
-        return [], iter(())
-    shown = first[1]
-    if isinstance(shown, PackedImages):
-        raise ConfigError(
-            "the explorer shows images of one size, but config.pp_predict has the op patches: give --config CONFIG "
-            "with a config.pp_predict that resizes to a fixed size"
-        )
-    if (channels := shown.shape[-1]) not in (1, 3):
-        LOG.info("the pictures show the first of %d channels", channels)
-    sizes = zip(shown.shape[1:], module.patch_size, strict=False)
-    tokens = extra + math.prod(size // patch for size, patch in sizes)
     label = (lambda i: str(model.class_names[i])) if module.num_classes else None
+    for names, images in map(model.checked, read_images(find_images(files, on_error), model.pp, on_error)):
+        if isinstance(images, PackedImages):
+            raise ConfigError(
+                "the explorer shows images of one size, but config.pp_predict has the op patches: give --config CONFIG "
+                "with a config.pp_predict that resizes to a fixed size"
+            )
+        for name, image in zip(names, images, strict=True):
+            rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
+            extra = module.registers + module.pool_type.startswith("tok")
+            facts: Json = {"name": Path(name).name, "rows": rows, "columns": columns, "extra": extra}
+            yield facts | {"picture": picture(image)["src"]}, image[None], label
 
-    def inputs() -> Iterator[Input]:
-        for names, images in itertools.chain([first], batches):
-            for name, image in zip(names, images, strict=True):
-                rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
-                facts: Json = {"name": Path(name).name, "picture": picture(image, name).get("src")}
-                yield facts | {"rows": rows, "columns": columns, "extra": extra}, image[None], label
 
-    return [tokens] * len(found), inputs()
-
-
-def _text_samples(
+def _text_inputs(
     model: LanguageModel,
     files: Sequence[Path],
     texts: Sequence[str],
     options: Options,
     on_error: Callable[[str], None],
-) -> Inputs:
-    """Return each text's number of tokens, and an iterator of (facts, up to `options.length` tokens, token's name)."""
+) -> Iterator[Input]:
+    """Yield the first `options.length` tokens of each text."""
     if not files and not texts:
         raise ConfigError("no text: give text files, or --prompt TEXT")
-    decode = model.tokenizer.decode
-    found: list[Input] = []
-    for i, text in enumerate(read_prompts(texts, files)):
-        name = f"text {i + 1}" if i < len(texts) else files[i - len(texts)].name
+    names = [*(f"text {i + 1}" for i in range(len(texts))), *(file.name for file in files)]
+    for name, text in zip(names, read_prompts(texts, files), strict=True):
         tokens = [*model.tokenizer.encode(text)]
         if not tokens:
             on_error(f"{name}: no tokens")
@@ -198,10 +188,9 @@ def _text_samples(
         longest = min(options.length, model.module.context)
         if len(tokens) > longest:
             LOG.info("%s: the first %d of %d tokens are shown", name, longest, len(tokens))
-        tokens = tokens[:longest]
-        facts: Json = {"name": name, "text": [decode([token]) for token in tokens]}
-        found.append((facts, np.asarray([tokens], np.int32), lambda i: decode([i])))
-    return [inputs.shape[1] for _, inputs, _ in found], iter(found)
+        shown = [model.tokenizer.decode([token]) for token in tokens[:longest]]
+        array = np.asarray([tokens[:longest]], np.int32)
+        yield {"name": name, "text": shown}, array, lambda i: model.tokenizer.decode([i])
 
 
 def _facts(model: LoadedModel) -> str:
@@ -224,23 +213,24 @@ def _averages(model: LoadedModel, data: str, limit: int) -> Json:
         raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
     evaluator = evaluators[data]
     model.check_inputs(evaluator.example, model.source)
-    is_text = isinstance(model, LanguageModel)
+    read = input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH)
 
-    def batches() -> Iterator[np.ndarray]:
-        left = limit
-        for batch in input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH):
+    def batches() -> Iterator[jax.Array]:
+        for start, batch in zip(range(0, limit, BATCH), read, strict=False):
             if "grid" in batch:
                 raise ConfigError(
                     f"--data {data}: the explorer shows images of one size, but its pp has the op patches"
                 )
-            rows = (batch["tokens"][:, :-1] if is_text else batch["image"])[batch["_mask"] > 0][:left]
-            left -= len(rows)
-            if len(rows):
-                yield rows
-            if not left:
-                return
+            rows = batch["tokens"][:, :-1] if isinstance(model, LanguageModel) else batch["image"]
+            yield jnp.asarray(rows[batch["_mask"] > 0][: limit - start])
 
-    return average_facts(average_contributions(model.module, model.params, map(jnp.asarray, batches())), data)
+    return average_facts(average_contributions(model.module, model.params, batches()), data)
+
+
+def average_facts(found: AverageContributions, data: str) -> Json:
+    """Return averages of contributions between heads as JSON data; `data` is the name of the data that they are of."""
+    share = {where: share.round(DIGITS).tolist() for where, share in found.share.items()}
+    return {"data": data, "examples": found.examples, "entropy": found.entropy.round(DIGITS).tolist(), "share": share}
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:

@@ -1,4 +1,3 @@
-"use strict";
 // Sorts a table by the column of the button that is clicked: numbers from high to low first, names from A to Z first.
 const value = (row, column) => {
   const text = row.cells[column].textContent.trim();

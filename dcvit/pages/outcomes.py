@@ -1,4 +1,4 @@
-"""Outcomes of a classifier's evaluation: counts, calibration and the most confident mistakes, in bounded memory."""
+"""Outcomes of a classifier's evaluation in bounded memory: counts, most confident mistakes, and measures from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
 from dcvit.evaluators import DeviceBatch
 from input_pipeline.preprocess.patches import image_of_patches
@@ -18,12 +17,25 @@ BINS = 15  # of confidence, of equal width, as in Guo et al. (2017)
 MISTAKES = 24  # kept with their images
 
 
-def bin_of(confidence: Float[np.ndarray, "*n"]) -> Int[np.ndarray, "*n"]:
-    """Return the bin of each confidence, i for (i/BINS, (i+1)/BINS]; 0, which a sigmoid can have, is in the first."""
-    # A softmax may round above 1.
-    edges = np.linspace(0, 1, BINS + 1)
-    found: np.ndarray = np.maximum(np.searchsorted(edges, np.minimum(confidence, 1), side="left") - 1, 0)
-    return found
+class Bin(NamedTuple):
+    """A bin of examples with a confidence in (low, high]; mean confidence and accuracy are None if it is empty."""
+
+    low: float
+    high: float
+    examples: int
+    confidence: float | None
+    accuracy: float | None
+
+
+class ClassMeasures(NamedTuple):
+    """Recall, precision and F1 of class `number`; recall is None without examples, precision without predictions."""
+
+    number: int
+    examples: int
+    predictions: int
+    recall: float | None
+    precision: float | None
+    f1: float
 
 
 class Mistake(NamedTuple):
@@ -101,9 +113,52 @@ class Outcomes:
         self._add_mistakes(found)
         self.rows += len(counted)
 
+    def interval(self) -> tuple[float, float]:
+        """Return Wilson's 95 % confidence interval of the accuracy (Wilson, 1927); (0, 1) without examples."""
+        if not self.n:
+            return 0.0, 1.0
+        from scipy import stats  # takes long to import
+
+        low, high = stats.binomtest(self.correct, self.n).proportion_ci(0.95, method="wilson")
+        return float(low), float(high)
+
+    def bins(self) -> list[Bin]:
+        """Return the bins of confidence, from low to high."""
+        found = []
+        for i, examples in enumerate(map(int, self.bin_examples)):
+            sums = float(self.bin_confidence[i]), int(self.bin_correct[i])
+            confidence, accuracy = (total / examples if examples else None for total in sums)
+            found.append(Bin(i / BINS, (i + 1) / BINS, examples, confidence, accuracy))
+        return found
+
+    def calibration_error(self) -> float:
+        """Return the expected calibration error, Σ_b |b|/n · |accuracy(b) - confidence(b)| (Guo et al., 2017)."""
+        differences = np.abs(self.bin_correct - self.bin_confidence)
+        return float(differences.sum() / max(1, self.bin_examples.sum()))
+
+    def classes(self) -> list[ClassMeasures]:
+        """Return the measures of every class that is a label or a prediction of an example, in their order."""
+        examples, predictions = Counter[int](), Counter[int]()
+        for (label, prediction), count in self.pairs.items():
+            examples[label] += count
+            predictions[prediction] += count
+        rows = []
+        for c in sorted({*examples, *predictions}):
+            hits, labeled, predicted = self.pairs[c, c], examples[c], predictions[c]
+            recall, precision = (hits / total if total else None for total in (labeled, predicted))
+            rows.append(ClassMeasures(c, labeled, predicted, recall, precision, 2 * hits / (labeled + predicted)))
+        return rows
+
+    def confusions(self) -> list[tuple[int, int, int, float]]:
+        """Return label, prediction, examples, and their share of the label, of all confusions, by falling number."""
+        totals = {row.number: row.examples for row in self.classes()}
+        wrong = [(*pair, n, n / totals[pair[0]]) for pair, n in self.pairs.items() if pair[0] != pair[1]]
+        return sorted(wrong, key=lambda row: (-row[2], row))
+
     def _add_confidence(self, confidence: np.ndarray, correct: np.ndarray) -> None:
-        """Add examples to the bins."""
-        at, confidence = bin_of(confidence), np.minimum(confidence, 1)  # a softmax may round above 1
+        """Add examples to the bins; a confidence of 0, which a sigmoid can have, to the first."""
+        confidence = np.minimum(confidence, 1)  # a softmax may round above 1
+        at = np.maximum(np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="left") - 1, 0)
         self.bin_examples += np.bincount(at, minlength=BINS)
         self.bin_correct += np.bincount(at[correct], minlength=BINS)
         self.bin_confidence += np.bincount(at, confidence, minlength=BINS)
