@@ -122,7 +122,7 @@ def empty_a_class(root):
     [
         (rename_a_class, {"split": "val"}, ip.InputError, "class 'emu' of .*val is not among the 3 classes of .*train"),
         (empty_a_class, {}, ip.InputError, r"class folder .*cat holds no images \(.*\); skipped 1 file\(s\): 1 .heic"),
-        (None, {"part": (0, 0.5)}, ip.InputError, r"part=\(0, 0.5\) has 2 of 3 classes, because .* sorted by class; use"),
+        (None, {"part": (0, 0.5)}, ip.InputError, r"part=\(0, 0.5\) has 2 of 3 classes, because .* by class; use"),
         (None, {"split": "test"}, ip.MissingDataError, r"no folder .*test \(in .*pets: train, val\)"),
         (
             None,
