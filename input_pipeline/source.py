@@ -242,7 +242,7 @@ def _rows_of_part(part: Sequence[float], source: Source, what: str) -> range:
         found, classes = len({*labels[rows].tolist()}), len({*labels.tolist()})
         if found < classes:
             raise InputError(
-                f"{what}: part={tuple(part)} has {found} of {classes} classes, because the examples are sorted by class;"
-                ' use a fold, such as part="all but fold 1 of 5"'
+                f"{what}: part={tuple(part)} has {found} of {classes} classes, because the examples are sorted by"
+                ' class; use a fold, such as part="all but fold 1 of 5"'
             )
     return rows

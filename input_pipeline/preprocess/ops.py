@@ -36,7 +36,8 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: 
     """Decode `image` from the bytes of a JPEG, PNG, WebP, AVIF, BMP, GIF, TIFF or `.npy` file.
 
     As uint8 of 1 or 3 channels, every image is converted to gray or RGB, except a `.npy` file and a TIFF of several
-    gray channels. Otherwise values are those of the file, which must have `channels`; see `input_pipeline.images.stored`.
+    gray channels. Otherwise values are those of the file, which must have `channels`: see
+    `input_pipeline.images.stored`.
 
     Args:
       channels: 1 for gray, 3 for RGB, or the number of channels of the files.

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import input_pipeline as ip
-from input_pipeline.images.folder import find_images
+from dcvit.inference.images import find_images
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,7 @@ def empty_a_class(root):
     [
         (rename_a_class, {"split": "val"}, ip.InputError, "class 'emu' of .*val is not among the 3 classes of .*train"),
         (empty_a_class, {}, ip.InputError, r"class folder .*cat holds no images \(.*\); skipped 1 file\(s\): 1 .heic"),
-        (
-            None,
-            {"part": (0, 0.5)},
-            ip.InputError,
-            r"part=\(0, 0.5\) has 2 of 3 classes, because .* sorted by class; use",
-        ),
+        (None, {"part": (0, 0.5)}, ip.InputError, r"part=\(0, 0.5\) has 2 of 3 classes, because .* by class; use"),
         (None, {"split": "test"}, ip.MissingDataError, r"no folder .*test \(in .*pets: train, val\)"),
         (
             None,
