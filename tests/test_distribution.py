@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_two_packages_only(wheel):
     if tracked:
         expected = {f"dcvit/{name}" if name.startswith("configs/") else name for name in tracked}
         assert [str(name) for name in names if ".dist-info" not in name.parts[0] and str(name) not in expected] == []
-    for needed in ("dcvit/py.typed", "dcvit/configs/vit_digits.py", "dcvit/pages/explorer/explorer.html"):
+    for needed in ("dcvit/py.typed", "dcvit/configs/vit_digits.py", "dcvit/pages/templates/explorer.html"):
         assert Path(needed) in names
     assert Path("dcvit/pretrained/digits/model.safetensors") in names
 

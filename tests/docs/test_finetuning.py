@@ -31,7 +31,7 @@ def test_the_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
     pets(tmp_path / "pets")
     (block,) = blocks(PAGE, "bash", "<!-- run by tests/docs/test_finetuning.py -->")
     run_commands(commands(block), tmp_path, monkeypatch)
-    assert "Temperature scaling" in Path("runs/average.html").read_text()
+    assert "Calibration error" in Path("runs/average.html").read_text()
     a, b, mean = (by_name(load_params(Path("runs", name))) for name in ("a", "b", "average"))
     for name, value in mean.items():
         np.testing.assert_allclose(value, (np.asarray(a[name], np.float64) + b[name]) / 2, rtol=1e-6, atol=1e-9)

@@ -1,5 +1,6 @@
 """The commands of the page about labels run as written, on the images that its script generates."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -28,7 +29,7 @@ def test_the_commands_of_the_page_run_as_written(tmp_path, monkeypatch, library_
     chosen = json.loads(Path("runs/colors/thresholds.json").read_text())
     assert (chosen["evaluation"], chosen["step"]) == ("val", last["step"])
     assert [*chosen["thresholds"]] == ["blue", "green", "red"]
-    page = Path("runs/colors.html").read_text()
+    page = html.unescape(Path("runs/colors.html").read_text())
     assert f"The thresholds maximize F1 on 'val' at step {last['step']}" in page
     assert "Confusion matrix" not in page
     assert re.search(r"colors/images/0\.png +(red|green|blue|none)", out)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import explorer_pages as pages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,24 @@ from small_models import HEADS
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import pair_terms
+from dcvit.interpret.contributions import average_contributions
+from dcvit.pages.explorer import average_facts
 
 pytestmark = pytest.mark.exhaustive
 CLOSE = dict(rtol=2e-3, atol=2e-3)
 STAGES = ("scores", "composed_scores", "weights", "composed_weights")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A page of three samples of two runs, with averages over data and head diversity."""
+    net, params, image = make("image")
+    samples = [pages.sample_of(i, int(name == "plain image"), name, *make(name)) for i, name in enumerate(MODELS)]
+    averages = average_facts(average_contributions(net, params, [image]), "test")
+    path = tmp_path_factory.mktemp("page") / "explore.html"
+    curve = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
+    path.write_text(pages.page(samples, averages=averages, diversity=curve))
+    return path
 
 
 def table(browser):

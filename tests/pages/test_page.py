@@ -1,4 +1,4 @@
-"""The page: complete, escaped, in one file of a bounded size, and refused early if it cannot be written."""
+"""The report: complete, escaped, in one file, shown by a browser, and refused early if it cannot be written."""
 
 import base64
 import io
@@ -12,8 +12,10 @@ from PIL import Image
 from report_examples import HOSTILE, evaluation, page
 
 from dcvit.errors import ConfigError
+from dcvit.evaluators.multilabel import ClassResult
 from dcvit.pages import html
 from dcvit.pages.html import shorten
+from dcvit.pages.report import Evaluation, render
 
 
 class Reader(HTMLParser):
@@ -102,3 +104,33 @@ def test_the_baseline_is_the_share_of_the_largest_class():
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write to the folder .*missing: No such file"):
         html.check_path(tmp_path / "missing" / "report.html", "--report")
+
+
+def test_a_multilabel_section_has_the_measures_of_each_class():
+    labels = [ClassResult(3, 4, 2, 9, 0.875, 0.25), ClassResult(0, 0, 0, 9, None, 0.5)]
+    row = {"evaluation": "val", "mean_ap": 0.875, "f1_macro": 0.5, "f1_micro": 0.25, "loss": 1.5, "n": 9}
+    made = Evaluation(name="val", row=row, class_names=["a", "b"], options={}, labels=labels, thresholds_from="Chosen.")
+    text = Reader(render("model", {}, {}, [row], [made])).text.replace("\u00a0", "_").replace("\n", " ")
+    assert "a 3 4 87.50_% 57.14_% 50.00_% 66.67_% 0.250 9" in text
+    assert "b 0 0 – 0.00_% – – 0.500 9" in text
+    assert "Chosen." in text
+
+
+@pytest.mark.exhaustive
+def test_the_page_is_shown_completely_without_errors_and_requests(browser, tmp_path):
+    """Three evaluations: hostile names, many classes of larger images, and a perfect classifier."""
+    file = tmp_path / "report.html"
+    hostile = evaluation(len(HOSTILE), names=HOSTILE, name=HOSTILE[0])
+    file.write_text(
+        page(hostile, evaluation(100, images=4000, size=224, name="many"), evaluation(10, accuracy=1.1, name="all"))
+    )
+    browser.open(file)
+    assert browser.messages() == []
+    assert browser.requests() == [file.as_uri()]
+    assert browser.value("[...document.images].map(i => i.naturalWidth)") == [8] * 24 + [224] * 24
+    assert browser.value("[...document.images].every(i => i.alt.startsWith('image of '))")
+    assert browser.value("document.querySelectorAll('h1').length") == 1
+    headings = browser.value("[...document.querySelectorAll('h2')].map(h => h.textContent)")
+    assert headings == ["Results", *(f"Evaluation “{name}”" for name in (HOSTILE[0], "many", "all")), "Run"]
+    assert browser.value("document.querySelectorAll('table.sortable tbody tr').length") == len(HOSTILE) + 100 + 10
+    assert browser.value("document.querySelectorAll('svg rect.accuracy').length") > 20

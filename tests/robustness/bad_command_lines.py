@@ -28,8 +28,7 @@ EVALUATE = {
     "report of a language model": bad(
         command("evaluate", "--workdir", "{lm}", "--report", "{folder}/r.html"),
         "--report",
-        "classifier",
-        "perplexity",
+        "'classification'",
     ),
 }
 

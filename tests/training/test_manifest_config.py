@@ -1,5 +1,6 @@
 """configs/vit_manifest.py: training with several labels, resumed bit for bit, evaluated, reported, and used."""
 
+import html
 import json
 import re
 import shutil
@@ -93,7 +94,7 @@ def test_thresholds_are_chosen_stored_and_used(copied, data, capsys, tmp_path):
     assert chosen["mean_ap"] == plain["mean_ap"]
     again = evaluated(copied, capsys)
     assert again["f1_macro"] == chosen["f1_macro"]
-    page = (tmp_path / "r.html").read_text()
+    page = html.unescape((tmp_path / "r.html").read_text())
     for text in (*manifests.COLORS, "Threshold", "maximize F1 on 'val' at step 20", "45 known labels"):
         assert text in page
     assert "Confusion" not in page
