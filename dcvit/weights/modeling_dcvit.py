@@ -464,11 +464,9 @@ class DCViTBody(DCModel):
         x = x if self.config.pool_norm else self.norm(x)
         features = self._pooled(x)
         features = self.norm(features) if self.config.pool_norm else features
+        features = torch.tanh(self.pre_logits(features)) if self.config.rep_size else features
         return BaseModelOutputWithPooling(
-            last_hidden_state=x,
-            pooler_output=torch.tanh(self.pre_logits(features)) if self.config.rep_size else features,
-            hidden_states=states,
-            attentions=weights,
+            last_hidden_state=x, pooler_output=features, hidden_states=states, attentions=weights
         )
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -536,11 +534,9 @@ class DCViTForImageClassification(DCViTBody):
         """
         encoded = super().forward(pixel_values, output_attentions, output_hidden_states, return_dict=True)
         logits = self.head(encoded.pooler_output) if hasattr(self, "head") else encoded.pooler_output
+        loss = mean_loss(logits, labels, num_items_in_batch, self.config.problem_type == MULTILABEL)
         return ImageClassifierOutput(
-            loss=mean_loss(logits, labels, num_items_in_batch, self.config.problem_type == MULTILABEL),
-            logits=logits,
-            hidden_states=encoded.hidden_states,
-            attentions=encoded.attentions,
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
 
 
@@ -597,12 +593,9 @@ class DCFormerBody(DCModel):
         ]
         x, states, weights = self.run(x, arguments, output_attentions, output_hidden_states)
         x = self.norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            hidden_states=states and (*states[:-1], x),
-            attentions=weights,
-            **{CACHE: before if wanted else None},
-        )
+        states = states and (*states[:-1], x)
+        kept = {CACHE: before if wanted else None}
+        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=states, attentions=weights, **kept)
 
     def _cache(
         self, past_key_values: Cache | None, cache: Cache | None, use_cache: bool | None
@@ -722,13 +715,9 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
         x = encoded.last_hidden_state
         logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
         following = None if labels is None else labels[:, 1:].flatten()
-        return CausalLMOutputWithPast(
-            loss=mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch),
-            logits=logits,
-            hidden_states=encoded.hidden_states,
-            attentions=encoded.attentions,
-            **{CACHE: getattr(encoded, CACHE)},
-        )
+        loss = mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch)
+        others = {name: getattr(encoded, name) for name in ("hidden_states", "attentions", CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)
 
 
 class DCFormerForSequenceClassification(DCFormerBody):
