@@ -62,7 +62,7 @@ class Opened:
       workdir: the folder of the run whose config it is, or of the model of the package.
       step: the step of the checkpoint; None for weights.
       is_of_run: True for a checkpoint of the run in `workdir` at the image size of the run.
-      thresholds: those that the workdir stores for this checkpoint.
+      thresholds: those that the workdir stores for this checkpoint, or that are beside the weights.
     """
 
     place: Folder
@@ -164,7 +164,7 @@ def open_model(
     )  # fmt: skip
     if source.stated:
         _check_same_function(source.stated, opened, overrides)
-    return _at_image_size(_with_classes(opened, image_size is None), image_size)
+    return _at_image_size(_with_classes(opened), image_size)
 
 
 def _run_of(path: Folder, has_config: bool, has_checkpoint: bool) -> Folder | None:
@@ -201,16 +201,20 @@ def _of_weights(source: Source, usual_pp: bool) -> Opened:
     with errors_name_file(source.path):
         module = build(about)
     numbers = range(about.num_outputs or 0) if about.model_name == "vit" else ()
-    names, file = about.class_names or [str(i) for i in numbers], tokenizer_of(weights.path)
-    return Opened(source.place, source.path, config.lock(), module, weights.params, names, file, weights)
+    names = about.class_names or [str(i) for i in numbers]
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    return Opened(
+        source.place, source.path, config.lock(), module, weights.params, names, tokenizer_of(weights.path), weights,
+        thresholds=thresholds.read(folder, names) if about.multilabel else None,
+    )  # fmt: skip
 
 
-def _with_classes(opened: Opened, has_thresholds: bool) -> Opened:
+def _with_classes(opened: Opened) -> Opened:
     """Return the model with the names of its classes and, if it has some, the thresholds that its workdir stores."""
     if opened.config.model_name != "vit":
         return opened
     classes, found = workdir.read_class_names(opened.workdir, opened.num_outputs), None
-    if opened.workdir is not None and opened.is_of_run and has_thresholds and multilabel_options(opened.config):
+    if opened.workdir is not None and opened.is_of_run and multilabel_options(opened.config):
         found = thresholds.read(opened.workdir, classes)
         if found and found.step != opened.step:
             file = opened.workdir / thresholds.NAME
@@ -250,7 +254,8 @@ def _at_image_size(opened: Opened, size: tuple[int, int] | None) -> Opened:
                 place[key] = at_size(place[key], size)
             except CheckpointError as e:
                 raise ConfigError(f"{name}: {e}") from None
-    return dataclasses.replace(opened, config=config, params=with_grid(params, *grids), is_of_run=False)
+    params = with_grid(params, *grids)
+    return dataclasses.replace(opened, config=config, params=params, is_of_run=False, thresholds=None)
 
 
 def multilabel_options(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -262,7 +267,7 @@ def multilabel_options(config: ConfigDict) -> dict[str, ConfigDict]:
 def thresholds_of(opened: Opened) -> float | Sequence[float] | None:
     """Return the probability from which a class is predicted, stored or that of the config.
 
-    None for a model without a multi-label evaluator, whose classes exclude each other.
+    None for a model without either, whose most probable classes are predicted.
 
     Raises:
       ConfigError: there is not one threshold for each class.

@@ -13,6 +13,7 @@ import pytest
 from trained_workdirs import TEXT
 from training_runs import nats, perturbed_params, small_lm_setup
 
+import dcvit
 from dcvit import cli, errors, evaluate
 from dcvit.config import load as configs
 from dcvit.config import values
@@ -24,6 +25,7 @@ from dcvit.hub.open import Opened, open_model
 from dcvit.hub.source import find
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
+from dcvit.runs.thresholds import Thresholds, write
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -112,6 +114,18 @@ def test_a_loaded_image_model_imports_nothing_for_text_data_or_evaluation():
     unneeded = "dcvit.evaluators", "dcvit.training", "dcvit.inference.texts", "dcvit.config.load", "input_pipeline.text"
     assert [name for name in names if name.startswith((*unneeded, "dcvit.hub.data", "dcvit.weights.export"))] == []
     assert len(names) <= 123
+
+
+def test_thresholds_beside_weights_decide_what_is_predicted(tmp_path):
+    weights = conversion_models.image_model((8, 8, 1), compose=None, depth=1)[2]
+    several = weights.description._replace(multilabel=True, class_names=tuple("abcdefghij"), pp="")
+    folder = conversion_models.write(weights._replace(description=several), tmp_path / "weights")
+    chosen = Thresholds((0.0, *[1.0] * 9), "val", None)
+    write(folder, chosen, several.class_names)
+    model = dcvit.load(folder)
+    assert model.thresholds == chosen.values
+    (found,) = model.predict(np.zeros((8, 8, 1), np.float32))
+    assert [prediction.label for prediction in found] == ["a"]
 
 
 def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys):

@@ -60,18 +60,11 @@ def test_a_model_with_a_nan_is_named():
         soup.average([made("p"), bad]).params["a"].read()
 
 
-OTHERS = {
-    "width": ({"fields": {**FIELDS, "width": 16}}, "it has fields.width=16, not 8"),
-    "classes": ({"class_names": ("x", "z", "y")}, "it has class_names=('x', 'z', 'y'), not ('x', 'y', 'z')"),
-    "preprocessing": ({"pp": "decode|flip_lr"}, "it has pp='decode|flip_lr', not 'decode'"),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models_are_refused(name):
-    changes, message = OTHERS[name]
-    with refused(CheckpointError, message, match="^q cannot be averaged with p: "):
-        soup.average([made("p"), made("q", **changes)])
+def test_other_models_are_refused():
+    with refused(CheckpointError, "it has fields.width=16, not 8", match="^q cannot be averaged with p: "):
+        soup.average([made("p"), made("q", fields={**FIELDS, "width": 16})])
+    with refused(CheckpointError, "it has class_names=('x', 'z', 'y'), not ('x', 'y', 'z')"):
+        soup.average([made("p"), made("q", class_names=("x", "z", "y"))])
 
 
 @pytest.fixture

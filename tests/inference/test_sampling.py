@@ -35,15 +35,7 @@ def draws(logits, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.5},
-        {"top_k": 3},
-        {"top_p": 0.6},
-        {"top_k": 4, "top_p": 0.8, "temperature": 1.5},
-    ],
-    ids=str,
+    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8, "temperature": 1.5}]
 )
 def test_tokens_follow_the_distribution_of_a_loop(options):
     logits = np.random.default_rng(3).normal(size=9) * 1.2
