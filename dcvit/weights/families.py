@@ -67,7 +67,6 @@ FAMILIES: dict[str, Family] = {
     "timm": timm_vit,  # before the original DINOv2, which has some of its names
     **vit_families.ROWS,
 }
-WRITTEN = FAMILIES  # for exports; `config` raises CheckpointError for a family that is only read
 
 
 class Weights(NamedTuple):

@@ -24,7 +24,7 @@ from dcvit.runs import steps, thresholds
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import hf_processor, names, own, preprocessing
 from dcvit.weights import links as linking
-from dcvit.weights.families import WRITTEN, Weights
+from dcvit.weights.families import FAMILIES, Weights
 from dcvit.weights.family import example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
@@ -108,7 +108,7 @@ def native_family(weights: Weights, families: Sequence[str]) -> tuple[str, Json]
     reasons = []
     for name in families:
         try:
-            return name, WRITTEN[name].config(weights.description)
+            return name, FAMILIES[name].config(weights.description)
         except CheckpointError as e:
             reasons.append(f"{name}: {e}")
     raise CheckpointError("; ".join(reasons))
@@ -125,7 +125,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
         name, config = native_family(weights, NATIVE[description.model_name])
     except CheckpointError as native:
         try:
-            name, config = OURS, WRITTEN[OURS].config(description)
+            name, config = OURS, FAMILIES[OURS].config(description)
         except CheckpointError as e:
             raise CheckpointError(f"{e} ({native})") from None
         shutil.copyfile(Path(own.__file__).with_name(MODELING), folder / MODELING)
@@ -170,7 +170,7 @@ def write_timm(weights: Weights, folder: Path) -> None:
 
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
-    return linking.write(WRITTEN[family].links(weights.description), weights.params)
+    return linking.write(FAMILIES[family].links(weights.description), weights.params)
 
 
 def write_thresholds(weights: Weights, folder: Path) -> None:
