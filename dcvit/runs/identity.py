@@ -120,8 +120,10 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
     """Return the differences of a config and data from the "config" and "data" of a run; see `check_same_run`."""
     found: dict[str, str] = {}
     if "config" in saved:
-        # Removed keys that were not set have no effect.
-        before = {key: value for key, value in saved["config"].items() if value or f"config.{key}" not in REMOVED}
+        before, config = (  # removed keys that were not set have no effect
+            {key: value for key, value in each.items() if value or f"config.{key}" not in REMOVED}
+            for each in (saved["config"], config)
+        )
         defaults = json.loads(json.dumps(values.defaults()))  # of keys that an older version did not have
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))

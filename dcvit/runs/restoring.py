@@ -96,16 +96,13 @@ def is_checkpoint(path: Folder) -> bool:
     return (path / steps.ABOUT).is_dir() or bool(steps.saved_steps(path))
 
 
-def open_params(source: Folder) -> dict[str, ts.TensorStore]:
+def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     """Return the parameters of a checkpoint by their paths, such as "head/kernel", without reading their values.
-
-    Args:
-      source: a workdir (its latest checkpoint), or the folder of one checkpoint.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
-    item = _params(folder := steps.step_folder(source))
+    item = _params(folder)
     if found := steps.problems(folder, only=(item.name,)):
         raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
     place, context = absolute(item), ts.Context()

@@ -40,14 +40,16 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
     check_rule(options.get("channels"))
 
     def load_initial(shapes: Params) -> Params:
-        start = find(config.model_init)
-        weights = start.stated
-        source = _source_model(config, weights) if weights or upcycles(config) else None
+        source = _source_model(config, None) if upcycles(config) else None  # of a run
         _check_same_function(config, source, model)
+        start = find(config.model_init)
+        if start.stated:
+            source = _source_model(config, start.stated)
+            _check_same_function(config, source, model)
         try:
             loaded = load_params(shapes, start, fields, **options)
         except CheckpointError as e:
-            if sizes := _other_sizes(source or _source_model(config, weights), model):
+            if sizes := _other_sizes(source or _source_model(config, start.stated), model):
                 raise CheckpointError(f"{e}; the model there has {sizes}") from None
             if "head/kernel (" not in str(e):
                 raise

@@ -259,4 +259,4 @@ def test_adapters_of_an_earlier_version_are_refused_with_the_way_to_merge_them(t
     checkpointer.save(1, {"params": {"kernel": {"lora_a": jnp.ones((4, 2)), "lora_b": jnp.ones((2, 4))}}}, {})
     checkpointer.close()
     with pytest.raises(CheckpointError, match=r"holds adapters of LoRA; 0\.2\.0 merges them: dcvit convert RUN NEW"):
-        restoring.open_params(tmp_path)
+        restoring.open_params(tmp_path / "checkpoints" / "1")

@@ -138,6 +138,10 @@ def test_other_devices_and_software_are_reported():
     )
 
 
+def test_unset_keys_of_an_earlier_version_are_no_difference():
+    assert identity.compare({"config": {"lora": {}}}, {"lora": {}, "mlflow": {}}, None, ()).refused == {}
+
+
 def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_path):
     checkpoint = digits_workdir / "checkpoints" / "30"
     assert workdir.find(digits_workdir) == workdir.find(checkpoint) == digits_workdir

@@ -30,6 +30,7 @@ from dcvit.errors import CheckpointError
 from dcvit.models import vit
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics, restoring
+from dcvit.runs.steps import step_folder
 from dcvit.training import distillation, step
 from dcvit.training.distillation import heads_of, normalizer
 from input_pipeline import Preprocess
@@ -221,7 +222,7 @@ def test_interrupted_run_resumes_to_the_same_bits(teacher, tmp_path, monkeypatch
 def test_a_student_is_opened_and_evaluated_without_its_teacher(teacher, tmp_path, capsys):
     mine = shutil.copytree(teacher, tmp_path / "teacher")
     assert distill(mine, tmp_path / "run", **TWO_HEADS) == 0
-    saved = restoring.open_params(tmp_path / "run")
+    saved = restoring.open_params(step_folder(tmp_path / "run"))
     assert saved.keys() == by_name(dcvit.load(tmp_path / "run").params).keys()
     shutil.rmtree(mine)
     model = dcvit.load(tmp_path / "run")
