@@ -159,14 +159,6 @@ def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
     return value
 
 
-def check_finite(params: PyTree, file: str) -> None:
-    """Raise CheckpointError, with the name, if a parameter on this host's devices has numbers that are not finite."""
-    for name, leaf in by_name(params).items():
-        whole = not isinstance(leaf, jax.Array)
-        for part in [leaf] if whole else [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]:
-            _check_finite(np.asarray(part), f"{file}: {name}")
-
-
 def _check_finite(value: np.ndarray, what: str) -> None:
     if not (finite := np.isfinite(value)).all():
         raise CheckpointError(
