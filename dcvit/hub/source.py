@@ -92,6 +92,8 @@ def find(place: str | Folder) -> Source:
     try:
         file = open_file(path)
     except CheckpointError as e:
+        if values.run_config(str(path)):
+            raise CheckpointError(f"no checkpoint in {path}") from None
         is_absent = not path.exists() and not big_vision_files.locate(path)
         raise CheckpointError(f"{e}{pretrained.hint(path)}" if is_absent else str(e)) from None
     if family_of(file) in UNSTATED:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import input_pipeline as ip
-from dcvit.inference.images import find_images
+from input_pipeline.images.folder import find_images
 
 
 @pytest.fixture(scope="module")
