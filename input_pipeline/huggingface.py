@@ -25,7 +25,7 @@ NAME = re.compile(rf"{PREFIX}({ID})((?:/\w[\w.-]*)*)(?:@(\w[\w.+-]*(?:/\w[\w.+-]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})((?:/[^/]+)*)$")  # the end of a cached path
 SHOWN = 12  # characters of a commit in a title
-ETAG = re.compile(r'(?:W/)?"?[\w-]+(?:[.:=-][\w-]+)*"?', re.ASCII)  # the library names a file of its cache by it
+ETAG = re.compile(r'(?:W/)?"?[\w-]+(?:[.:=][\w-]+)*"?', re.ASCII)  # the library names a file of its cache by it
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -115,36 +115,40 @@ def fetch(repository: Repository, names: Sequence[str]) -> Path:
     """
     library, prefix = require(LIBRARY), repository.folder and f"{repository.folder}/"
     paths = [prefix + name for name in names]
+
+    def cached_file(path: str) -> object:
+        return library.try_to_load_from_cache(repository.id, path, revision=repository.revision)
+
     with one_line_errors(repository):
-        fresh = [
-            path for path in paths
-            if not library.try_to_load_from_cache(repository.id, path, revision=repository.revision)
-        ]  # fmt: skip
-        root = library.snapshot_download(
-            repository.id, revision=repository.revision, allow_patterns=paths, library_name=SENDER
-        )
-    for path in fresh:
-        _check_sha256(Path(root, path), repository)
+        fresh = [path for path in paths if not cached_file(path)]
+        try:
+            root = library.snapshot_download(
+                repository.id, revision=repository.revision, allow_patterns=paths, library_name=SENDER
+            )
+        finally:  # also of files that are complete when the download is interrupted
+            found = [place for place in map(cached_file, fresh) if isinstance(place, str)]
+            damaged = [text for text in map(_remove_damaged, map(Path, found)) if text]
+    if damaged:
+        raise InputError(f"cannot download {repository}: {damaged[0]}")
     return Path(root, repository.folder)
 
 
-def _check_sha256(path: Path, repository: Repository) -> None:
-    """Remove a downloaded file and raise InputError if its SHA-256 is not the one that the Hub states.
+def _remove_damaged(path: Path) -> str:
+    """Remove a downloaded file, and return why, if its SHA-256 is not the one that the Hub states; else return "".
 
     The cache names the content of a large file by it, and of others by a hash of Git, which is not compared.
     """
     content = path.resolve()  # of a link
     if not SHA256.fullmatch(content.name) or not content.is_file():
-        return
+        return ""
     with content.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != content.name:
-        content.unlink()
-        path.unlink(missing_ok=True)
-        raise InputError(
-            f"cannot download {repository}: {path.name} has the SHA-256 {found[:SHOWN]}…, the Hub states "
-            f"{content.name[:SHOWN]}…; the file is removed, try again"
-        )
+    if found == content.name:
+        return ""
+    content.unlink()
+    path.unlink(missing_ok=True)
+    stated = content.name[:SHOWN]
+    return f"{path.name} has the SHA-256 {found[:SHOWN]}…, the Hub states {stated}…; the file is removed, try again"
 
 
 def listing(repository: Repository, folder: Path) -> list[str]:

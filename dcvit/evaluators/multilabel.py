@@ -133,7 +133,8 @@ class Evaluator:
             scores, kept = self.score(params, batch)
             if not number:
                 shape = len(self.source), scores["logits"].shape[-1]
-                self.logits, self.labels = np.empty(shape, np.float32), np.empty(shape, np.int8)
+                # They are read by class.
+                self.logits, self.labels = (np.empty(shape, dtype, order="F") for dtype in (np.float32, np.int8))
             known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
             rows = slice(n, n := n + int(known.sum()))
             self.logits[rows], self.labels[rows] = scores["logits"][known], np.sign(kept["labels"][known])

@@ -126,7 +126,7 @@ def open_model(
     *,
     config: ConfigDict | None = None,
     checkpoint: Folder | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
     image_size: tuple[int, int] | None = None,
     usual_pp: bool = False,
 ) -> Opened:
@@ -136,7 +136,8 @@ def open_model(
       place: where the model is. A string may be a name; a path means itself. None stands for `checkpoint`.
       config: a loaded config, instead of that of the run or of the weights; the run's completes it.
       checkpoint: the place of the parameters, if other than `place`.
-      overrides: the "a.b=value" with which `config` was loaded: these keys hold where weights state another model.
+      overrides: the "a.b=value" with which `config` was loaded: these keys hold where weights state another model. It
+        is a warning, and no error, if they are None or there is no `config`.
       image_size: height and width of images, if other than those of the config. Learned position embeddings are
         interpolated.
       usual_pp: an image model whose weights state no preprocessing gets big_vision's usual one, which is logged.
@@ -151,7 +152,7 @@ def open_model(
     path = located(place)
     run = _run_of(path, config is not None, checkpoint is not None)
     if run is None and config is None:
-        return _at_image_size(_of_weights(find(path), usual_pp), image_size)
+        return at_image_size(_of_weights(find(path), usual_pp), image_size)
     source = find(path if checkpoint is None else checkpoint)
     saved = ConfigDict() if run is None else record_of(run)
     found = saved if config is None else config
@@ -163,8 +164,8 @@ def open_model(
         is_of_run=run is not None and absolute(run) in (absolute(source.path), workdir.find(source.path)),
     )  # fmt: skip
     if source.stated:
-        _check_same_function(source.stated, opened, overrides)
-    return _at_image_size(_with_classes(opened), image_size)
+        _check_same_function(source.stated, opened, None if config is None else overrides)
+    return at_image_size(_with_classes(opened), image_size)
 
 
 def _run_of(path: Folder, has_config: bool, has_checkpoint: bool) -> Folder | None:
@@ -178,10 +179,11 @@ def _run_of(path: Folder, has_config: bool, has_checkpoint: bool) -> Folder | No
     run = workdir.find(path)
     if run is None and has_checkpoint and values.run_config(str(path)):
         run = path  # without a checkpoint of its own
-    if run is not None and not (run / "config.json").is_file() and run != path:
-        if not has_config:
+    if run is not None and not (run / "config.json").is_file():
+        if has_config:
+            run = None
+        elif run != path:
             raise ConfigError(f"{path} is a checkpoint without the config.json of its run in {run}")
-        run = None
     if run is None and has_checkpoint and not has_config:
         raise ConfigError(f"{huggingface.cached(path) or path} is not the folder of a training run; give --config")
     return run
@@ -202,10 +204,10 @@ def _of_weights(source: Source, usual_pp: bool) -> Opened:
         module = build(about)
     numbers = range(about.num_outputs or 0) if about.model_name == "vit" else ()
     names = about.class_names or [str(i) for i in numbers]
-    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    has_thresholds = about.multilabel and weights.path.is_dir()  # a single file may lie beside those of another model
     return Opened(
         source.place, source.path, config.lock(), module, weights.params, names, tokenizer_of(weights.path), weights,
-        thresholds=thresholds.read(folder, names) if about.multilabel else None,
+        thresholds=thresholds.read(weights.path, names) if has_thresholds else None,
     )  # fmt: skip
 
 
@@ -227,7 +229,7 @@ def described(config: ConfigDict) -> Description:
     return Description(config.model_name, config[kind_of(config).outputs_key], {}, config.pp_predict)
 
 
-def _at_image_size(opened: Opened, size: tuple[int, int] | None) -> Opened:
+def at_image_size(opened: Opened, size: tuple[int, int] | None) -> Opened:
     """Return an image model for images of another height and width; for None, the model itself.
 
     Learned position embeddings are interpolated, and all preprocessing, except that of training, yields the size.
@@ -302,8 +304,11 @@ def stored_tokenizer(run: Folder) -> str:
         raise ConfigError(f"cannot read {run / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
 
 
-def _check_same_function(weights: Weights, opened: Opened, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if weights state another function or preprocessing than the config has without an override."""
+def _check_same_function(weights: Weights, opened: Opened, overrides: Sequence[str] | None) -> None:
+    """Raise ConfigError if weights state another function or preprocessing than the config has without an override.
+
+    Without a list of overrides, log a warning instead.
+    """
     with errors_name_file(weights.path):
         theirs = build(weights.description)
     same_kind = type(theirs) is type(opened.module)
@@ -312,9 +317,11 @@ def _check_same_function(weights: Weights, opened: Opened, overrides: Sequence[s
     pp = weights.description.pp
     if pp and opened.preprocessing and _ops(pp) != _ops(opened.preprocessing):
         different["pp_predict"] = (pp, opened.preprocessing)
-    said = {override.partition("=")[0] for override in overrides}
-    unsaid = {key: both for key, both in different.items() if key not in said}
-    if unsaid:
+    said = tuple(f"{override.partition('=')[0]}." for override in overrides or ())
+    unsaid = {key: both for key, both in different.items() if not f"{key}.".startswith(said)}
+    if unsaid and overrides is None:
+        LOG.warning("the config differs from the model of %s: %s", weights.path, listed(unsaid))
+    elif unsaid:
         words = " ".join(f"--config.{key}={shlex.quote(repr(old))}" for key, (old, _) in unsaid.items())
         raise ConfigError(
             f"the config differs from the model of {weights.path}: {listed(unsaid)}; say which holds: {words}, or the "

@@ -91,8 +91,9 @@ def check_upload(target: str, to: str) -> Repository:
 def upload(folder: Path, repository: Repository, private: bool) -> Repository:
     """Upload a converted model, with its card, in one commit; return the repository with that commit.
 
-    The repository is created if it does not exist. Weights that it has and the folder has not are removed in the same
-    commit, because a library could open them instead. Only the files that the conversion wrote are uploaded.
+    The repository is created if it does not exist. Weights and their descriptions that it has and the folder has not
+    are removed in the same commit, because a library could open them instead. Only the files that the conversion wrote
+    are uploaded.
 
     Args:
       folder: the result of a conversion.
@@ -101,7 +102,7 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
 
     Raises:
       ConfigError: the repository exists, and is public although `private`.
-      CheckpointError: a file is missing, or is not one that the conversion wrote.
+      CheckpointError: a file that the conversion wrote is missing, or is a link.
       InputError: the upload failed; the repository has no new commit.
     """
     written = [*checksums.files(folder, checksums.WEIGHTS), checksums.WEIGHTS, CARD]
@@ -114,7 +115,8 @@ def upload(folder: Path, repository: Repository, private: bool) -> Repository:
     if is_public:
         raise ConfigError(f"--private: {repository.id} exists and is public")
     with huggingface.one_line_errors(repository, "upload to"):
-        stale = [name for name in api.list_repo_files(repository.id) if name not in written and _is_weights(name)]
+        there = api.list_repo_files(repository.id)
+        stale = [name for name in there if name not in written and (name in DESCRIPTIONS or _is_weights(name))]
         commit = api.upload_folder(
             repo_id=repository.id, folder_path=folder, commit_message=f"Upload {folder.name} with dcvit",
             allow_patterns=written, delete_patterns=stale or None,

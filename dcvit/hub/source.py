@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,8 +93,9 @@ def find(place: str | Folder) -> Source:
     try:
         file = open_file(path)
     except CheckpointError as e:
-        if values.run_config(str(path)):
-            raise CheckpointError(f"no checkpoint in {path}") from None
+        with contextlib.suppress(ConfigError):  # a damaged config.json of weights
+            if values.run_config(str(path)):
+                raise CheckpointError(f"no checkpoint in {path}") from None
         is_absent = not path.exists() and not big_vision_files.locate(path)
         raise CheckpointError(f"{e}{pretrained.hint(path)}" if is_absent else str(e)) from None
     if family_of(file) in UNSTATED:

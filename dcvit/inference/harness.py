@@ -53,7 +53,8 @@ def read_generation_options(options: Mapping[str, object], context: int) -> tupl
     """Return the options and the stop strings of a request's `generation_kwargs`, for a model with this context.
 
     Raises:
-      ConfigError: an unsupported option.
+      ConfigError: an unsupported option, a value out of its range, or a number of new tokens that leaves no room for a
+        prompt.
     """
     given = dict(normalize_gen_kwargs(dict(options), min(NEW_TOKENS, context // 2)))
     until, max_tokens = [text for text in given.pop("until") if text], int(given.pop("max_gen_toks"))
@@ -61,7 +62,11 @@ def read_generation_options(options: Mapping[str, object], context: int) -> tupl
     top_k, top_p = int(given.pop("top_k", 0) or 0), float(given.pop("top_p", 1.0) or 1.0)
     if given and given != {"num_beams": 1}:
         raise ConfigError(f"a task's generation_kwargs have {given}, which is not supported")
-    return Options(max_tokens, Sampling(temperature if sampled else 0.0, top_k, top_p)), until
+    sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
+    sampling.check()
+    if not 1 <= max_tokens < context:
+        raise ConfigError(f"a task asks for {max_tokens} new tokens; the model's context is {context} with the prompt")
+    return Options(max_tokens, sampling), until
 
 
 def open_as_transformers(path: str) -> tuple[tokenizers.Tokenizer, int | None, int | None]:

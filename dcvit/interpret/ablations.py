@@ -80,7 +80,7 @@ def ablated_outputs(
         ]
         layer, head = ablation.layer, ablation.head
         exists = 0 <= (layer or 0) < model.depth and 0 <= (head or 0) < model.num_heads
-        if not exists or (head is None and not off):
+        if not exists or (not off and (head is None or ablation.where or ablation.branch)):
             raise ValueError(f"the model has nothing that {ablation} changes")
         hooks: dict[str, Hook] = {}
         for block in range(model.depth):  # every ablation has all hooks, so that one program is compiled

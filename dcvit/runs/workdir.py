@@ -133,20 +133,20 @@ def _read(path: Folder) -> Record:
 
 
 def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
-    """Return the class names in a workdir's data.json, or the numbers of the classes if it has none.
+    """Return the class names in a workdir's data.json; the classes that it does not name have their numbers.
 
     Raises:
-      ConfigError: data.json is damaged or has another number of classes.
+      ConfigError: data.json is damaged or names more classes.
     """
     path = workdir / "data.json" if workdir else None
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["class_names"] if path and path.is_file() else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise ConfigError(f"cannot read class_names of {path}: {e}") from None
-    if names is None:
+    if names is None or not num_classes:
         return [str(i) for i in range(num_classes)]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"class_names in {path} should be a list of class names")
-    if len(names) != num_classes:
+    if len(names) > num_classes:
         raise ConfigError(f"{path} names {len(names)} classes, the config has {num_classes}")
-    return names
+    return [*names, *map(str, range(len(names), num_classes))]

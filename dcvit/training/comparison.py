@@ -11,9 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ml_collections import ConfigDict
+
 from dcvit.config import values
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError, MetricsError, nearest
+from dcvit.hub.evaluate import TYPES
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder
 from dcvit.runs.lock import is_locked
@@ -84,12 +87,18 @@ def _read(workdir: Folder) -> RecordedRun:
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
     total = Durations(config.input.batch_size, examples).steps(config, "total")
-    lower = [
-        f"{name}/{metric}"
-        for name, options in config.evals.items()
-        for metric in importlib.import_module(f"dcvit.evaluators.{options['type']}").Evaluator.lower_is_better
-    ]
-    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total, lower)
+    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total, _lower_is_better(config.evals))
+
+
+def _lower_is_better(evals: ConfigDict) -> list[str]:
+    """Return the metrics "EVALUATOR/METRIC" of `config.evals` of which a lower value is better."""
+    known, found = {kind for kinds in TYPES.values() for kind in kinds}, []
+    for name, options in evals.items():
+        kind = options.get("type") if isinstance(options, ConfigDict) else None
+        if kind in known:
+            evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
+            found += [f"{name}/{metric}" for metric in evaluator.lower_is_better]
+    return found
 
 
 def results(runs: Sequence[RecordedRun], metric: str | None = None) -> list[Row]:

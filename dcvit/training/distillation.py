@@ -29,10 +29,11 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from dcvit.config import values
 from dcvit.config.keys import is_rate
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import CheckpointError, ConfigError, check_call, nearest
-from dcvit.hub.open import Opened, open_model
+from dcvit.hub.open import Opened, at_image_size, open_model
 from dcvit.models import Outputs, Params
 from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
@@ -202,7 +203,9 @@ def make_distillation(
     _check_options(options, config)
     with _named(options.teacher):
         height, width = example.shape[1:3]
-        teacher = open_model(options.teacher, image_size=(height, width), usual_pp=True)
+        teacher = open_model(options.teacher, usual_pp=True)
+        teacher = dataclasses.replace(teacher, config=values.replaced(teacher.config, evals=ConfigDict()))
+        teacher = at_image_size(teacher, (height, width))
         model = teacher.module
         if not isinstance(model, ViT) or not teacher.num_outputs or model.pool_type == "none":
             raise ConfigError("it is no classifier of images")

@@ -140,7 +140,10 @@ def recognized(file: WeightsFile) -> Weights:
     path, name, tensors = file.path, family_of(file), of_floats(file.tensors, file.path)
     if not name:
         some = ", ".join(list(tensors)[:MAX_NAMED])
-        raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+        kind = f" (model_type {file.config['model_type']!r:.100})" if "model_type" in file.config else ""
+        raise CheckpointError(
+            f"{path}: its tensors{kind} are those of no known model ({', '.join(FAMILIES)}), found {some}"
+        )
     family = FAMILIES[name]
     try:
         description = names.named(family.describe(tensors, file.config), file.config)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -41,7 +40,6 @@ TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold mor
 DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 
 Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
-log = logging.getLogger(__name__)
 
 
 class WeightsFile(NamedTuple):
@@ -76,8 +74,6 @@ def open_file(path: Path) -> WeightsFile:
             description[name] = read_json(beside)
     tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
     description = {**_own_description(first), **description}
-    if "embedding/kernel" in tensors and OWN_KEY not in description:
-        log.info("%s does not describe its model; assumed as in big_vision: mlp=gelu_tanh, norm_epsilon=1e-6", first)
     return WeightsFile(path, tensors, description)
 
 
@@ -105,11 +101,6 @@ def _open_folder(path: Path) -> tuple[Tensors, Path]:
     if not files:
         raise CheckpointError(f"{path} has no weights: expected one of {', '.join(FILE_NAMES)}")
     return _open_one(files[0]), files[0]
-
-
-def has_files(path: Path) -> bool:
-    """Return True for a folder with files of weights by the names that `open_file` expects."""
-    return any(next(path.glob(pattern), None) for pattern in (*FILE_NAMES, "*.safetensors"))
 
 
 def tokenizer_of(weights: Path) -> Path | None:

@@ -96,7 +96,7 @@ class VisionModels:
         head = next((name for name in self.pools if f"{name}.weight" in tensors), None)
         classes = shape_of(tensors, f"{head}.weight")[0] if head else None
         fields["pool_type"] = self.pools[head]
-        if fields["pool_type"] == "map" and f"{prefix}head.probe" not in tensors:
+        if fields["pool_type"] == "map" and not any(name.startswith(f"{prefix}head.") for name in tensors):
             fields["pool_type"] = "none"
         shapes = [tensors[f"{prefix}{name}"].shape for name in self.tokens[1:] if f"{prefix}{name}" in tensors]
         registers = sum(shape[1] for shape in shapes if len(shape) == 3)
@@ -166,9 +166,9 @@ def _sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, h
 
 def _pair(config: Json, key: str, default: int) -> tuple[int, int]:
     """Return a height and width from a config.json, in which one number may stand for both."""
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     height, width = value if isinstance(value, list) and len(value) == 2 else (value, value)
-    return hf.size({key: height}, key, default), hf.size({key: width}, key, default)
+    return hf.size({key: height}, key), hf.size({key: width}, key)
 
 
 def _qkv_bias(config: Json, name: str, default: bool) -> str:
@@ -254,7 +254,9 @@ SIGLIP = VisionModels(  # its vision tower; the patch embedding of CLIP's has no
     # The classifier takes the mean of the patches, and leaves the pooling head unused.
     pools={"classifier": "gap", None: "map"},
     # The text tower, the loss, buffers, and the pooling head beside a classifier.
-    unused=re.compile(r"text_model\..*|logit_.*|.*position_ids|(vision_model\.)?head\..*"),
+    unused=re.compile(
+        r"text_model\..*|logit_.*|.*position_ids|(vision_model\.)?head\.(probe|(attention|layernorm|mlp)\..*)"
+    ),
     keys=lambda _: [
         *_sizes(),
         field("intermediate_size", "mlp_dim", default=3072),

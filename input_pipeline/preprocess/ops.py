@@ -248,6 +248,8 @@ def value_range(
     low, high = np.asarray(in_min, np.float32), np.asarray(in_max, np.float32)
     if (low.ndim and high.ndim and low.shape != high.shape) or not np.all(low < high):
         raise InputError(f"value_range: in_min={in_min} should be below in_max={in_max}")
+    if vmin == vmax or not np.isfinite([vmin, vmax]).all():
+        raise InputError(f"value_range: {vmin=}, {vmax=}; expected two different finite numbers")
     span = np.asarray(high - low)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:

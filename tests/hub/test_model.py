@@ -126,7 +126,7 @@ def test_thresholds_beside_weights_decide_what_is_predicted(tmp_path):
     assert [prediction.label for prediction in found] == ["a"]
 
 
-def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys):
+def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, capsys, caplog):
     """But for a key that is overridden, by which the user says what holds."""
     weights = conversion_models.image_model((8, 8, 1), compose=None, norm_epsilon=1e-3)[2]
     other = weights.description._replace(pp="decode(1)|resize(8)|value_range(0, 1)")
@@ -141,6 +141,9 @@ def test_weights_that_state_another_model_than_the_config_are_refused(tmp_path, 
     said = [*sizes, "model.norm_epsilon=1e-6", f"pp_predict={other.pp}"]
     opened = open_model(folder, config=configs.load("vit_digits", said), overrides=said)
     assert (opened.module.norm_epsilon, opened.preprocessing) == (1e-6, other.pp)
+    assert "differs" not in caplog.text
+    open_model(folder, config=configs.load("vit_digits", sizes))  # from Python, no override could say it
+    assert "the config differs from the model of" in caplog.text
 
 
 @pytest.mark.slow

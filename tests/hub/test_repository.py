@@ -212,10 +212,29 @@ def test_weights_have_the_sha256_that_the_hub_states(hub, folder, monkeypatch):
     assert same(parameters("hf:owner/name"), parameters(folder))
 
 
+def test_a_damaged_file_does_not_stay_when_a_download_is_interrupted(hub, folder, monkeypatch):
+    hub.upload("owner/name", folder)
+    hub.lfs["model.safetensors"] = "0" * 64
+    download = hub_library.snapshot_download
+
+    def interrupted(*args, allow_patterns, **options):
+        root = download(*args, allow_patterns=allow_patterns, **options)
+        if "model.safetensors" in allow_patterns:
+            raise KeyboardInterrupt
+        return root
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_library, "snapshot_download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            find("hf:owner/name")
+    offline(monkeypatch)
+    line(CheckpointError, find, "hf:owner/name")
+
+
 def test_an_answer_that_leads_out_of_the_cache_or_never_ends_is_refused(hub, folder, tmp_path):
     hub.upload("owner/name", folder)
     before = {*tmp_path.iterdir()} | {tmp_path / "cache"}
-    for tag in ("../../../out", f"{tmp_path}/out", ".."):
+    for tag in ("../../../out", f"{tmp_path}/out", "..", f"{'-' * 60}/"):
         hub.etags["model.safetensors"] = f'"{tag}"'
         assert "which is not the name of a file's content" in line(CheckpointError, find, "hf:owner/name")
         assert {*tmp_path.iterdir()} == before

@@ -106,5 +106,6 @@ def test_ablated_outputs_are_those_of_hooks():
 
 def test_an_ablation_of_what_a_model_does_not_have_is_refused():
     net, params = composed()
-    with pytest.raises(ValueError, match=r"the model has nothing that Ablation\(layer="):
-        ablated_outputs(net, params, make_tokens(), [Ablation(0, None, "pre", "static")])
+    for head in (None, 1):
+        with pytest.raises(ValueError, match=r"the model has nothing that Ablation\(layer="):
+            ablated_outputs(net, params, make_tokens(), [Ablation(0, head, "pre", "static")])

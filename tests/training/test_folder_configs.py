@@ -136,13 +136,15 @@ def test_damaged_images_are_skipped_and_counted(damaged, tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
-def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(trained, pets, capsys):
+def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(trained, pets, tmp_path, capsys):
     spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32"
     words = ["--config", spec, "--config.model.num_heads=4", "--config.model.posemb=learn", "--format", "json"]
     assert run(evaluate.main, [*words, "--workdir", str(trained)]) == 0
-    assert run(evaluate.main, [*words, "--checkpoint", str(trained), "--config.num_classes=3"]) == 0
+    assert run(evaluate.main, [*words, "--checkpoint", str(trained)]) == 0
+    moved = str(shutil.copytree(trained / "checkpoints" / "6", tmp_path / "6"))  # without the config of its run
+    assert run(evaluate.main, [*words, "--checkpoint", moved, "--config.num_classes=3"]) == 0
     capsys.readouterr()
-    assert run(evaluate.main, [*words, "--checkpoint", str(trained)]) == 2
+    assert run(evaluate.main, [*words, "--checkpoint", moved]) == 2
     assert "--config.num_classes=NUMBER" in capsys.readouterr().err
 
 

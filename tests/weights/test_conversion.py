@@ -118,7 +118,7 @@ def test_an_npz_file_alone_describes_its_model_or_the_assumptions_are_logged(tmp
     np.savez(tmp_path / "other.npz", **{f"params/{name}": array for name, array in model.read()})
     with caplog.at_level("INFO", "dcvit"):
         assert open_saved(tmp_path / "other.npz").description.fields.keys().isdisjoint({"mlp", "norm_epsilon"})
-    assert "assumed as in big_vision: mlp=gelu_tanh, norm_epsilon=1e-6" in caplog.text
+    assert "assumed: mlp='gelu_tanh', norm_epsilon=1e-06" in caplog.text
 
 
 def test_other_pixels_of_the_written_preprocessing_are_a_warning(caplog):

@@ -133,6 +133,18 @@ def test_vision_tower_is_read_from_a_model_of_both_towers(tmp_path):
     check_read(tmp_path, of_torch(model.vision_model, pixels, result), pixels)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "added"), [("probe", None), (None, "bias")])
+def test_an_incomplete_or_larger_pooling_head_of_siglip_is_refused(tmp_path, lost, added):
+    model = create("SigLIP")
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: x for name, x in model.state_dict().items() if not lost or not name.endswith(f"head.{lost}")}
+    more = {f"vision_model.head.{added}": torch.ones(3)} if added else {}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with refused(CheckpointError, match=f"head.{lost or added}"):
+        weights.open_weights(tmp_path)
+
+
 def original_dinov2(model):
     """Return the weights of a DINOv2 of transformers with the names of facebookresearch."""
     tensors, found = {k: v.clone() for k, v in model.state_dict().items()}, {}

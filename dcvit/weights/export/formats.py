@@ -22,7 +22,7 @@ from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.runs import steps, thresholds
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.weights import hf_processor, names, own, preprocessing
+from dcvit.weights import hf_processor, lm_families, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.families import FAMILIES, Weights
 from dcvit.weights.family import example
@@ -31,7 +31,7 @@ from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, TOKENIZER, Jso
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT
 
 # Families of transformers by our models; the first that can express a model is used.
-NATIVE = {"vit": ("hf_vit",), "lm": ("gpt2", "llama", "gpt_neox")}
+NATIVE = {"vit": ("hf_vit",), "lm": tuple(name for name, row in lm_families.ROWS.items() if not row.dynamic)}
 OURS, MODELING = "dcvit_hf", "modeling_dcvit.py"  # the family of other models, and its code
 DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
@@ -174,11 +174,12 @@ def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def write_thresholds(weights: Weights, folder: Path) -> None:
-    """Write the thresholds of a run of several labels, if it has some, as its workdir holds them, but of no step."""
+    """Write the thresholds that the workdir of a run of several labels holds for the converted step, but of no step."""
     description = weights.description
     if weights.workdir and description.multilabel and not weights.averaged:
         classes = description.class_names or [str(i) for i in range(description.num_outputs or 0)]
-        if found := thresholds.read(weights.workdir, classes):
+        found = thresholds.read(weights.workdir, classes)
+        if found and steps.step_folder(weights.path).name == str(found.step):
             thresholds.write(folder, found._replace(step=None), classes)
 
 
