@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ml_collections import ConfigDict
-
 from dcvit.config import values
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError, MetricsError, nearest
@@ -87,14 +85,16 @@ def _read(workdir: Folder) -> RecordedRun:
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
     total = Durations(config.input.batch_size, examples).steps(config, "total")
-    return RecordedRun(workdir, rows, metrics.read(workdir / "timing.jsonl"), total, _lower_is_better(config.evals))
+    return RecordedRun(
+        workdir, rows, metrics.read(workdir / "timing.jsonl"), total, _lower_is_better(config.evals.to_dict())
+    )
 
 
-def _lower_is_better(evals: ConfigDict) -> list[str]:
+def _lower_is_better(evals: Mapping[str, object]) -> list[str]:
     """Return the metrics "EVALUATOR/METRIC" of `config.evals` of which a lower value is better."""
     known, found = {kind for kinds in TYPES.values() for kind in kinds}, []
     for name, options in evals.items():
-        kind = options.get("type") if isinstance(options, ConfigDict) else None
+        kind = options.get("type") if isinstance(options, dict) else None
         if kind in known:
             evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
             found += [f"{name}/{metric}" for metric in evaluator.lower_is_better]

@@ -145,7 +145,7 @@ def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(tra
     assert run(evaluate.main, [*words, "--checkpoint", moved, "--config.num_classes=3"]) == 0
     capsys.readouterr()
     assert run(evaluate.main, [*words, "--checkpoint", moved]) == 2
-    assert "--config.num_classes=NUMBER" in capsys.readouterr().err
+    assert "config.num_classes is not known: set it" in capsys.readouterr().err
 
 
 FOLDER = "vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,batch_size=8"

@@ -71,10 +71,16 @@ def test_probabilities_of_several_labels_stay_sigmoids(to, fields, tmp_path):
 
 
 def test_thresholds_of_a_run_are_written_beside_its_weights(tmp_path):
-    model = several_labels(PLAIN)._replace(workdir=tmp_path)
+    """But for the weights of another step."""
+    checkpoints = [tmp_path / "checkpoints" / step for step in ("4", "5")]
+    for checkpoint in checkpoints:
+        (checkpoint / "params").mkdir(parents=True)
+    other, model = (several_labels(PLAIN)._replace(workdir=tmp_path, path=path) for path in checkpoints)
     found = thresholds.Thresholds(tuple(i / 10 for i in range(10)), "val", 5)
     thresholds.write(tmp_path, found, NAMES)
     (folder := tmp_path / "out").mkdir()
+    formats.write_thresholds(other, folder)
+    assert thresholds.read(folder, NAMES) is None
     formats.write_thresholds(model, folder)
     assert thresholds.read(folder, NAMES) == found._replace(step=None)
 
