@@ -122,6 +122,7 @@ def test_an_npz_file_alone_describes_its_model_or_the_assumptions_are_logged(tmp
 
 
 def test_other_pixels_of_the_written_preprocessing_are_a_warning(caplog):
+    pytest.importorskip("tensorflow")  # which resizes images
     model = plain_image_model()
     for pp, warns in (("decode|resize_pillow(64)", False), ("decode|resize(64)", True)):
         described = model.description._replace(pp=f"{pp}|value_range(-1, 1)")
