@@ -14,7 +14,7 @@ from dcvit.hub import pretrained
 from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.kinds import kind_of
 from dcvit.hub.open import Opened, open_model, record_of
-from dcvit.hub.source import find
+from dcvit.hub.source import find, located
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.parallel.trees import Tensor, Tensors, check_tree
 from dcvit.weights.families import Weights, verified
@@ -28,13 +28,14 @@ def open_saved(path: Path) -> Weights:
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
-    opened = open_model(path, usual_pp=True)
+    place = located(path)
+    if pretrained.is_pretrained(place):  # whose weights state their model, beside the config of their run
+        return verified(find(place).weights())._replace(record=record_of(place).to_dict())
+    opened = open_model(place, usual_pp=True)
     if opened.weights:
         return opened.weights
     assert isinstance(opened.workdir, Path)
     record = record_of(opened.workdir).to_dict()
-    if pretrained.is_pretrained(opened.workdir):
-        return verified(find(opened.workdir).weights())._replace(record=record)
     description, params = _described(opened, opened.workdir), _unrolled(opened.params)
     check_tree({at: x.shape for at, x in params.items()}, param_shapes(description, params), str(opened))
     return Weights(path, "dcvit", description, params, record, opened.workdir)
