@@ -228,12 +228,13 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
     return None if args.config is None else config.load(args.config, overrides)
 
 
-def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False) -> None:
+def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False, preemptible: bool = False) -> None:
     """Configure JAX, connect the processes of the run, and check the devices; see `dcvit.parallel`.
 
     Args:
       args: the options of `dcvit.parallel.multihost.add_options`; None means a run of one process.
       forward_only: see `dcvit.parallel.runtime.configure`.
+      preemptible: see `dcvit.parallel.multihost.initialize`.
 
     Raises:
       ConfigError: an environment variable or an option is invalid, or there is no device.
@@ -242,7 +243,7 @@ def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = Fa
 
     runtime.configure(forward_only=forward_only)
     if args is not None:
-        multihost.initialize(args)
+        multihost.initialize(args, preemptible=preemptible)
     runtime.check_devices()
 
 

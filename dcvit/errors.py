@@ -44,6 +44,7 @@ REMOVED: dict[str, str] = {
     "--to savedmodel": "write a program with --to stablehlo or onnx",
     "config.mlflow": "use wandb, or the events that TensorBoard reads",
     "config.trackio": "use wandb, or the events that TensorBoard reads",
+    "config.watchdog_exit": "the watchdog always ends the run",
     "config.distill.cache": "each step computes the teacher's logits",
     "dcvit benchmark --peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
     "dcvit aot --all": "give --config and --topology",

@@ -1,8 +1,8 @@
 """Training: `python -m dcvit.train --config CONFIG[:argument=value,…] --workdir DIR [--config.KEY=VALUE …]`.
 
 Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM or SIGHUP, everything is
-saved; 124 ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 or 129
-a second SIGTERM or SIGHUP; 1 a bug, or another process of the run failed; 134 JAX lost another process of the run.
+saved; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 or 129 a second SIGTERM or
+SIGHUP; 1 a bug, the watchdog, or another process of the run failed; 134 JAX lost another process of the run.
 
 `--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.
@@ -28,7 +28,7 @@ __all__ = ["train"]  # noqa: F822 - a property of `_Module`
 
 if TYPE_CHECKING:
     from dcvit.runs.files import Folder
-    from dcvit.runs.preemption import Preemption
+    from dcvit.runs.stop import StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,26 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit.runs.preemption import Preemption
     from dcvit.runs.progress import stage
+    from dcvit.runs.stop import StopSignals
     from dcvit.training.setup import make_setup
     from dcvit.training.trainer import train
 
-    cli.start_jax(args)
-    with process.ignore_broken_pipe(), Preemption() as preemption:
+    cli.start_jax(args, preemptible=True)
+    with process.ignore_broken_pipe(), StopSignals() as signals:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         if args.seeds:
-            return _train_seeds(args, overrides, preemption, workdirs)
+            return _train_seeds(args, overrides, signals, workdirs)
         check_no_seeds(args.workdir)
         with stage("preparing data and model", print, announce=False):
             setup = make_setup(config, workdir=args.workdir)
-        train(setup, args.workdir, args.accept, preemption)
+        train(setup, args.workdir, args.accept, signals)
     return 0
 
 
 def _train_seeds(
-    args: argparse.Namespace, overrides: Sequence[str], preemption: Preemption, workdirs: Sequence[Folder]
+    args: argparse.Namespace, overrides: Sequence[str], signals: StopSignals, workdirs: Sequence[Folder]
 ) -> int:
     """Train one run per seed, each in its workdir, show and write their final metrics, and return the exit status.
 
@@ -108,7 +108,7 @@ def _train_seeds(
         setup = None
         try:
             setup = make_setup(config, workdir=workdir)
-            train(setup, workdir, args.accept, preemption)
+            train(setup, workdir, args.accept, signals)
             results[seed] = final_metrics(workdir)
         except cli.EXPECTED as e:
             if setup is None and seed == args.seeds[0]:  # concerns every seed

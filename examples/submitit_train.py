@@ -17,7 +17,7 @@ import sys
 
 import submitit
 
-from dcvit.runs.preemption import SAVED
+from dcvit.runs.stop import SAVED
 
 
 class Train:

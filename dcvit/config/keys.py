@@ -141,8 +141,7 @@ KEYS = {
         str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
     ),
     "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
-    "watchdog_seconds": Key(float, 1800.0, "Report all stacks after this time without progress. 0: never."),
-    "watchdog_exit": Key(bool, False, "Exit with status 124 after that report, not only if a save stalls."),
+    "watchdog_seconds": Key(float, 7200.0, "Print all stacks and exit after this time without progress. 0: never."),
     "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
     "wandb": Key(
         dict, {}, "Arguments of `wandb.init`, such as project, name and mode: also write metrics to Weights & Biases."

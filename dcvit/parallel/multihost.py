@@ -8,12 +8,14 @@ process was killed or does not answer for `HEARTBEAT_SECONDS`, JAX aborts all ot
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib.util
 import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -26,13 +28,13 @@ from dcvit.versions import Value, cluster_size, on_cloud_tpu, process_state
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 30  # silence of a process after which JAX aborts all others
-STOP, FAILURE = "dcvit/stop", "dcvit/failure"  # keys: request that all processes stop, message of the first failure
+FAILURE = "dcvit/failure"  # key of the message of the first failure
 GATHER_SECONDS = 1800  # timeout of `gather`; other processes may take long to open their data
 POLL_SECONDS = 1  # interval at which `gather` checks if another process failed
-EXIT_SECONDS = 60  # how long a stopping process waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long the coordinator stays, so that the others can read its messages
 LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # variables with the number of processes that were started
 HINT = "; give --coordinator, --num_processes and --process_id"
+_uses: collections.Counter[str] = collections.Counter()  # calls of `gather`, by name
 LOST_CONNECTION = re.compile("Gloo|NCCL|UNAVAILABLE|Connection (reset|closed|refused)|Socket closed")
 
 
@@ -43,10 +45,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process_id", type=int, metavar="I", help="0 to N-1")
 
 
-def initialize(args: argparse.Namespace) -> None:
+def initialize(args: argparse.Namespace, *, preemptible: bool = False) -> None:
     """Connect the processes of this run, given by the options of `add_options` or the cluster's environment.
 
     In all processes except process 0, stdout is discarded. Does nothing for a run of one process.
+
+    Args:
+      args: the options.
+      preemptible: SIGTERM makes `reached_stop` return True, instead of ending the process.
 
     Raises:
       ConfigError: some of the options are missing or invalid, or the processes do not find each other.
@@ -66,7 +72,6 @@ def initialize(args: argparse.Namespace) -> None:
         raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
     import jax  # not at the top, so that --help of a command does not wait for it
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of this process
     try:
         jax.distributed.initialize(
             given["coordinator"], given["num_processes"], given["process_id"],
@@ -77,6 +82,8 @@ def initialize(args: argparse.Namespace) -> None:
             return
         hint = HINT if missing else ""
         raise ConfigError(f"cannot connect to the other processes: {first_line(e).rstrip('.')}{hint}") from None
+    if not preemptible:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
 
@@ -148,7 +155,7 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     No device takes part, so any thread can call this at any time.
 
     Args:
-      name: a name that is used once per run.
+      name: a name, which all processes use equally often.
       value: serializable as JSON.
       seconds: the timeout.
 
@@ -158,9 +165,11 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     coordinator = _coordinator()
     if coordinator is None:
         return [value]
-    coordinator.key_value_set(f"dcvit/{name}/{index()}", json.dumps(value))
+    _uses[name] += 1
+    key = f"dcvit/{name}/{_uses[name]}"
+    coordinator.key_value_set(f"{key}/{index()}", json.dumps(value))
     deadline = time.monotonic() + seconds
-    return [_await(coordinator, f"dcvit/{name}/{i}", deadline) for i in range(process_state().num_processes)]
+    return [_await(coordinator, f"{key}/{i}", deadline) for i in range(process_state().num_processes)]
 
 
 def _await(coordinator: Value, key: str, deadline: float) -> Any:
@@ -175,32 +184,15 @@ def _await(coordinator: Value, key: str, deadline: float) -> Any:
             raise RuntimeError(failure)
 
 
-def request_stop() -> None:
-    """Make `stop_requested` return True in every process of this run."""
-    if coordinator := _coordinator():
-        with contextlib.suppress(Exception):  # another process has requested it already
-            coordinator.key_value_set(STOP, str(index()))
+def reached_stop(boundary: int) -> bool:
+    """Return True at the step boundary at which all processes of a run stop, after one of them received SIGTERM.
 
+    Args:
+      boundary: the number of the boundary, 1, 2, …; every process calls this at each of them.
+    """
+    from jax.experimental import multihost_utils
 
-def stop_requested() -> bool:
-    """Return True if a process of this run has requested that all processes stop."""
-    coordinator = _coordinator()
-    if coordinator is None:
-        return False
-    try:
-        return bool(coordinator.key_value_try_get(STOP))
-    except Exception:  # no request, or the coordinator is lost, after which JAX aborts this process
-        return False
-
-
-def exit_process(status: int) -> NoReturn:
-    """End this process without waiting for its other threads; several processes exit together."""
-    if not is_single_process():
-        with contextlib.suppress(Exception):  # the other processes may have exited
-            gather("exiting", True, EXIT_SECONDS)
-        if is_first():
-            time.sleep(FAREWELL_SECONDS)
-    _exit(status)
+    return bool(multihost_utils.reached_preemption_sync_point(boundary))
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -71,7 +71,6 @@ class Checkpointer:
         """
         self.folder = workdir / steps.FOLDER
         self.keep, self.keep_every = keep, keep_every
-        self.lock = threading.RLock()  # the thread that handles a stop signal also saves
         self.finishing: threading.Thread | None = None
         self.failure: CheckpointError | None = None
         self.saved: int | None = None  # the step of the last save, which may be in progress
@@ -98,22 +97,20 @@ class Checkpointer:
         Raises:
           CheckpointError: the last save failed, or this one could not start.
         """
-        with self.lock:
-            self.wait()
-            args = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
-            args["about"] = ocp.args.JsonSave({"step": step, **about})
-            # Orbax's threads are daemons, as the one that starts them is: those of a failed save may wait for hours.
-            _daemon(self._start, step, args).join()
-            self.check_for_errors()
-            self.saved = step
-            self.finishing = _daemon(self._finish, step, best)
+        self.wait()
+        args = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
+        args["about"] = ocp.args.JsonSave({"step": step, **about})
+        # Orbax's threads are daemons, as the one that starts them is: those of a failed save may wait for hours.
+        _daemon(self._start, step, args).join()
+        self.check_for_errors()
+        self.saved = step
+        self.finishing = _daemon(self._finish, step, best)
 
     def wait(self) -> None:
         """Wait until no save is in progress. Raise CheckpointError if the last one failed."""
-        with self.lock:
-            if self.finishing:
-                self.finishing.join()
-            self.check_for_errors()
+        if self.finishing:
+            self.finishing.join()
+        self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raise CheckpointError if a save failed in the background."""

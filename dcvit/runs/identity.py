@@ -29,7 +29,7 @@ MAX_CHARACTERS = 60  # of a value in a message
 # Keys that may change when a run is resumed, because the result of a step does not depend on them.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
-    "watchdog_seconds", "watchdog_exit", "early_stop", "wandb",
+    "watchdog_seconds", "early_stop", "wandb",
     "require_fused", "kernels", "check_memory",
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")

@@ -6,7 +6,6 @@ Hooks do not know each other; they share one `dcvit.training.progress.Progress`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +121,7 @@ class MetricsHook(Hook):
         """Run the named evaluators, and return their metrics by the keys "EVALUATOR/METRIC" of a row."""
         found: dict[str, float] = {}
         for name in evaluators:
-            self.run.watchdog(f"evaluating {name} after step {step}")
+            self.run.watchdog.progress()
             found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
         return found
 
@@ -153,7 +152,6 @@ class CheckpointHook(Hook):
     def __init__(self, run: Run, progress: Progress):
         self.run, self.progress = run, progress
         self.plan = run.setup.plan
-        self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
         """Save the state after a step at which a checkpoint is due, or which is the best so far."""
@@ -164,7 +162,7 @@ class CheckpointHook(Hook):
             return
         self.progress.guard.check(result)  # waits for the steps under way, which are not part of the pause
         with self.progress.clock.paused():
-            self.run.watchdog(f"saving step {result.step}", saves=True)
+            self.run.watchdog.progress()
             self.save(result)
 
     def save(self, result: StepResult) -> None:
@@ -175,20 +173,19 @@ class CheckpointHook(Hook):
           CheckpointError: this save could not start, or the last one failed.
         """
         run = self.run
-        with self.lock:
-            if run.checkpointer.saved == result.step:
-                return
-            self.progress.guard.check(result)
-            gathered = multihost.gather(f"finite/{result.step}", non_finite_arrays(result.state.items()))
-            if names := sorted({name for found in gathered for name in found}):
-                more = f" and {len(names) - 1} more arrays are" if len(names) > 1 else " is"
-                raise FloatingPointError(
-                    f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
-                )
-            run.flush()
-            rows = {"metrics_rows": run.writer.metrics.count} if run.writer else {}
-            about = {**run.about, "row": result.numbers, "seconds": run.seconds, **rows}
-            run.checkpointer.save(result.step, result.state.items(), about, best=self.progress.best.step)
+        if run.checkpointer.saved == result.step:
+            return
+        self.progress.guard.check(result)
+        gathered = multihost.gather(f"finite/{result.step}", non_finite_arrays(result.state.items()))
+        if names := sorted({name for found in gathered for name in found}):
+            more = f" and {len(names) - 1} more arrays are" if len(names) > 1 else " is"
+            raise FloatingPointError(
+                f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
+            )
+        run.flush()
+        rows = {"metrics_rows": run.writer.metrics.count} if run.writer else {}
+        about = {**run.about, "row": result.numbers, "seconds": run.seconds, **rows}
+        run.checkpointer.save(result.step, result.state.items(), about, best=self.progress.best.step)
 
 
 class ProfilerHook(Hook):

@@ -63,7 +63,6 @@ class RunOptions:
     on_corrupt: str
     nonfinite_skip: int
     watchdog_seconds: float
-    watchdog_exit: bool
     tensorboard: bool
     wandb: Mapping[str, object]
     profile: Sequence[int]

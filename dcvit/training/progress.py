@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ from dcvit.training.resume import Run
 from dcvit.training.step import Metrics, TrainState
 
 LOG = logging.getLogger(__name__)
+WRITE_SECONDS = 60  # how long processes wait for the first one to write the examples of a step
 
 Row: TypeAlias = Mapping[str, Any]  # of the metrics
 OnRow: TypeAlias = Callable[[int, Row], object]  # a function of a step and its row
@@ -91,7 +91,6 @@ class NonFiniteGuard:
 
     def __init__(self, run: Run):
         self.run, self.limit = run, run.setup.options.nonfinite_skip
-        self.lock = threading.Lock()  # `check` is also called by the thread that saves a stopped run
         self.messages: dict[int, str] = {}  # by step
 
     def check(self, result: StepResult) -> None:
@@ -99,14 +98,13 @@ class NonFiniteGuard:
         numbers = result.numbers
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))]
         count = numbers.get("nonfinite", 0)
-        with self.lock:
-            if names and result.step not in self.messages:
-                message = f"step {result.step}: the {names[0]} is {numbers[names[0]]}"
-                where = self._write_examples(result.step, names)
-                if count <= self.limit and multihost.is_first():
-                    LOG.warning("%s; skipped, %d of at most %d, %s", message, count, self.limit, where)
-                after = f" after {self.limit} skipped steps" if self.limit else ""
-                self.messages[result.step] = f"{message}; stopped{after}, {where}"
+        if names and result.step not in self.messages:
+            message = f"step {result.step}: the {names[0]} is {numbers[names[0]]}"
+            where = self._write_examples(result.step, names)
+            if count <= self.limit and multihost.is_first():
+                LOG.warning("%s; skipped, %d of at most %d, %s", message, count, self.limit, where)
+            after = f" after {self.limit} skipped steps" if self.limit else ""
+            self.messages[result.step] = f"{message}; stopped{after}, {where}"
         if count > self.limit:
             text = self.messages.get(result.step, f"step {result.step}: non-finite steps so far: {count}; stopped")
             raise FloatingPointError(f"{text}, earlier checkpoints are kept")
@@ -122,7 +120,7 @@ class NonFiniteGuard:
             except (OSError, ValueError) as e:
                 outcome = f"its examples could not be written ({first_line(e)}) to"
         with contextlib.suppress(Exception):  # other processes would end the first one before it has written
-            multihost.gather(f"nonfinite/{step}", True, multihost.EXIT_SECONDS)
+            multihost.gather(f"nonfinite/{step}", True, WRITE_SECONDS)
         return f"{outcome} {path}"
 
 

@@ -25,7 +25,7 @@ from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
-from dcvit.runs.watchdog import Watchdog
+from dcvit.runs.stop import Watchdog
 from dcvit.training import kernels
 from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
@@ -123,7 +123,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             trackers = setup.options.trackers
             writer = metrics.MetricWriter(folder, resumed=start.about, trackers=trackers, config=setup.record)
             stack.callback(writer.close)
-        watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
+        watchdog = Watchdog(setup.options.watchdog_seconds)
         stack.callback(watchdog.close)
         display = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start.step, setup.task.rate))
         selection = kernels.select(setup.options.kernels, start.about)
@@ -148,7 +148,6 @@ def start_state(run: Run) -> TrainState:
 
     places = jax.tree.map(lambda s: s.sharding, start.shapes.replace(teacher=None))
     words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
-    run.watchdog("initializing the parameters")
     with stage("initializing the parameters", run.display.line):
         state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
     return state.replace(teacher=start.teacher)

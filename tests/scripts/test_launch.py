@@ -13,11 +13,11 @@ from markdown_pages import ROOT
 from stand_ins import program
 
 from dcvit.config import load as configs
-from dcvit.runs.preemption import SAVED
+from dcvit.runs.stop import SAVED
 
 LAUNCH = ROOT / "scripts" / "launch"
 JOBSETS = ["jobset_gpu", "jobset_tpu"]
-FAILURES = [1, 2, 124, 134, 137, 143]  # exit statuses in docs/fault_tolerance.md that are no preemption
+FAILURES = [1, 2, 134, 137, 143]  # exit statuses in docs/fault_tolerance.md that are no preemption
 
 
 def manifest(name):
