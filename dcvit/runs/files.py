@@ -12,28 +12,45 @@ from typing import TypeAlias
 
 from etils import epath
 
+from dcvit.errors import ConfigError
 from dcvit.versions import use_fsspec_in_etils
 from input_pipeline import stores
 from input_pipeline.errors import first_line
 from input_pipeline.files import expand
 
 Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object store
+BUCKET = re.compile(r"[\w.-]+", re.ASCII)
+# Parts of URLs whose characters mean themselves for fsspec, which expands * and [, etils, Orbax and TensorStore.
+URL_PART = re.compile(r"(?!\.\.?$)[\w .,=+@()-]*[\w.,=+@()-]", re.ASCII)
 
 
 def folder(text: str) -> Folder:
     """Return the folder of a path, in which ~ is expanded, or of a URL of an object store.
 
     Raises:
-      ValueError: the path is empty, the URL is of another store, its library is not installed, or its bucket cannot
-        be read.
+      ValueError: the path is empty, the URL is of another store or has a character that a library would interpret, its
+        library is not installed, or its bucket cannot be read.
     """
     if not text:
         raise ValueError("the path of the folder is empty")
     if "://" not in text:
         return expand(text)
+    scheme, _, place = text.partition("://")
+    bucket, *parts = place.rstrip("/").split("/")
+    if scheme in stores.LIBRARIES and not BUCKET.fullmatch(bucket):  # not repeated: it may hold a password
+        raise ValueError(f"expected {scheme}://BUCKET/FOLDER, with a bucket of letters, digits, dots and hyphens")
+    for part in parts:
+        if not URL_PART.fullmatch(part):
+            raise ValueError(f"{text}: {part!r} in a URL should be of letters, digits, spaces and any of -_.,=+@()")
     stores.check_readable(text)
     use_fsspec_in_etils()
     return epath.Path(text)
+
+
+def check_name(path: Folder) -> None:
+    """Raise ConfigError for a local folder to which Orbax must not write: it takes paths for patterns of glob."""
+    if isinstance(path, Path) and (found := set("*?[\\") & set(str(path.absolute()))):
+        raise ConfigError(f"workdir {path}: a run cannot be saved to a path with {' or '.join(sorted(found))}")
 
 
 def kvstore(url: str) -> dict[str, object]:

@@ -30,8 +30,8 @@ class WorkdirLock:
           ConfigError: another process, which the message names, holds the lock, or the workdir cannot be written.
         """
         self.path = workdir / LOCK
-        if self.path.is_symlink():
-            raise ConfigError(f"{self.path} is a symbolic link, which a run does not write to; remove it")
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise ConfigError(f"{self.path} is not a regular file, and a run does not write to it; remove it")
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a")
@@ -64,7 +64,7 @@ class WorkdirLock:
 def is_locked(workdir: Path) -> bool:
     """Return True if a run holds the lock of a workdir."""
     try:
-        number = os.open(workdir / LOCK, os.O_RDONLY)
+        number = os.open(workdir / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

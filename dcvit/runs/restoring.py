@@ -106,8 +106,11 @@ def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     if found := steps.problems(folder, only=(item.name,)):
         raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
     place, context = absolute(item), ts.Context()
-    url = f"file://{place}" if isinstance(place, Path) else str(place)
-    base = kvstore(url) if url.startswith("s3://") else url
+    base: dict[str, object] | str = str(place)
+    if isinstance(place, Path):
+        base = {"driver": "file", "path": f"{place}/"}  # in a URL, characters such as # and % mean something else
+    elif str(place).startswith("s3://"):
+        base = kvstore(str(place))
     names = shapes_of(_metadata(item))
     if any(name.endswith("/lora_a") for name in names):
         raise CheckpointError(f"{folder} holds adapters of LoRA; 0.2.0 merges them: dcvit convert RUN NEW --to dcvit")

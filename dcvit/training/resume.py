@@ -22,7 +22,7 @@ from dcvit.models import Params
 from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.runs.files import Folder, replace
+from dcvit.runs.files import Folder, check_name, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.stop import Watchdog
@@ -107,6 +107,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
       CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
     """
     identity.check_accepted(accept)
+    check_name(folder)
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)

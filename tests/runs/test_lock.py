@@ -35,6 +35,13 @@ def test_second_process_is_refused_by_name_until_the_first_is_killed(tmp_path):
         assert (tmp_path / lock.LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_pipe_in_place_of_the_lock_is_refused(tmp_path):
+    os.mkfifo(tmp_path / lock.LOCK)
+    with pytest.raises(ConfigError, match=r"\.lock is not a regular file"):
+        WorkdirLock(tmp_path)
+    assert not lock.is_locked(tmp_path)
+
+
 def test_folder_that_cannot_be_locked_is_one_error(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(37, "No locks available")

@@ -17,8 +17,8 @@ from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300  # of one process
 
-# The main thread prints "stuck". Then it waits, before training; in training it blocks on a mutex that it holds, so that
-# it executes no more Python code, as in a compilation.
+# The main thread prints "stuck". Before training it waits; in training it blocks on a mutex that it holds, so that it
+# executes no more Python code, as in a compilation.
 LISTENING = """
 import contextlib, ctypes, sys, time
 from dcvit import cli
