@@ -4,7 +4,6 @@ In plain multi-head attention, heads work independently. DCMHA (Xiao et al., ICM
 (pre-compose) and after it (post-compose), the H scores of each query-key pair are multiplied by a small H×H matrix that
 is computed from the query and the key.
 
-    dcvit.train("vit_digits", "runs/W", lr=0.01)   a run of a config, with its metrics
     dcvit.load("runs/W").predict("image.png")   a trained model, or weights of another library
     dcvit.DCMHA(num_heads=8)                    the flax layer, in place of nn.MultiHeadDotProductAttention
     dcvit.dcmha.attention(q, k, v, pre, post)   the same attention on JAX arrays
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from dcvit.inference.images import ImageModel
     from dcvit.inference.texts import LanguageModel
     from dcvit.models.dcmha import DCMHA
-    from dcvit.training.run import train
 
-__all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet", "train"]
+__all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet"]
 
 
 def load(
@@ -85,11 +83,13 @@ def quiet() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `DCMHA`, `dcmha` or `train` when it is first used."""
+    """Import `DCMHA` or `dcmha` when it is first used."""
     if name == "DCMHA":
         return importlib.import_module("dcvit.models.dcmha").DCMHA
-    if name in ("dcmha", "train"):
-        return importlib.import_module(f"dcvit.{name}")
+    if name == "dcmha":
+        return importlib.import_module("dcvit.dcmha")
+    if name == "train":
+        raise AttributeError("dcvit.train was removed in 0.3.0: from dcvit.training import train")
     raise AttributeError(f"module 'dcvit' has no attribute {name!r}")
 
 

@@ -8,23 +8,20 @@ SIGHUP; 1 a bug, the watchdog, or another process of the run failed; 134 JAX los
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.
 At the end it prints mean and 95 % confidence interval of each final metric and writes them to seeds.csv and seeds.md.
 
-In Python, `dcvit.train(config, workdir, **overrides)` calls `dcvit.training.run.train`.
+In Python, `from dcvit.training import train` trains as a call.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import types
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
 from dcvit.runs.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
-
-__all__ = ["train"]  # noqa: F822 - a property of `_Module`
 
 if TYPE_CHECKING:
     from dcvit.runs.files import Folder
@@ -122,27 +119,6 @@ def _train_seeds(
         print(escaped(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}"))
     return 2 if failed else 0
 
-
-class _Module(types.ModuleType):
-    """The class of this module, by which `dcvit.train` is also a function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train a model; see `dcvit.training.run.train`, whose arguments these are."""
-        return self.train(*args, **kwargs)
-
-    @property
-    def train(self) -> Callable[..., object]:
-        """The function `dcvit.training.run.train`, which `help(dcvit.train)` shows."""
-        from dcvit.training import run
-
-        return run.train
-
-    def __dir__(self) -> list[str]:
-        """Return the names in the module, and that of the property `train`."""
-        return [*super().__dir__(), "train"]
-
-
-sys.modules[__name__].__class__ = _Module
 
 if __name__ == "__main__":
     sys.exit(cli.run(main))

@@ -25,7 +25,7 @@ def train_worker(options):
     """Train in a worker; Ray calls this function again in all workers after one of them was lost."""
     import jax  # not in the driver, which would take the TPUs of its host
 
-    import dcvit
+    from dcvit import training
 
     if not jax.distributed.is_initialized():  # JaxTrainer connects the workers on TPUs and GPUs only
         with socket.socket() as free:
@@ -35,14 +35,14 @@ def train_worker(options):
         jax.distributed.initialize(
             broadcast_from_rank_zero(address), context.get_world_size(), context.get_world_rank()
         )
-    dcvit.train(options["config"], options["workdir"], **options["overrides"])
+    training.train(options["config"], options["workdir"], **options["overrides"])
 
 
 def train(config, workdir, scaling, failures=20, **overrides):
     """Train on a Ray cluster; return Ray's result.
 
     Args:
-      config, workdir: as for `dcvit.train`.
+      config, workdir: as for `dcvit.training.train`.
       scaling: the number of workers and their resources, a `ray.train.ScalingConfig`.
       failures: how often Ray starts the workers again; -1 means any number.
       **overrides: keys of the config with values as on the command line.

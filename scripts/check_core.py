@@ -110,7 +110,7 @@ def check_errors(missing):
         assert (status, "Warning" in printed) == (0, False), (words, status, printed)
     model = dcvit.load("digits")
     for call in (
-        lambda: dcvit.train("vit_digits", "run"),
+        lambda: importlib.import_module("dcvit.training").train("vit_digits", "run"),
         lambda: model.predict("image.png"),
         lambda: model.predict(np.zeros((8, 8), np.uint8)),
         lambda: input_pipeline.open_source("digits"),

@@ -1,4 +1,4 @@
-"""Training as a call in Python, `dcvit.train`, and the run that it returns."""
+"""Training as a call in Python, and the run that it returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from input_pipeline.optional import require_extra
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A training run, returned by `dcvit.train`: its metrics, checkpoints and model.
+    """A training run, returned by `train`: its metrics, checkpoints and model.
 
     Fields:
       workdir: the folder of the run, for the commands of dcvit too.

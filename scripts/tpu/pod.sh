@@ -195,7 +195,7 @@ main() {
   done
   for word in $needed; do [ -n "${!word}" ] || misused "$command needs --$word"; done
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || misused "--name $name: expected lowercase letters, digits and -"
-  [[ ${nfs:-x:/} =~ ^[^:/]+:/ ]] || misused "--nfs $nfs: expected SERVER:/EXPORT"
+  [[ ${nfs:-x:/} =~ ^[^-:/][^:/]*:/ ]] || misused "--nfs $nfs: expected SERVER:/EXPORT"
   [[ $workdir != *://* || $workdir = gs://* ]] ||
     misused "--workdir $workdir: expected a folder, such as $mount/run, or gs://…"
   [[ -z $nfs || ${workdir:-$mount/} = "$mount"/* || $workdir = gs://* ]] ||

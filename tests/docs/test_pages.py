@@ -137,7 +137,7 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
-        if "dcvit.train(" not in block:
+        if "= train(" not in block:
             exec(compile(block, page, "exec"), names)
     assert page != "library.md" or names["logits"].shape[:2] == (1, 9)
 
@@ -146,7 +146,7 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
 def test_the_block_that_trains_runs(tmp_path, monkeypatch, library_promotion):
     """tests/training/test_run.py trains a smaller model with the same call."""
     monkeypatch.chdir(tmp_path)
-    (block,) = (b for b in blocks(ROOT / "docs" / "library.md", "python", LIBRARY) if "dcvit.train(" in b)
+    (block,) = (b for b in blocks(ROOT / "docs" / "library.md", "python", LIBRARY) if "= train(" in b)
     exec(compile(block, "library.md", "exec"), {"dcvit": dcvit})
     assert (tmp_path / "runs" / "short" / "metrics.jsonl").exists()
 

@@ -14,6 +14,7 @@ from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit.runs import files
+from dcvit.training import run
 from input_pipeline import stores
 
 COMMAND = """
@@ -124,9 +125,9 @@ def test_run_that_resumes_in_a_store_equals_one_on_a_disk_bitwise(object_store, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train.train("vit_digits", workdir, on_row=stop, **options)
-    assert train.train("vit_digits", workdir, **options).checkpoints == [3, 6]
-    train.train("vit_digits", tmp_path / "disk", **options)
+        run.train("vit_digits", workdir, on_row=stop, **options)
+    assert run.train("vit_digits", workdir, **options).checkpoints == [3, 6]
+    run.train("vit_digits", tmp_path / "disk", **options)
     copy(object_store, workdir, tmp_path / "copy")
     assert chaos.differences(tmp_path / "copy", tmp_path / "disk", 6) == []
 

@@ -8,6 +8,7 @@ from trained_workdirs import TINY
 import dcvit
 from dcvit import cli
 from dcvit.train import main
+from dcvit.training import train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 SHORT = {**TINY, "total_steps": 2, "ckpt_steps": 1, "ckpt_keep": 2, "log_steps": 1, "evals.test.log_steps": 2}
@@ -17,7 +18,7 @@ SHORT = {**TINY, "total_steps": 2, "ckpt_steps": 1, "ckpt_keep": 2, "log_steps":
 def test_a_call_has_the_result_of_the_command_and_resumes(tmp_path):
     nested = {key: value for key, value in SHORT.items() if not key.startswith("model.")}
     nested["model"] = {key.partition(".")[2]: value for key, value in SHORT.items() if key.startswith("model.")}
-    run = dcvit.train("vit_digits", tmp_path / "call", **nested)
+    run = train("vit_digits", tmp_path / "call", **nested)
     words = [f"--config.{key}={value}" for key, value in SHORT.items()]
     assert cli.run(main, ["--config", "vit_digits", "--workdir", str(tmp_path / "command"), *words]) == 0
     files = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("call", "command")]
@@ -26,7 +27,7 @@ def test_a_call_has_the_result_of_the_command_and_resumes(tmp_path):
     assert [row["step"] for row in run.metrics] == [0, 1, 2]
     model, other = run.load(), dcvit.load(tmp_path / "command")
     assert all(map(np.array_equal, *map(jax.tree.leaves, (model.params, other.params))))
-    assert dcvit.train("vit_digits", tmp_path / "call", **nested).metrics == run.metrics
+    assert train("vit_digits", tmp_path / "call", **nested).metrics == run.metrics
 
 
 @pytest.mark.slow
@@ -44,7 +45,7 @@ def test_a_function_receives_each_row_and_may_end_the_run_which_resumes(tmp_path
 
     rows: dict = {}
     with pytest.raises(StopError):
-        dcvit.train("vit_digits", tmp_path / "run", on_row=until(1), **SHORT)
+        train("vit_digits", tmp_path / "run", on_row=until(1), **SHORT)
     assert [*rows] == [0, 1]
-    run = dcvit.train("vit_digits", tmp_path / "run", on_row=until(None), **SHORT)
+    run = train("vit_digits", tmp_path / "run", on_row=until(None), **SHORT)
     assert [{"step": step, **row} for step, row in rows.items()] == run.metrics
