@@ -241,7 +241,7 @@ def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
     back = tile.transposed(x.post)
     post = tile.hidden(weights, x.post, groups=groups), tile.hidden(d_final, back, groups=groups)
     final = tile.compose_planes(weights, post[0], x.post, None, groups=groups)
-    dv = _matmul("hts,htd->hsd", final.astype(d_out.dtype), d_out)
+    dv = _over_queries(final.astype(d_out.dtype), d_out, len(x.v))
     d_post = x.post and tile.weight_gradients(weights, d_final, *post, x.post, groups=groups)
     d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
 
@@ -250,9 +250,7 @@ def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
     d_pre = x.pre and tile.weight_gradients(scores, d_composed, pre, d_hidden, x.pre, groups=groups)
     d_scores = tile.compose_planes(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
     dq = _matmul("hts,hsd->htd", d_scores, x.k)
-    dk = _matmul("hts,htd->hsd", d_scores, x.q)
-    if len(x.q) != len(x.k):  # query heads share key heads
-        dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))
+    dk = _over_queries(d_scores, x.q, len(x.k))
     return Inputs(dq, dk, dv, d_pre, d_post)
 
 
@@ -263,10 +261,19 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def _matmul(equation: str, a: Array, b: Array) -> Array:
-    """Return the einsum of each head with sums in at least float32; neighboring heads may share a head of `b`."""
-    if len(a) != len(b):
-        b = jnp.repeat(b, len(a) // len(b), axis=0)
-    return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
+    """Return the einsum of each head with sums in at least float32.
+
+    Neighboring heads of `a` may share a head of `b`; their queries are then rows of one product, and nothing is copied.
+    """
+    rows = a.reshape(len(b), -1, a.shape[-1])
+    out = jnp.einsum(equation, rows, b, preferred_element_type=statistics_dtype(a.dtype))
+    return out.reshape(*a.shape[:-1], out.shape[-1])
+
+
+def _over_queries(a: Float[Array, "H t s"], b: Float[Array, "H t D"], heads: int) -> Float[Array, "K s D"]:
+    """Return the sum of a·b over the queries of all heads that share one of the `heads` K key heads."""
+    a, b = (x.reshape(heads, -1, x.shape[-1]) for x in (a, b))
+    return jnp.einsum("kts,ktd->ksd", a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
 def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
