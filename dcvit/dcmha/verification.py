@@ -188,7 +188,7 @@ def _verdict(case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: l
         ) from None
     except Exception as e:
         return Verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
-    worst = max(_error(x, y) for x, y in zip(results, expected, strict=True))
+    worst = float(np.max([_error(x, y) for x, y in zip(results, expected, strict=True)]))  # NaN if one is NaN
     bound = _bound(case.arrays)
     difference = "two runs differ" if is_kernel and not repeats else ""  # by a race
     if not worst <= bound:

@@ -41,6 +41,10 @@ def with_wrong_gradient(x):
     return out + (x["b"] - jax.lax.stop_gradient(x["b"])) * 0.01
 
 
+def with_infinite_gradient(x):
+    return right(x) + 0 * jnp.sqrt(jnp.sum(0 * x["b"]))
+
+
 def does_not_compile(x):
     raise RuntimeError("Mosaic failed to compile\nmore lines")
 
@@ -89,10 +93,11 @@ def verdict(case, name):
         (lambda x: right(x) * 1.01, "wrong", "relative error"),
         (lambda x: right(x) * jnp.nan, "wrong", "nan"),
         (with_wrong_gradient, "wrong", "relative error"),
+        (with_infinite_gradient, "wrong", "nan"),
         (does_not_compile, "failed", "compiling raised RuntimeError: Mosaic failed to compile"),
         (lambda x: callback(lambda: 1 / 0, x), "failed", "running raised"),
     ],
-    ids=["value", "nan", "gradient", "compilation", "running"],
+    ids=["value", "nan", "gradient", "infinite gradient", "compilation", "running"],
 )
 def test_a_kernel_that_does_not_pass_is_not_selected(kernel, status, reason, caplog):
     one = case(kernel)
