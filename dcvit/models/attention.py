@@ -156,9 +156,9 @@ class Attention(Projections):
     def head_outputs(self, call: Call, dropout: Dropout | None = None) -> Float[Array, "B T H D"]:
         """Return the outputs of all heads before the output projection."""
 
-        attend: Attend = functools.partial(
-            sharded_attention.attention, implementation=self.implementation, dropout=dropout
-        )
+        is_plain_layer = call.is_plain and self.implementation == "folded"  # of a model whose other layers compose
+        implementation = None if is_plain_layer else self.implementation
+        attend: Attend = functools.partial(sharded_attention.attention, implementation=implementation, dropout=dropout)
         if self.remat:
             attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
         return attend(call)

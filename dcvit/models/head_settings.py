@@ -99,6 +99,8 @@ def resolve(
             raise ValueError(f"heads={name!r} composes the heads of a key head: set num_key_heads below num_heads")
         meant = {**meant, "groups": key_heads}
         merged["num_key_heads"] = key_heads
+    elif "groups" not in fields:
+        merged.pop("groups", None)  # of a preset: a name composes all heads
     for field, value in meant.items():
         if field != "compose" and fields.get(field, value) != value:
             raise ValueError(f"heads={name!r} means {field}={value!r}, found {fields[field]!r}; remove one of them")

@@ -214,9 +214,18 @@ def test_folded_composition_has_two_heads_to_a_key_head_by_default(caplog):
     assert lm.Model(7, preset="DCFlash-405M", heads="folded").num_key_heads == 4
 
 
+def test_layers_without_composition_of_a_model_that_folds_are_plain_attention():
+    fields = {"variant": "mu/4", "depth": 2, "heads": "folded", "compose_layers": (0,), "pool_type": "map"}
+    image = jax.random.uniform(jax.random.key(1), (1, 8, 8, 3))
+    nets = [vit.Model(5, implementation=name, **fields) for name in ("folded", None)]
+    params = nets[0].init(jax.random.key(0), image)
+    np.testing.assert_array_equal(*(net.apply(params, image)[0] for net in nets))
+
+
 def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
     net = lm.Model(7, preset="DCFlash-405M", heads="talking")
-    assert (net.compose, net.projection, net.gate, net.static) == ("both", False, False, True)
+    assert (net.compose, net.projection, net.gate, net.static, net.groups) == ("both", False, False, True, 1)
+    assert lm.Model(7, preset="DCFlash-405M", heads="talking", groups=2).groups == 2
     assert lm.Model(7, compose="both", heads="mha").compose is None
     assert vit.Model(7, variant="DCViT-S/16", heads="mha").compose is None
     assert lm.Model(7, heads="dcmha", rank=4, static=True).rank == 4
