@@ -17,15 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import input_pipeline
-from dcvit.errors import ConfigError, InputError, nearest
-from dcvit.hub.evaluate import open_evaluators
+from dcvit.errors import ConfigError, InputError
 from dcvit.inference.images import ImageModel, read_images
 from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
-from dcvit.interpret.attention_maps import layer_numbers
+from dcvit.interpret.activations import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
-from dcvit.interpret.contributions import AverageContributions, average_contributions
 from dcvit.models.packed_images import PackedImages
 from dcvit.pages.html import document, picture
 from dcvit.pages.samples import Json, Predictions, Sample, make_sample
@@ -33,9 +30,8 @@ from input_pipeline.images.folder import find_images
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("attention", "views", "sections", "explorer")
-BATCH = 16  # examples of the averages over data that are computed at once
 CURVE_POINTS = 65  # of a curve of captured variance
-DIGITS = 5  # of averages
+DIGITS = 5  # of these points
 MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
 
 Input = tuple[Json, np.ndarray, Callable[[int], str] | None]  # facts, model input, and function that names an output
@@ -46,15 +42,11 @@ class Options(NamedTuple):
 
     Fields:
       layers: indices of the layers to show; negative ones count from the end. None means all.
-      data: name of an evaluator of the config, over whose data averages are computed; None omits them.
-      limit: the largest number of examples in these averages.
       length: the largest number of tokens of a text.
       ablate: compute predictions after ablations.
     """
 
     layers: Sequence[int] | None = None
-    data: str | None = None
-    limit: int = 256
     length: int = 256
     ablate: bool = True
 
@@ -89,8 +81,6 @@ def explore(
         else:
             inputs = _image_inputs(model, files, texts, on_error)
         run: Json = {"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)}
-        if options.data:
-            run["averages"] = _averages(model, options.data, options.limit)
         samples += _samples(model, inputs, layers, options, {"run": len(runs), "number": len(samples)})
         runs.append(run)
     if not samples:
@@ -103,7 +93,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
     Args:
       title: title of the window.
-      runs: for each model its `name`, `facts` in one line, and optionally `averages` and `diversity` as JSON data.
+      runs: for each model its `name`, `facts` in one line, and `diversity`, the points of two curves.
       samples: the inputs. Their facts have the `run` (index of the model), a `name`, and of an image `picture`, `rows`,
         `columns` and `extra` (number of tokens before the patches), of a text its tokens as `text`.
     """
@@ -202,35 +192,6 @@ def _facts(model: LoadedModel) -> str:
         f"{'language model' if isinstance(model, LanguageModel) else 'image model'}, layers {module.depth}, heads "
         f"{module.num_heads}, width {module.width}, {parameters:,} parameters; attention: {composed}"
     )
-
-
-def _averages(model: LoadedModel, data: str, limit: int) -> Json:
-    """Return average contributions between heads over up to `limit` examples of the evaluator `data`, as JSON data."""
-    if model.opened is None or model.opened.workdir is None:
-        raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
-    evaluators = open_evaluators(model.opened).evaluators
-    if data not in evaluators:
-        raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
-    evaluator = evaluators[data]
-    model.check_inputs(evaluator.example, model.source)
-    read = input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH)
-
-    def batches() -> Iterator[jax.Array]:
-        for start, batch in zip(range(0, limit, BATCH), read, strict=False):
-            if "grid" in batch:
-                raise ConfigError(
-                    f"--data {data}: the explorer shows images of one size, but its pp has the op patches"
-                )
-            rows = batch["tokens"][:, :-1] if isinstance(model, LanguageModel) else batch["image"]
-            yield jnp.asarray(rows[batch["_mask"] > 0][: limit - start])
-
-    return average_facts(average_contributions(model.module, model.params, batches()), data)
-
-
-def average_facts(found: AverageContributions, data: str) -> Json:
-    """Return averages of contributions between heads as JSON data; `data` is the name of the data that they are of."""
-    share = {where: share.round(DIGITS).tolist() for where, share in found.share.items()}
-    return {"data": data, "examples": found.examples, "entropy": found.entropy.round(DIGITS).tolist(), "share": share}
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:

@@ -60,7 +60,7 @@ pickle.loads(pickle.dumps(dcvit.errors.ConfigError))
 subprocess.run([sys.executable, "-c", ""], check=True)
 socket.getaddrinfo("localhost", 80)
 phase = "images"
-call("evaluate", "--workdir", folder / "vit", "--out", folder / "table.csv")
+call("evaluate", "--workdir", folder / "vit", "--report", folder / "report.html")
 call("predict", "--workdir", folder / "vit", data / "seven.png", data)
 call("compare", folder / "vit", "--out", folder / "curves.png")
 call("explore", "--workdir", folder / "vit", data / "seven.png", "--out", folder / "page.html")
