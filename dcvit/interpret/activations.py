@@ -102,8 +102,7 @@ def _run(
     hooks: tuple[Partial, ...],
     names: tuple[str, ...],
 ) -> Activations:
-    if model.compose_layers is not None:
-        raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
+    layer_numbers(model, None)  # refuses compositions in some layers
     tap = _Tap(dict(zip(hooked, hooks, strict=True)), names)
     with nn.intercept_methods(functools.partial(_intercept, tap)):
         unrolled = model.clone(scan=False, remat="none")
@@ -229,8 +228,10 @@ def layer_numbers(model: ViT | LM, layers: Sequence[int | np.integer] | None) ->
     """Return the given layer indices, of which negative ones count from the end, sorted and from 0; all for None.
 
     Raises:
-      ValueError: an index is not one of a layer.
+      ValueError: an index is not one of a layer, or only some layers compose.
     """
+    if model.compose_layers is not None:
+        raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
     chosen = range(model.depth) if layers is None else layers
     wrong = [layer for layer in chosen if not -model.depth <= layer < model.depth]
     if wrong:

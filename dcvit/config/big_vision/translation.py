@@ -20,7 +20,7 @@ Values: TypeAlias = dict[str, Any]  # a dict of a config
 
 
 class Action(enum.Enum):
-    """What becomes of a key that stays under its name, or goes."""
+    """Treatment of a key that keeps its name, or goes."""
 
     DROP = "has no effect on the result"
     PERCENT = "a duration, a fraction from 0 to 1 in big_vision"
