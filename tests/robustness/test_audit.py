@@ -28,7 +28,7 @@ phase, recorded, busy = None, [], False
 
 def record(event, arguments):
     global busy
-    local = event.startswith("socket") and getattr(arguments[0], "family", None) == socket.AF_UNIX
+    local = event.startswith("socket") and getattr(next(iter(arguments), None), "family", None) == socket.AF_UNIX
     if event in EVENTS and phase and not busy and not local:
         busy = True  # extract_stack may read source files
         recorded.append([phase, event, [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()[-8:-1]]])
