@@ -49,6 +49,10 @@ REMOVED: dict[str, str] = {
     "dcvit benchmark --peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
     "dcvit aot --all": "give --config and --topology",
     "dcvit compare --group": "dcvit train --seeds writes means and intervals to seeds.md",
+    **dict.fromkeys(
+        ["dcvit explore --data", "dcvit explore --limit"], "give inputs; the page has no averages over data"
+    ),
+    "dcvit evaluate --out": "`--format csv` prints the rows",
     "dcvit lm_eval --allow_code": "the files of --include_path may always run code",
     **dict.fromkeys(
         [

@@ -1,12 +1,11 @@
-"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--out FILE] [--report FILE]
+"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--report FILE]
 [--thresholds NAME]`.
 
 Runs every evaluator of a config on a checkpoint; by default the workdir's own config and its latest checkpoint.
-`--out` appends the rows to a CSV file, which can collect the results of several models. `--report` writes an HTML page
-about a classifier: accuracy, calibration, confusions, classes, and the most confident mistakes; or, with several
-labels, the measures of each class. `--thresholds` chooses the probability from which each class of a multi-label
-classifier is predicted, so that its F1 on the data of one evaluator is the highest, and stores it in the workdir, where
-`dcvit predict` and `dcvit evaluate` read it.
+`--report` writes an HTML page about a classifier: accuracy, calibration, confusions, classes, and the most confident
+mistakes; or, with several labels, the measures of each class. `--thresholds` chooses the probability from which each
+class of a multi-label classifier is predicted, so that its F1 on the data of one evaluator is the highest, and stores
+it in the workdir, where `dcvit predict` and `dcvit evaluate` read it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Run the evaluators of a config on a checkpoint.",
         examples=[
             "dcvit evaluate --workdir runs/digits",
-            "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --out results.csv",
+            "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --format csv",
             "dcvit evaluate --workdir runs/digits --report report.html",
             "dcvit evaluate --workdir runs/i1k --image-size 384",
             "dcvit evaluate --workdir runs/labels --thresholds val",
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     cli.add_model_options(parser, weights=False)
     cli.add_image_size(parser)
-    parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     text = "multi-label evaluator on whose data thresholds are chosen, which the workdir then stores"
     parser.add_argument("--thresholds", metavar="NAME", help=text)
@@ -46,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = cli.check_model(args, overrides)
 
     from dcvit.hub.open import open_model
-    from dcvit.pages.evaluation import append_csv, evaluate
+    from dcvit.pages.evaluation import evaluate
     from dcvit.runs.files import replace
     from input_pipeline.huggingface import cached
 
@@ -55,10 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=args.image_size
     )
     multihost.agree({"model": str(cached(trained.place))})  # of several commits, if one came meanwhile
-    rows, page = evaluate(trained, args.out, args.report, args.thresholds)
+    rows, page = evaluate(trained, args.report, args.thresholds)
     cli.show(rows, args.format)
-    if args.out and multihost.is_first():
-        append_csv(args.out, list(rows[0]), rows)
     if page:
         replace(args.report, page)
         print(f"report: {args.report}", file=sys.stderr)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write an HTML file that shows how the heads of a model compose.",
         examples=[
             "dcvit explore --workdir runs/digits image.png --out explore.html",
-            "dcvit explore --workdir runs/digits image.png --data test --limit 256 --compare runs/plain",
+            "dcvit explore --workdir runs/digits image.png --compare runs/plain",
             'dcvit explore --workdir runs/text --prompt "def main("',
         ],
     )
@@ -37,17 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", action="append", default=[], help="text for a language model; may be repeated")
     parser.add_argument("--out", type=cli.path, default=Path("explore.html"), help="HTML file, replaced if it exists")
     parser.add_argument("--layers", help="layers to show, such as 0,5,-1, if not all")
-    parser.add_argument("--data", help="evaluator of the config over whose data averages are computed")
-    parser.add_argument("--limit", type=int, default=256, help="largest number of examples of these averages")
     parser.add_argument("--length", type=int, default=256, help="largest number of tokens of a text")
     parser.add_argument("--no_ablations", action="store_true", help="omit the predictions after ablations")
     parser.set_defaults(checkpoint=None)
     args = parser.parse_without_config(argv)
     if args.workdir is None:
         raise ConfigError("give --workdir: a run, a checkpoint, or weights of another library")
-    for name in ("limit", "length"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)}: should be 1 or more")
+    if args.length < 1:
+        raise ConfigError(f"--length {args.length}: should be 1 or more")
     try:
         layers = [int(layer) for layer in args.layers.split(",")] if args.layers else None
     except ValueError:
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed.append(line)
         cli.print_error(line)
 
-    options = Options(layers, args.data, args.limit, args.length, not args.no_ablations)
+    options = Options(layers, args.length, not args.no_ablations)
     page = explore(models, args.files, args.prompt, options, fail)
     replace(args.out, page)
     print(f"explorer: {args.out} ({len(page) / 1e6:.1f} MB)")

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import runpy
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from unittest import mock
 from dcvit import __main__ as entry
 from dcvit import cli
 from dcvit.config import keys
-from dcvit.config import load as config
 from dcvit.config.keys import Key
 from dcvit.errors import type_name
 from dcvit.models import attention, dcmha, lm, presets, vit
@@ -224,12 +224,12 @@ def shipped_configs() -> str:
         "`--config vit_i1k:variant=ViT-S/16,epochs=300`.",
     ]
     for path in sorted((ROOT / "configs").glob("*.py")):
-        module = config._module(path)
-        parameters = inspect.signature(module.get_config).parameters.values()
+        names = runpy.run_path(str(path))
+        parameters = inspect.signature(names["get_config"]).parameters.values()
         rows = [(code(parameter.name), code(repr(parameter.default))) for parameter in parameters]
         parts += [
             f"## {path.stem}",
-            f"```text\n{inspect.cleandoc(module.__doc__ or '')}\n```",
+            f"```text\n{inspect.cleandoc(names['__doc__'] or '')}\n```",
             table(("argument", "default"), rows),
         ]
     return "\n\n".join(parts)

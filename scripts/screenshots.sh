@@ -21,7 +21,7 @@ picture() { # name, page, width, height, address after #
 }
 
 digits=$profile/digits.html tasks=$profile/tasks.html
-dcvit explore --model digits tests/data/seven.png tests/data/four.png --data test --out "$digits"
+dcvit explore --model digits tests/data/seven.png tests/data/four.png --out "$digits"
 picture explore "$digits" 1280 1560 "sample=0&layer=1&query=5&key=9&head=1&theme=light"
 picture explore_dark "$digits" 1280 1150 "sample=0&layer=1&query=5&key=9&head=1&theme=dark"
 picture explore_phone "$digits" 390 1000 "sample=0&layer=1&query=5&key=9&head=1&theme=light"

@@ -153,14 +153,13 @@ INPUT_KEYS = {
     "batch_size": Key(int, None, "Examples in a step, over all devices."),
     "pp": Key(str, "", "Preprocessing string."),
     "pack": Key(
-        dict,
-        {},
+        dict, {},
         "With the op `patches`: images packed into rows; each `images` consecutive images of a batch fill `rows` rows "
         "of `tokens` tokens. {}: each image has a row of its own.",
     ),
     "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
     "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
-}
+}  # fmt: skip
 
 
 def is_rate(value: Any) -> bool:
@@ -175,9 +174,15 @@ def are_weights(value: str | Sequence[float] | None) -> bool:
 
 # The values that a key accepts beyond its type, and their description in error messages.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("grad_accum", "ckpt_keep"), (lambda v: v >= 1, "1 or more")),
+    **dict.fromkeys(
+        ("grad_accum", "ckpt_keep", "vocab_size", "loss_chunk"), (lambda v: v is None or v >= 1, "1 or more")
+    ),
+    **dict.fromkeys(("num_classes", "nonfinite_skip"), (lambda v: v is None or v >= 0, "0 or more")),
     **dict.fromkeys(("ema_decay", "label_smoothing"), (lambda v: 0 <= v < 1, "in [0, 1)")),
-    **dict.fromkeys(("lr", "wd", "mixup", "cutmix", "z_loss"), (is_rate, "finite and not negative")),
+    **dict.fromkeys(("mixup_switch_prob", "reprob"), (lambda v: 0 <= v <= 1, "in [0, 1]")),
+    **dict.fromkeys(
+        ("lr", "wd", "mixup", "cutmix", "z_loss", "watchdog_seconds"), (is_rate, "finite and not negative")
+    ),
     **dict.fromkeys(("class_weights", "pos_weight"), (are_weights, "'balanced', or finite numbers, 0 or more")),
     "layer_decay": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
@@ -188,13 +193,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
     "kernels": (lambda v: v in (None, "verify", "trust", "off"), "'verify', 'trust' or 'off'"),
-    "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
-    "num_classes": (lambda v: v is None or v >= 0, "0 or more"),
-    "watchdog_seconds": (is_rate, "finite and not negative"),
-    "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),
-    "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
-    "mixup_switch_prob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
-    "reprob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
     "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
     "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
     "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),

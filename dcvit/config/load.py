@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import logging
-import operator
 import re
+import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
-from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
 from dcvit.config.durations import is_duration
@@ -58,9 +55,7 @@ def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = (
     name, _, arguments = spec.partition(":")
     path = _find(name)
     commits = functools.cache(lambda: _commits(workdirs))  # a run without such names is not read
-    config = _run(path, arguments, commits)
-    required = _clear_required(config)
-    given = _translated(path, config.to_dict())
+    given = _translated(path, _run(path, arguments, commits))
     for key in given:
         if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
@@ -72,11 +67,9 @@ def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = (
             raise
         except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:  # not a value of a ConfigDict
             raise ConfigError(f"--config.{override}: {first_line(e)}") from None
-    for key in required:
-        if functools.reduce(operator.getitem, key.split("."), config) is None:
-            raise ConfigError(f"{path}: config.{key} is required and has no value; give --config.{key}=VALUE")
     check_types(config)
-    _pin(config, commits)
+    for holder, key in list(_repositories(config)):
+        holder[key] = _pinned(holder[key], f"the config's {key}", commits)
     return config.lock()
 
 
@@ -98,13 +91,8 @@ def _repositories(config: Json | ConfigDict) -> Iterator[tuple[Json | ConfigDict
             yield config, key
 
 
-def _pin(config: ConfigDict, commits: Commits) -> None:
-    """Add commits to the names of repositories in a config. Raises ConfigError if the Hub does not tell a commit."""
-    for holder, key in list(_repositories(config)):
-        holder[key] = _pinned(holder[key], f"the config's {key}", commits)
-
-
 def _pinned(name: str, what: str, commits: Commits) -> str:
+    """Return the name of a repository with a commit. Raises ConfigError, about `what`, if the Hub does not tell it."""
     try:
         return huggingface.pinned(name, commits())
     except InputError as e:
@@ -127,21 +115,6 @@ def check(spec: str | None, overrides: Sequence[str]) -> None:
         load(spec, overrides)
     finally:
         logging.disable(before)
-
-
-def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
-    """Set the required placeholders of ml_collections that have no value to None, and return their dotted keys."""
-    cleared = []
-    for key in list(config):
-        try:
-            if isinstance(config[key], ConfigDict):
-                cleared += _clear_required(config[key], f"{prefix}{key}.")
-        except RequiredValueError:
-            with config.unlocked():
-                del config[key]
-                config[key] = None
-            cleared.append(prefix + key)
-    return cleared
 
 
 def _find(name: str) -> Path:
@@ -171,19 +144,20 @@ def _translated(path: Path, config: Json) -> Json:
     return config
 
 
-def _run(path: Path, text: str, commits: Commits) -> ConfigDict:
-    """Execute a config file and return the config that its get_config gives for the arguments in `text`."""
+def _run(path: Path, text: str, commits: Commits) -> Json:
+    """Execute a config file and return the config that its get_config gives for the arguments in `text`, as a dict."""
     try:
         with big_vision.importable():
-            get_config = _module(path).get_config
+            get_config = runpy.run_path(str(path))["get_config"]
             config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
+            if not isinstance(config, ConfigDict):
+                raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
+            found: Json = config.to_dict()
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
-    return config
+    return found
 
 
 def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str, commits: Commits) -> Json:
@@ -210,16 +184,6 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
     return given
 
 
-def _module(path: Path) -> ModuleType:
-    """Execute a config file and return it as a module."""
-    spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def recommended() -> list[tuple[str, str]]:
     """Return (config, TPU topology) for each recommendation of the package's configs.
 
@@ -228,7 +192,7 @@ def recommended() -> list[tuple[str, str]]:
     return [
         (f"{path.stem}:{arguments}", topology)
         for path in shipped()
-        for arguments, topology in getattr(_module(path), "pods", dict)().items()
+        for arguments, topology in runpy.run_path(str(path)).get("pods", dict)().items()
     ]
 
 

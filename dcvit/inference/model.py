@@ -25,8 +25,7 @@ from jaxtyping import Array
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError
 from dcvit.hub.open import Opened
-from dcvit.interpret.activations import Activations, Hook, run_with_cache
-from dcvit.interpret.attention_maps import attention_maps
+from dcvit.interpret.activations import Activations, Hook, attention_maps, run_with_cache
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
 from dcvit.models.packed_images import PackedImages

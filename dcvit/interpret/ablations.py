@@ -29,7 +29,7 @@ class Ablation(NamedTuple):
       layer: the layer; None means all layers.
       head: the ablated head, or None. Its scores, weights and composed weights are 0, so that it attends to nothing,
         and nothing of it is composed into other heads.
-      where: the compose whose branches are switched off, "pre", "post" or "both"; None if no branch is.
+      where: the compose whose branch is switched off, "pre" or "post"; "both" for all branches; None for a head.
       branch: the branch that is switched off, a key of `BRANCHES`; "all" for all of them.
     """
 
@@ -68,30 +68,23 @@ def ablated_outputs(
     """Return the model's output for each of N ablations; for a language model, the logits of the last token.
 
     Raises:
-      ValueError: the model has no layer, head, composition or branch of an ablation.
+      ValueError: an ablation is none of `all_ablations`.
     """
-    present = branches_of(model)
+    present, known = branches_of(model), all_ablations(model, range(model.depth))
     outputs = []
     for ablation in ablations:
-        off = [
-            (where, branch)
-            for where, branch in present
-            if ablation.where in (where, "both") and ablation.branch in (branch, "all")
-        ]
-        layer, head = ablation.layer, ablation.head
-        exists = 0 <= (layer or 0) < model.depth and 0 <= (head or 0) < model.num_heads
-        if not exists or (not off and (head is None or ablation.where or ablation.branch)):
+        if ablation not in known:
             raise ValueError(f"the model has nothing that {ablation} changes")
         hooks: dict[str, Hook] = {}
         for block in range(model.depth):  # every ablation has all hooks, so that one program is compiled
-            changed = layer in (None, block)
+            changed = ablation.layer in (None, block)
             heads = np.ones((1, model.num_heads, 1, 1), np.float32)
-            if changed and head is not None:
-                heads[:, head] = 0
+            if changed and ablation.head is not None:
+                heads[:, ablation.head] = 0
             hooks |= {f"block{block:02d}/{name}": Partial(_gated, heads) for name in HEAD_ARRAYS}
-            for pair in present:
-                gate = np.float32(not (changed and pair in off))
-                hooks[f"block{block:02d}/{pair[0]}/{BRANCHES[pair[1]]}"] = Partial(_gated, gate)
+            for where, branch in present:
+                off = changed and (ablation.where, ablation.branch) in ((where, branch), ("both", "all"))
+                hooks[f"block{block:02d}/{where}/{BRANCHES[branch]}"] = Partial(_gated, np.float32(not off))
         output = run_with_cache(model, params, inputs, hooks, names=()).output
         outputs.append(output[:, -1] if isinstance(model, LM) else output)
     return jnp.stack(outputs)

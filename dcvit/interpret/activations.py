@@ -31,10 +31,11 @@ from typing import NamedTuple, TypeAlias, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.module import InterceptorContext
 from jax.tree_util import Partial
 
-from dcvit.dcmha.backends.xla.reference import masked_softmax, visible
+from dcvit.dcmha.backends.xla.reference import AttentionMatrices, masked_softmax, visible
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.inputs import Options
 from dcvit.dcmha.numerics import statistics_dtype
@@ -42,7 +43,6 @@ from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import nearest
 from dcvit.models import Params
 from dcvit.models.attention import Attention, LayerInputs
-from dcvit.models.composition import compose_inputs
 from dcvit.models.decoder import DecoderBlock
 from dcvit.models.encoder import Encoder1DBlock
 from dcvit.models.layers import MlpBlock
@@ -102,20 +102,8 @@ def _run(
     hooks: tuple[Partial, ...],
     names: tuple[str, ...],
 ) -> Activations:
-    return forward(model, params, inputs, dict(zip(hooked, hooks, strict=True)), names)
-
-
-def forward(
-    model: ViT | LM,
-    params: Params,
-    inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
-    hooks: Mapping[str, Hook],
-    names: Sequence[str] = (),
-) -> Activations:
-    """Return the result of `run_with_cache` without `jax.jit`, for use in transformations and hooks with tracers."""
-    if model.compose_layers is not None:
-        raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
-    tap = _Tap(hooks, names)
+    layer_numbers(model, None)  # refuses compositions in some layers
+    tap = _Tap(dict(zip(hooked, hooks, strict=True)), names)
     with nn.intercept_methods(functools.partial(_intercept, tap)):
         unrolled = model.clone(scan=False, remat="none")
         found: tuple[Array, object] = unrolled.apply({"params": unstack_blocks(params)}, inputs)
@@ -176,28 +164,25 @@ def _intercept(
 
 def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> Array:
     """Return the output of self-attention, as `Attention.attend`; `tap` gets each named array and may replace it."""
-    x, groups = inputs.q, module.groups if module.compose else 1
-    to_compose = compose_inputs(x, x, groups=groups) if module.compose else {}
-    q, k, v = module.project(x, x, x, inputs.positions)
-    weights = module.compose_weights(x.shape[-1], to_compose)
-    q, k, v = tap("q", q), tap("k", k), tap("v", v)
-    by_name = {
-        where: ComposeWeights(
-            **{name: tap(f"{where}/{name}", w) for name, w in some._asdict().items() if w is not None}
-        )
-        for where, some in weights.items()
-    }  # fmt: skip
-    window = module.window and (module.prefill_window or module.window)
-    mask = visible(q.shape[1], k.shape[1], Options(module.causal, window), inputs.mask, inputs.segments)
+    x, causal, window, _ = module.prepare(inputs)
+    q, k, v = tap("q", x.q), tap("k", x.k), tap("v", x.v)
+    pre, post = (_tapped(where, w, tap) for where, w in (("pre", x.pre), ("post", x.post)))
+    mask = visible(q.shape[1], k.shape[1], Options(causal, window), x.mask, x.segments)
     wide = statistics_dtype(q.dtype)
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)
     a = tap("scores", a if mask is None else jnp.where(mask, a, 0))
-    a = tap("composed_scores", compose(a, by_name["pre"], groups=groups) if "pre" in by_name else a)
+    a = tap("composed_scores", a if pre is None else compose(a, pre, groups=module.groups))
     a = tap("weights", masked_softmax(a, mask))
-    a = tap("composed_weights", compose(a, by_name["post"], groups=groups) if "post" in by_name else a)
+    a = tap("composed_weights", a if post is None else compose(a, post, groups=module.groups))
     heads = jnp.einsum("bhts,bshd->bthd", a.astype(v.dtype), v, preferred_element_type=a.dtype).astype(q.dtype)
-    return module.output(tap("heads", heads), x.shape[-1])
+    return module.output(tap("heads", heads), inputs.q.shape[-1])
+
+
+def _tapped(where: str, weights: ComposeWeights | None, tap: Callable[[str, Array], Array]) -> ComposeWeights | None:
+    factors = {} if weights is None else weights._asdict()
+    found = {name: tap(f"{where}/{name}", w) for name, w in factors.items() if w is not None}
+    return ComposeWeights(**found) if found else None
 
 
 def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> ComposeWeights | None:
@@ -211,3 +196,44 @@ def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> C
     prefix = f"block{layer:02d}/{where}/"
     found = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
     return ComposeWeights(**found) if found else None
+
+
+def attention_maps(
+    model: ViT | LM,
+    params: Params,
+    inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
+    layers: Sequence[int | np.integer] | None = None,
+) -> dict[int, AttentionMatrices]:
+    """Return the attention matrices of the given layers, by default of all, in float32.
+
+    The scores of a key that the query may not attend to are 0. The result's keys are layer indices from 0 in ascending
+    order: `layers=[-1]` of 12 layers gives the key 11.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      inputs: preprocessed images, or tokens.
+      layers: indices of layers; negative ones count from the end.
+
+    Raises:
+      ValueError: an index is not one of a layer, or only some layers compose.
+    """
+    chosen = layer_numbers(model, layers)
+    names = {n: [f"block{n:02d}/{field}" for field in AttentionMatrices._fields] for n in chosen}
+    found = run_with_cache(model, params, inputs, names=[name for some in names.values() for name in some]).arrays
+    return {n: AttentionMatrices(*(found[name] for name in some)) for n, some in names.items()}
+
+
+def layer_numbers(model: ViT | LM, layers: Sequence[int | np.integer] | None) -> list[int]:
+    """Return the given layer indices, of which negative ones count from the end, sorted and from 0; all for None.
+
+    Raises:
+      ValueError: an index is not one of a layer, or only some layers compose.
+    """
+    if model.compose_layers is not None:
+        raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
+    chosen = range(model.depth) if layers is None else layers
+    wrong = [layer for layer in chosen if not -model.depth <= layer < model.depth]
+    if wrong:
+        raise ValueError(f"there is no layer {wrong[0]}: the model has {model.depth} layers")
+    return sorted({int(layer) % model.depth for layer in chosen})

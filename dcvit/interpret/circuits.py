@@ -1,18 +1,21 @@
-"""QK and OV circuits of heads, and the maps between heads of a composition.
+"""QK and OV circuits of heads, the maps between heads of a composition, and the contributions of heads to others.
 
-A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). Head h' (row)
-contributes to head h (column).
+A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). It adds
+a[h']·map[h', h] to head h, where a[h'] is the score (pre) or the weight (post) of head h': the contribution of h' to h.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.interpret.activations import compose_weights_of
 from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.trees import unstack_blocks
@@ -20,6 +23,29 @@ from dcvit.models.vit import ViT
 
 # The terms of a map: the skip connection, the static projection and the four dynamic branches of Eqn 7.
 TERMS = ("skip", "static", "query projection", "query gate", "key projection", "key gate")
+COMPOSITIONS = {"pre": "scores", "post": "weights"}  # by name, the array that is composed
+
+
+class Contribution(NamedTuple):
+    """The largest amount that a branch adds from one head to another, over all query-key pairs of an input.
+
+    Fields:
+      layer: the layer.
+      where: the composition, "pre" or "post".
+      branch: the branch, as in `TERMS`.
+      from_head, to_head: the heads.
+      query, key: the pair of tokens.
+      amount: what is added to the score ("pre") or to the attention weight ("post").
+    """
+
+    layer: int
+    where: str
+    branch: str
+    from_head: int
+    to_head: int
+    query: int
+    key: int
+    amount: float
 
 
 class Circuits(NamedTuple):
@@ -35,13 +61,7 @@ class Circuits(NamedTuple):
 
 
 def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
-    """Return the circuits of a layer.
-
-    Raises:
-      ValueError: there is no such layer.
-    """
-    if not 0 <= layer < model.depth:
-        raise ValueError(f"there is no layer {layer}: the model has {model.depth} layers")
+    """Return the circuits of a layer. Raises KeyError if there is no such layer."""
     is_lm = isinstance(model, LM)
     blocks = unstack_blocks(params)["Transformer"]
     block = blocks[f"{'de' if is_lm else 'en'}coderblock_{layer}"]["MultiHeadDotProductAttention_0"]
@@ -82,16 +102,41 @@ def pair_terms(
       query, key: positions of the pair.
       groups: the number of groups of heads.
       example: number of the example in the batch.
-
-    Raises:
-      ValueError: the composition has no branch.
     """
     at = {"static": (0, 0), "query": (example, query), "key": (example, key)}
     terms = {name: maps[at[name.split()[0]]] for name, maps in branch_maps(weights, groups).items()}
-    if not terms:
-        raise ValueError("a composition without a branch has no map")
     first = next(iter(terms.values()))
     return {"skip": jnp.eye(len(first), dtype=first.dtype), **terms}
+
+
+def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Contribution]:
+    """Return the largest contribution of each branch and pair of heads of a layer, for the first example.
+
+    Gates and the skip connection do not combine different heads and are not included.
+
+    Args:
+      arrays: returned by `dcvit.interpret.activations.run_with_cache`.
+      layer: the number of the layer.
+      groups: the number of groups of heads.
+    """
+    found: list[Contribution] = []
+    for where, name in COMPOSITIONS.items():
+        weights = compose_weights_of(arrays, layer, where)
+        if weights is None:
+            continue
+        a = np.asarray(arrays[f"block{layer:02d}/{name}"][0], np.float32)
+        weights = ComposeWeights(*(None if w is None else jnp.asarray(w, jnp.float32) for w in weights))
+        for branch, by_token in branch_maps(weights, groups).items():
+            maps = np.moveaxis(np.asarray(by_token[0]), 0, -1)  # H H N
+            maps = maps[:, :, None] if branch.startswith("key") else maps[..., None]  # H H #T #S
+            for g, h in zip(*np.nonzero(np.abs(maps).max(axis=(2, 3)) > 0), strict=True):
+                if g == h:
+                    continue
+                added = a[g] * maps[g, h]
+                query, key = np.unravel_index(np.argmax(np.abs(added)), added.shape)
+                amount = float(added[query, key])
+                found.append(Contribution(layer, where, branch, int(g), int(h), int(query), int(key), amount))
+    return found
 
 
 def captured_variance(forms: Float[Array, "H M N"]) -> Float[Array, " N"]:

@@ -1,8 +1,7 @@
-"""Evaluation of a checkpoint: rows of results, the CSV file to which they are appended, and the report."""
+"""Evaluation of a checkpoint: rows of results, and the report."""
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
@@ -32,14 +31,11 @@ COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of 
 Row = dict[str, object]
 
 
-def evaluate(
-    trained: Opened, out: Path | None = None, report: Path | None = None, thresholds: str | None = None
-) -> tuple[list[Row], str]:
+def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None = None) -> tuple[list[Row], str]:
     """Run every evaluator of a trained model, and return rows of results and a report.
 
     Args:
       trained: the model and its checkpoint.
-      out: the CSV file for the rows. Its columns are checked before the evaluation; the rows are not written.
       report: the HTML file for a report of the classification and multi-label evaluators. The path is checked before
         the evaluation; the report is not written.
       thresholds: the multi-label evaluator on whose data thresholds are chosen, stored in the workdir, and then used by
@@ -51,8 +47,8 @@ def evaluate(
       empty without `report` and in all processes except the first.
 
     Raises:
-      ConfigError: the config has no evaluator whose data is present, `out` has other columns, the report cannot be
-        written or has no evaluator to show, or `thresholds` names no multi-label evaluator.
+      ConfigError: the config has no evaluator whose data is present, the report cannot be written or has no
+        evaluator to show, or `thresholds` names no multi-label evaluator.
       CheckpointError: the checkpoint is missing, damaged, or does not fit the model, or a metric is not finite.
       InputError: the data is unusable.
     """
@@ -65,8 +61,6 @@ def evaluate(
     observed = observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
-    if out and multihost.is_first():
-        append_csv(out, columns)
     first, *others = evaluators.values()
     params = trained.load_params(mesh, strategy, first.example)
     for evaluator in others:
@@ -169,23 +163,3 @@ def _settings(trained: Opened) -> dict[str, Any]:
     """Return the entries of a config that determine the parameters, except those with the default value."""
     config, usual = json.loads(trained.config.to_json()), json.loads(json.dumps(defaults()))
     return {key: value for key, value in config.items() if not is_free(key) and value != usual.get(key)}
-
-
-def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]] = ()) -> None:
-    """Append rows to a CSV file. A new or empty file first gets its header.
-
-    Raises:
-      ConfigError: the file has other columns.
-    """
-    with path.open("a+", newline="", encoding="utf-8", errors="replace") as file:
-        file.seek(0)
-        written = file.read()
-        header = written.partition("\n")[0].strip()
-        if header and header != ",".join(columns):
-            raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if not header:
-            writer.writeheader()
-        elif not written.endswith("\n"):
-            file.write("\n")
-        writer.writerows(rows)

@@ -17,15 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import input_pipeline
-from dcvit.errors import ConfigError, InputError, nearest
-from dcvit.hub.evaluate import open_evaluators
+from dcvit.errors import ConfigError, InputError
 from dcvit.inference.images import ImageModel, read_images
 from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
-from dcvit.interpret.attention_maps import layer_numbers
+from dcvit.interpret.activations import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
-from dcvit.interpret.contributions import AverageContributions, average_contributions
 from dcvit.models.packed_images import PackedImages
 from dcvit.pages.html import document, picture
 from dcvit.pages.samples import Json, Predictions, Sample, make_sample
@@ -33,12 +30,11 @@ from input_pipeline.images.folder import find_images
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("attention", "views", "sections", "explorer")
-BATCH = 16  # examples of the averages over data that are computed at once
 CURVE_POINTS = 65  # of a curve of captured variance
-DIGITS = 5  # of averages
+DIGITS = 5  # of these points
 MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
 
-Input = tuple[Json, np.ndarray, Callable[[int], str] | None]  # facts, model input, and function that names an output
+Input = tuple[Json, np.ndarray, Predictions | None]  # facts, model input, and options for its predictions
 
 
 class Options(NamedTuple):
@@ -46,15 +42,11 @@ class Options(NamedTuple):
 
     Fields:
       layers: indices of the layers to show; negative ones count from the end. None means all.
-      data: name of an evaluator of the config, over whose data averages are computed; None omits them.
-      limit: the largest number of examples in these averages.
       length: the largest number of tokens of a text.
       ablate: compute predictions after ablations.
     """
 
     layers: Sequence[int] | None = None
-    data: str | None = None
-    limit: int = 256
     length: int = 256
     ablate: bool = True
 
@@ -82,17 +74,27 @@ def explore(
     """
     runs: list[Json] = []
     samples: list[Sample] = []
+    size = 0
     for model in models:
         layers = _layers(model, options)
         if isinstance(model, LanguageModel):
             inputs = _text_inputs(model, files, texts, options, on_error)
         else:
-            inputs = _image_inputs(model, files, texts, on_error)
-        run: Json = {"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)}
-        if options.data:
-            run["averages"] = _averages(model, options.data, options.limit)
-        samples += _samples(model, inputs, layers, options, {"run": len(runs), "number": len(samples)})
-        runs.append(run)
+            inputs = _image_inputs(model, files, texts, options, on_error)
+        for facts, array, predictions in inputs:
+            try:
+                sample = make_sample(len(samples), model.module, model.params, jnp.asarray(array), layers, predictions)
+            except FloatingPointError as e:
+                raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
+            sample.facts |= facts | {"run": len(runs)}
+            samples.append(sample)
+            size += sum(map(len, sample.blocks.values()))
+            if size > MAX_BYTES:
+                raise ConfigError(
+                    f"a page of {len(samples)} inputs has {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give "
+                    "fewer inputs, or --layers for fewer layers"
+                )
+        runs.append({"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)})
     if not samples:
         raise InputError("no input could be read")
     return render(f"{models[0].source} · explorer of composed heads", runs, samples)
@@ -103,7 +105,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
     Args:
       title: title of the window.
-      runs: for each model its `name`, `facts` in one line, and optionally `averages` and `diversity` as JSON data.
+      runs: for each model its `name`, `facts` in one line, and `diversity`, the points of two curves.
       samples: the inputs. Their facts have the `run` (index of the model), a `name`, and of an image `picture`, `rows`,
         `columns` and `extra` (number of tokens before the patches), of a text its tokens as `text`.
     """
@@ -114,39 +116,18 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
     """Return the indices, from 0, of the model's layers that the page shows. Raise ConfigError if there are none."""
-    if model.module.compose_layers is not None:
-        chosen = tuple(model.module.compose_layers)
-        raise ConfigError(f"{model.source} has compose_layers={chosen}: expected compositions in all layers")
     try:
         return layer_numbers(model.module, options.layers)
     except ValueError as e:
-        raise ConfigError(f"--layers: {e}") from None
-
-
-def _samples(
-    model: LoadedModel, inputs: Iterator[Input], layers: Sequence[int], options: Options, at: dict[str, int]
-) -> Iterator[Sample]:
-    """Yield what the page shows of each input; `at` has the index of the model, and the number of the first sample."""
-    multilabel = isinstance(model, ImageModel) and model.multilabel
-    size = 0
-    for i, (facts, array, label) in enumerate(inputs):
-        predictions = None if label is None else Predictions(label, multilabel, options.ablate)
-        try:
-            sample = make_sample(at["number"] + i, model.module, model.params, jnp.asarray(array), layers, predictions)
-        except FloatingPointError as e:
-            raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
-        sample.facts |= facts | {"run": at["run"]}
-        size += sum(map(len, sample.blocks.values()))
-        if size > MAX_BYTES:
-            raise ConfigError(
-                f"a page of {i + 1} inputs has {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give fewer "
-                "inputs, or --layers for fewer layers"
-            )
-        yield sample
+        raise ConfigError(f"{model.source}: {e}") from None
 
 
 def _image_inputs(
-    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], on_error: Callable[[str], None]
+    model: LoadedModel,
+    files: Sequence[Path],
+    texts: Sequence[str],
+    options: Options,
+    on_error: Callable[[str], None],
 ) -> Iterator[Input]:
     """Yield the images of files."""
     assert isinstance(model, ImageModel)
@@ -155,7 +136,7 @@ def _image_inputs(
     if not files:
         raise ConfigError("no image files: give files, or folders of them")
     module = model.module
-    label = (lambda i: str(model.class_names[i])) if module.num_classes else None
+    predictions = Predictions(lambda i: str(model.class_names[i]), model.multilabel, options.ablate)
     for names, images in map(model.checked, read_images(find_images(files, on_error), model.pp, on_error)):
         if isinstance(images, PackedImages):
             raise ConfigError(
@@ -166,7 +147,7 @@ def _image_inputs(
             rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
             extra = module.registers + module.pool_type.startswith("tok")
             facts: Json = {"name": Path(name).name, "rows": rows, "columns": columns, "extra": extra}
-            yield facts | {"picture": picture(image)["src"]}, image[None], label
+            yield facts | {"picture": picture(image)["src"]}, image[None], predictions if module.num_classes else None
 
 
 def _text_inputs(
@@ -179,6 +160,7 @@ def _text_inputs(
     """Yield the first `options.length` tokens of each text."""
     if not files and not texts:
         raise ConfigError("no text: give text files, or --prompt TEXT")
+    predictions = Predictions(lambda i: model.tokenizer.decode([i]), ablate=options.ablate)
     names = [*(f"text {i + 1}" for i in range(len(texts))), *(file.name for file in files)]
     for name, text in zip(names, read_prompts(texts, files), strict=True):
         tokens = [*model.tokenizer.encode(text)]
@@ -190,7 +172,7 @@ def _text_inputs(
             LOG.info("%s: the first %d of %d tokens are shown", name, longest, len(tokens))
         shown = [model.tokenizer.decode([token]) for token in tokens[:longest]]
         array = np.asarray([tokens[:longest]], np.int32)
-        yield {"name": name, "text": shown}, array, lambda i: model.tokenizer.decode([i])
+        yield {"name": name, "text": shown}, array, predictions
 
 
 def _facts(model: LoadedModel) -> str:
@@ -202,35 +184,6 @@ def _facts(model: LoadedModel) -> str:
         f"{'language model' if isinstance(model, LanguageModel) else 'image model'}, layers {module.depth}, heads "
         f"{module.num_heads}, width {module.width}, {parameters:,} parameters; attention: {composed}"
     )
-
-
-def _averages(model: LoadedModel, data: str, limit: int) -> Json:
-    """Return average contributions between heads over up to `limit` examples of the evaluator `data`, as JSON data."""
-    if model.opened is None or model.opened.workdir is None:
-        raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
-    evaluators = open_evaluators(model.opened).evaluators
-    if data not in evaluators:
-        raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
-    evaluator = evaluators[data]
-    model.check_inputs(evaluator.example, model.source)
-    read = input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH)
-
-    def batches() -> Iterator[jax.Array]:
-        for start, batch in zip(range(0, limit, BATCH), read, strict=False):
-            if "grid" in batch:
-                raise ConfigError(
-                    f"--data {data}: the explorer shows images of one size, but its pp has the op patches"
-                )
-            rows = batch["tokens"][:, :-1] if isinstance(model, LanguageModel) else batch["image"]
-            yield jnp.asarray(rows[batch["_mask"] > 0][: limit - start])
-
-    return average_facts(average_contributions(model.module, model.params, batches()), data)
-
-
-def average_facts(found: AverageContributions, data: str) -> Json:
-    """Return averages of contributions between heads as JSON data; `data` is the name of the data that they are of."""
-    share = {where: share.round(DIGITS).tolist() for where, share in found.share.items()}
-    return {"data": data, "examples": found.examples, "entropy": found.entropy.round(DIGITS).tolist(), "share": share}
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:

@@ -65,7 +65,6 @@ class Outcomes:
       n: number of counted examples: those that have a label and are not padding.
       correct: number of examples whose predicted class is one of their labels.
       several: number of examples with several labels.
-      not_finite: number of examples whose confidence is NaN.
       pairs: number of examples by (label, prediction), of the examples with one label.
       bin_examples, bin_correct, bin_confidence: for each of `BINS` bins of confidence, the numbers of examples and of
         correct ones, and the sum of confidences. Bin i is the interval (i/BINS, (i+1)/BINS].
@@ -75,7 +74,7 @@ class Outcomes:
     def __init__(self, sigmoid: bool):
         """Start with no examples; confidence is the sigmoid of a logit if `sigmoid`, else a softmax probability."""
         self.sigmoid = sigmoid
-        self.n, self.correct, self.several, self.not_finite, self.rows = 0, 0, 0, 0, 0
+        self.n, self.correct, self.several, self.rows = 0, 0, 0, 0
         self.pairs: Counter[tuple[int, int]] = Counter()
         self.bin_examples, self.bin_correct = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
         self.bin_confidence = np.zeros(BINS)
@@ -107,8 +106,7 @@ class Outcomes:
         pairs = np.stack([found["label"][single], found["prediction"][single]], axis=-1)
         for (label, prediction), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
             self.pairs[int(label), int(prediction)] += int(number)
-        finite = counted & np.isfinite(found["confidence"])
-        self.not_finite += int((counted & ~finite).sum())
+        finite = counted & np.isfinite(found["confidence"])  # a model with NaN has no report, because its loss is NaN
         self._add_confidence(found["confidence"][finite].astype(np.float64), found["top1"][finite])
         self._add_mistakes(found)
         self.rows += len(counted)

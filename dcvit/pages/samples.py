@@ -15,7 +15,7 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.interpret.ablations import ablated_outputs, all_ablations
 from dcvit.interpret.activations import run_with_cache
-from dcvit.interpret.contributions import largest_contributions
+from dcvit.interpret.circuits import largest_contributions
 from dcvit.models import Params, lm
 from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM

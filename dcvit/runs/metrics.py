@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -130,7 +131,7 @@ def _parse(text: str, previous_step: int) -> Values:
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("expected a JSON object with a step")
     for name, value in values.items():
-        if not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+        if not (value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)):
             raise ValueError(f"expected a finite number or null for {name!r}")
     if values["step"] <= previous_step:
         raise ValueError(f"step {values['step']} after step {previous_step}")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from dcvit.config import values
 from dcvit.config.durations import Durations
-from dcvit.errors import ConfigError, MetricsError, nearest
+from dcvit.errors import ConfigError, MetricsError, escaped, first_line_with_type, nearest
 from dcvit.hub.evaluate import TYPES
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder
@@ -24,12 +25,12 @@ from input_pipeline.optional import require
 
 DRAWN = ("top1", "mean_ap", "bits_per_byte", "loss")  # metrics of evaluators in the picture, by preference
 FORMATS = (".png", ".pdf", ".svg")  # of the picture
+HIGHEST = 1e100  # number in the picture; matplotlib's axes overflow near the largest float
 
 Row: TypeAlias = Mapping[str, Any]  # of a table or a file: strings, numbers and None by name of a column
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedRun:
+class RecordedRun(NamedTuple):
     """A run, as the files of its workdir describe it.
 
     Fields:
@@ -44,30 +45,38 @@ class RecordedRun:
     rows: Sequence[Row]
     timing: Sequence[Row]
     total: int | None
-    lower_is_better: Collection[str]
+    lower_is_better: Sequence[str]
 
     def column(self, name: str) -> list[float]:
         """Return the finite numbers `name` of the rows."""
         return [row[name] for row in (*self.rows, *self.timing) if row.get(name) is not None]
 
-    @property
     def evaluations(self) -> list[str]:
-        """The names of metrics of evaluators, "EVALUATOR/METRIC", without numbers of examples, which are integers."""
+        """Return the metrics of evaluators, "EVALUATOR/METRIC", without numbers of examples, which are integers."""
         return list(dict.fromkeys(k for row in self.rows for k, v in row.items() if "/" in k and type(v) is not int))
+
+    def state(self) -> str:
+        """Return "running", "done" or "stopped": by `config.early_stop`, by a signal, or by an error.
+
+        A run in an object store, which has no lock, may still run when it counts as stopped.
+        """
+        if isinstance(self.workdir, Path) and is_locked(self.workdir):
+            return "running"
+        last = max([self.rows[-1]["step"], *saved_steps(self.workdir)])
+        return "done" if self.total and last >= self.total else "stopped"
 
 
 def open_runs(folders: Iterable[Folder]) -> tuple[list[RecordedRun], list[str]]:
-    """Read runs, which may be under way.
+    """Return the runs that can be read, which may be under way, and an error for each of the others.
 
-    Args:
-      folders: workdirs, and folders that hold the workdirs of seeds.
-
-    Returns:
-      The runs that can be read, and an error for each of the others.
+    A folder is a workdir, or holds the workdirs of seeds. A workdir that is given twice is one run.
     """
-    workdirs = [workdir for folder in folders for workdir in workdir_seeds(folder) or [folder]]
+    workdirs: dict[Folder, Folder] = {}
+    for folder in folders:
+        for workdir in workdir_seeds(folder) or [folder]:
+            workdirs.setdefault(workdir.resolve() if isinstance(workdir, Path) else workdir, workdir)
     runs, errors = [], []
-    for workdir in workdirs:
+    for workdir in workdirs.values():
         try:
             runs.append(_read(workdir))
         except (ConfigError, MetricsError) as e:
@@ -76,23 +85,25 @@ def open_runs(folders: Iterable[Folder]) -> tuple[list[RecordedRun], list[str]]:
 
 
 def _read(workdir: Folder) -> RecordedRun:
-    rows = metrics.read(workdir / "metrics.jsonl")
+    rows, timing = (metrics.read(workdir / name) for name in metrics.FILES)
     if not rows:
         raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
     config = values.read_json(workdir / "config.json")
     try:
-        examples = int(json.loads((workdir / "data.json").read_text())["examples"])
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise ConfigError(f"cannot read examples of {workdir / 'data.json'}: {e}") from None
-    total = Durations(config.input.batch_size, examples).steps(config, "total")
-    return RecordedRun(
-        workdir, rows, metrics.read(workdir / "timing.jsonl"), total, _lower_is_better(config.evals.to_dict())
-    )
+        examples = json.loads((workdir / "data.json").read_text())["examples"]
+        if not examples > 0:
+            raise ValueError(f"{examples} examples")
+        total = Durations(config.input.batch_size, examples).steps(config, "total")
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
+        raise ConfigError(
+            f"{workdir}: config.json and data.json do not tell the number of steps: {first_line_with_type(e)}"
+        ) from None
+    return RecordedRun(workdir, rows, timing, total, _lower_is_better(config.evals.to_dict()))
 
 
 def _lower_is_better(evals: Mapping[str, object]) -> list[str]:
     """Return the metrics "EVALUATOR/METRIC" of `config.evals` of which a lower value is better."""
-    known, found = {kind for kinds in TYPES.values() for kind in kinds}, []
+    known, found = [kind for kinds in TYPES.values() for kind in kinds], []
     for name, options in evals.items():
         kind = options.get("type") if isinstance(options, dict) else None
         if kind in known:
@@ -111,35 +122,24 @@ def results(runs: Sequence[RecordedRun], metric: str | None = None) -> list[Row]
     Raises:
       ConfigError: no run has `metric`.
     """
-    names = list(dict.fromkeys(name for run in runs for name in run.evaluations))
+    names = list(dict.fromkeys(name for run in runs for name in run.evaluations()))
     if metric is None:
         return [_result(run, names) for run in runs]
     if metric not in names:
         raise ConfigError(f"--metric {metric}: no run has it; {nearest(metric, names)}")
-    sign, best = 1 if any(metric in run.lower_is_better for run in runs) else -1, f"best {metric}"
+    sign, best = 1 if any(metric in run.lower_is_better for run in runs) else -1, f"best {escaped(metric)}"
     rows = [_result(run, [metric]) for run in runs]
     return sorted(rows, key=lambda row: math.inf if row[best] is None else sign * row[best])
 
 
-def state(run: RecordedRun) -> str:
-    """Return "running", "done" or "stopped": by `config.early_stop`, by a signal, or by an error.
-
-    A run in an object store, which has no lock, may still run when it counts as stopped.
-    """
-    if isinstance(run.workdir, Path) and is_locked(run.workdir):
-        return "running"
-    last = max([run.rows[-1]["step"], *saved_steps(run.workdir)])
-    return "done" if run.total and last >= run.total else "stopped"
-
-
 def _result(run: RecordedRun, names: Sequence[str]) -> Row:
     """Return the table row of a run, with the last and the best value after step 0 of the metrics `names`."""
-    row = {"run": str(run.workdir), "step": run.rows[-1]["step"], "total": run.total, "state": state(run)}
+    row = {"run": str(run.workdir), "step": run.rows[-1]["step"], "total": run.total, "state": run.state()}
     row["parameters"] = _last(run.column("num_params"))
     for name in names:
         trained = [each[name] for each in run.rows if each["step"] and each.get(name) is not None]
-        row[name] = _last(run.column(name))
-        row[f"best {name}"] = (min if name in run.lower_is_better else max)(trained, default=None)
+        row[escaped(name)] = _last(run.column(name))
+        row[f"best {escaped(name)}"] = (min if name in run.lower_is_better else max)(trained, default=None)
     row["loss"] = _last(run.column("loss"))
     for name in ("examples_per_second", "step_seconds", "mfu"):
         found = run.column(name)
@@ -166,10 +166,10 @@ def plot(runs: Sequence[RecordedRun], out: Path, metric: str | None = None) -> N
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for i, run in enumerate(runs):
         style: dict[str, str] = {"color": f"C{i}", "marker": "."}
-        label = str(run.workdir).lstrip("_")  # matplotlib hides labels that begin with an underscore
+        label = escaped(str(run.workdir)).lstrip("_")  # matplotlib hides labels that begin with an underscore
         left.plot(*_points(run.rows, "loss"), label=label, **style)
         for drawn, line in zip([metric] if metric else _drawn(run), ("-", "--", ":", "-."), strict=False):
-            right.plot(*_points(run.rows, drawn), linestyle=line, label=f"{label} {drawn}", **style)
+            right.plot(*_points(run.rows, drawn), linestyle=line, label=f"{label} {escaped(drawn)}", **style)
     left.set(xlabel="step", ylabel="training loss (nats)")
     right.set(xlabel="step", ylabel="evaluation")
     for axes in (left, right):
@@ -182,13 +182,11 @@ def plot(runs: Sequence[RecordedRun], out: Path, metric: str | None = None) -> N
 
 def _drawn(run: RecordedRun) -> list[str]:
     """Return the names "EVALUATOR/METRIC" of the first of `DRAWN` that a run has."""
-    for metric in DRAWN:
-        if found := [name for name in run.evaluations if name.endswith(f"/{metric}")]:
-            return found
-    return []
+    found = ([name for name in run.evaluations() if name.endswith(f"/{metric}")] for metric in DRAWN)
+    return next(filter(None, found), [])
 
 
-def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of the rows that have the metric `name`; null, which was not finite, is NaN."""
-    found = [row for row in rows if name in row]
-    return [row["step"] for row in found], [math.nan if row[name] is None else row[name] for row in found]
+def _points(rows: Sequence[Row], name: str) -> np.ndarray:
+    """Return the steps and values, up to ±`HIGHEST`, of the rows that have a metric; null, not finite, is NaN."""
+    found = [(row["step"], math.nan if row[name] is None else row[name]) for row in rows if name in row]
+    return np.clip(np.array(found, float).reshape(-1, 2).T, -HIGHEST, HIGHEST)

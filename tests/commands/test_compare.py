@@ -94,6 +94,24 @@ def test_metric_selects_and_sorts(make_run, compared):
     assert [Path(row["run"]).name for row in rows] == ["c", "a", "b"]
 
 
+def test_a_run_that_is_given_twice_is_one_row(make_run, compared, tmp_path, monkeypatch):
+    workdir = make_run("a", [0.5])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(workdir)
+    rows, _ = compared(workdir, "a", "./a/", "link")
+    assert [row["run"] for row in rows] == [str(workdir)]
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "csv"])
+def test_control_characters_are_printed_as_escapes(make_run, capsys, form):
+    workdir = make_run("a\x1b[31m", [0.5])
+    write_rows(workdir / "metrics.jsonl", [{"step": 1, "val\x1b[2J/top1": 0.5}])
+    assert cli.run(compare.main, [str(workdir), "--format", form, "--out", str(workdir / "a.svg")]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err + (workdir / "a.svg").read_text()
+    assert "val\\x1b[2J/top1" in out
+
+
 def test_a_folder_of_seeds_stands_for_its_runs(make_run, compared, tmp_path):
     for seed in (0, 1):
         make_run(f"vit/seed{seed}", [0.5], seed=seed)
@@ -121,7 +139,15 @@ def test_output_has_each_run(make_run, capsys, monkeypatch, form):
     ("name", "text", "message"),
     [
         ("metrics.jsonl", '{"step": 0}\n{\n', "metrics.jsonl:2 is damaged"),
-        ("data.json", "[]", "cannot read examples"),
+        ("metrics.jsonl", f'{{"step": 0, "loss": {"9" * 400}}}\n', "expected a finite number or null for 'loss'"),
+        ("metrics.jsonl", '{"step": 0, "loss": Infinity}\n', "expected a finite number or null for 'loss'"),
+        ("data.json", "[]", "do not tell the number of steps"),
+        ("data.json", '{"examples": 0}', "do not tell the number of steps: ValueError: 0 examples"),
+        ("data.json", f'{{"examples": {"9" * 400}}}', "do not tell the number of steps: OverflowError"),
+        ("data.json", '{"examples": Infinity}', "do not tell the number of steps: "),
+        ("config.json", '{"total_epochs": 3, "input": {}}', "do not tell the number of steps: AttributeError"),
+        ("config.json", '{"total_epochs": 3, "input": {"batch_size": 0}}', "do not tell the number of steps: ZeroDiv"),
+        ("config.json", '{"total_steps": Infinity, "input": {"batch_size": 8}}', "total_steps=inf should be a number"),
     ],
 )
 def test_a_damaged_run_is_named_and_the_others_are_shown(make_run, compared, name, text, message):
@@ -131,7 +157,7 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(make_run, compared, nam
     assert [row["run"] for row in rows] == [str(intact)]
     assert message in error
     assert str(damaged) in error
-    assert len(compared(damaged, status=2)[1]) == 1
+    assert len(compared(damaged, damaged, status=2)[1]) == 1
 
 
 def test_curves_are_drawn_for_runs_with_few_metrics(make_run, tmp_path, monkeypatch, capsys):
@@ -144,6 +170,8 @@ def test_curves_are_drawn_for_runs_with_few_metrics(make_run, tmp_path, monkeypa
     assert "<!-- $a_{$ val/top1 -->" in (tmp_path / "curves.svg").read_text()
     assert capsys.readouterr().err == 2 * "curves: curves.svg\n"
     assert cli.run(compare.main, ["_0", "--out", "curves.gif"]) == 2
+    make_run("huge", [1e308, -1e308, 10**300])
+    assert cli.run(compare.main, ["huge", "--out", "huge.png"]) == 0
 
 
 @pytest.mark.parametrize(("rows", "best"), [([0.2, math.nan, 0.1], 0.2), ([None, None], None)])

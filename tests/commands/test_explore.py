@@ -18,9 +18,9 @@ def run(*words):
     return cli.run(explore.main, [str(word) for word in words])
 
 
-def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_workdir, tmp_path, capsys):
+def test_a_page_of_images_compares_two_models(digits_workdir, tmp_path, capsys):
     out = tmp_path / "page.html"
-    words = ["--compare", digits_workdir / "checkpoints" / "30", "--data", "test", "--limit", 20, "--out", out]
+    words = ["--compare", digits_workdir / "checkpoints" / "30", "--out", out]
     assert run("--workdir", digits_workdir, *IMAGES, *words) == 0
     assert re.fullmatch(rf"explorer: {out} \([\d.]+ MB\)\n", capsys.readouterr().out)
     facts = facts_of(out.read_text())
@@ -34,7 +34,6 @@ def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_work
         assert (sample["rows"], sample["columns"], sample["extra"]) == (2, 2, 0)
         assert len(sample["ablations"]) == model.module.num_heads
     for found in facts["runs"]:
-        assert found["averages"]["examples"] == 20
         assert found["diversity"]["qk"][-1] == 1
         assert np.all(np.diff(found["diversity"]["ov"]) >= 0)
 
@@ -43,7 +42,7 @@ def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_work
 def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
     file, out = tmp_path / "text.py", tmp_path / "page.html"
     file.write_text("import sys\n" * 4)
-    words = ["--prompt", "def f(", "--length", 15, "--data", "validation", "--limit", 3, "--no_ablations"]
+    words = ["--prompt", "def f(", "--length", 15, "--no_ablations"]
     assert run("--workdir", lm_workdir, file, *words, "--out", out) == 0
     assert "text.py: the first 15 of 44 tokens are shown" in capsys.readouterr().err
     facts = facts_of(out.read_text())
@@ -51,7 +50,6 @@ def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
     assert facts["samples"][0]["oldest"] == [0] * 6
     assert not facts["samples"][0]["ablations"]
     assert facts["samples"][0]["contributions"]
-    assert facts["runs"][0]["averages"]["examples"] == 3
     assert facts["runs"][0]["facts"].startswith("language model, layers 1, heads 2")
 
 
@@ -60,7 +58,7 @@ def test_errors_are_one_line(digits_workdir, tmp_path, capsys):
     digits = ["--workdir", digits_workdir, *out]
     for words, message in [
         ([*digits], "no image files"),
-        ([*digits, IMAGES[0], "--data", "tests"], "did you mean 'test'"),
+        ([*digits, IMAGES[0], "--data", "test"], "removed in 0.3.0: give inputs"),
     ]:
         assert run(*words) == 2, words
         lines = capsys.readouterr().err.splitlines()

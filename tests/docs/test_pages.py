@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from ml_collections import ConfigDict
 
 import dcvit
 from dcvit import dcmha
-from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.hub import pretrained
 
@@ -77,7 +77,7 @@ def test_every_command_in_a_code_block_has_options_that_exist():
             assert not [word for word in found if word not in options[match[1]]], f"{name}: {command}"
             checked += 1
         for config, arguments in re.findall(r"configs/(\w+)\.py:(\S+)", command):
-            get_config = configs._module(ROOT / "configs" / f"{config}.py").get_config
+            get_config = runpy.run_path(str(ROOT / "configs" / f"{config}.py"))["get_config"]
             given = {pair.split("=")[0] for pair in arguments.split(",")}
             assert given <= inspect.signature(get_config).parameters.keys(), f"{name}: {command}"
     assert checked > 30

@@ -81,13 +81,12 @@ def test_only_the_target_span_counts(tmp_path):
 def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, capsys):
     config = json.loads((lm_workdir / "config.json").read_text())
     assert (config["vocab_size"], config["model"]["end_of_text"], config["model"]["context"]) == (257, 256, 24)
-    out = tmp_path / "results.csv"
-    assert cli.run(evaluate.main, ["--workdir", str(lm_workdir), "--format", "json", "--out", str(out)]) == 0
+    assert cli.run(evaluate.main, ["--workdir", str(lm_workdir), "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     last = metrics.read(lm_workdir / "metrics.jsonl")[-1]
     assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
     assert (row["tokens"], row["step"]) == (21 * 24, 6)
-    assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
+    assert [*row][:7] == ["evaluation", "model", "step", "parameters", "loss", "perplexity", "bits_per_byte"]
     # another config takes the properties of the text from the run, also from that of a checkpoint
     words = [f"--config.{key}={value}" for key, value in {**TEXT, "vocab_size": "none"}.items()]
     argv = ["--config", "lm_stdlib", "--format", "json", *words]

@@ -1,4 +1,4 @@
-"""Circuits are the bilinear forms by which a model computes scores and outputs, also under composition."""
+"""Circuits are the bilinear forms by which a model computes scores and outputs; contributions are those of numpy."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import make_lm, make_tokens
+from small_models import HEADS, LENGTH, make_lm, make_tokens
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.interpret import circuits as interpret
@@ -77,3 +77,38 @@ def test_captured_variance_is_that_of_a_singular_value_decomposition():
     squares = np.linalg.svd(forms.reshape(24, 6), compute_uv=False) ** 2
     found = interpret.captured_variance(jnp.asarray(forms, jnp.float32))
     np.testing.assert_allclose(found, np.cumsum(squares) / squares.sum(), rtol=1e-5)
+
+
+def map_of(fields, query, key, groups, example):
+    """The map of a pair by composing unit vectors with the oracle."""
+    unit = np.zeros((HEADS, HEADS, 1, 1))
+    unit[np.arange(HEADS), np.arange(HEADS)] = 1
+    at = {}
+    for name, w in fields.items():
+        w = None if w is None else np.asarray(w, np.float64)
+        if w is not None and name != "static":
+            position = query if name[0] == "q" else key
+            w = np.repeat(w[example : example + 1, position : position + 1], HEADS, axis=0)
+        at[name] = w
+    return oracle.compose(unit, at, groups)[:, :, 0, 0]  # from heads (rows) to heads
+
+
+@pytest.mark.exhaustive
+def test_a_contribution_is_the_largest_amount_of_its_branch():
+    net, params = make_lm(compose="both", static=True, groups=2, window_pattern="1:1")
+    arrays = run_with_cache(net, params, make_tokens(batch=1)).arrays
+    found = interpret.largest_contributions(arrays, 1, net.groups)
+    heads = range(HEADS)
+    same = [(g, h) for g in heads for h in heads if g != h and g // 2 == h // 2]
+    assert len(found) == len({one[:5] for one in found}) == 2 * 3 * len(same)
+    for one in found:
+        fields = compose_weights_of(arrays, 1, one.where)._asdict()
+        kept = {"static": ("static",), "query projection": ("q1", "q2"), "key projection": ("k1", "k2")}[one.branch]
+        fields = {name: w if name in kept else None for name, w in fields.items()}
+        a = np.asarray(arrays[f"block01/{'scores' if one.where == 'pre' else 'weights'}"])
+        amounts = np.array([
+            [a[0, one.from_head, t, s] * map_of(fields, t, s, net.groups, 0)[one.from_head, one.to_head]
+             for s in range(LENGTH)] for t in range(LENGTH)
+        ])  # fmt: skip
+        np.testing.assert_allclose(amounts[one.query, one.key], one.amount, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(np.abs(amounts).max(), abs(one.amount), rtol=1e-4, atol=1e-7)

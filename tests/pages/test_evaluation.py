@@ -1,6 +1,4 @@
-"""Rows of an evaluation: the columns of each evaluator, and the CSV file that collects them."""
-
-import csv
+"""Rows of an evaluation: the columns of each evaluator."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +7,9 @@ import pytest
 from small_models import param_shapes
 
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.hub.open import Opened
 from dcvit.pages import evaluation
-from dcvit.pages.evaluation import append_csv
 from dcvit.parallel import sharding
 
 
@@ -55,24 +51,3 @@ def test_every_row_has_the_columns_of_all_evaluators(run):
         assert list(row) == ["evaluation", "model", "step", "parameters", "bytes", "loss", "tokens"]
         assert (row["model"], row["step"], row["tokens"]) == ("DCViT", None, None)
     assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
-
-
-@pytest.mark.parametrize("before", ["", "a,b", "a,b\r\n1,2\r\n"])
-def test_rows_are_appended_under_one_header(tmp_path, before):
-    path = tmp_path / "results.csv"
-    path.write_bytes(before.encode())
-    append_csv(path, ("a", "b"))
-    for i in range(2):
-        append_csv(path, ("a", "b"), [{"a": i, "b": None}, {"a": "x,y", "b": 0.5}])
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    assert header == ["a", "b"]
-    assert rows == [["1", "2"]] * ("1" in before) + [["0", ""], ["x,y", "0.5"], ["1", ""], ["x,y", "0.5"]]
-
-
-def test_a_file_with_other_columns_is_not_changed(tmp_path):
-    path, content = tmp_path / "results.csv", b"b,a\n1,2\n"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="has other columns"):
-        append_csv(path, ("a", "b"), [{"a": 1, "b": 2}])
-    assert path.read_bytes() == content

@@ -19,13 +19,9 @@ FILES = {
     "argument of another type": bad(train("vit_digits:epochs=x"), "epochs=x", "int"),
 }
 
-REQUIRED = "from ml_collections.config_dict import required_placeholder"
 STRUCTURE = {
     "unknown key set by the file": bad(digits_config("config.lrr = 1.0"), "mine.py", "'config.lrr'", "'lr'"),
     "no data": bad(digits_config("del config.input['data']"), "config.input.data"),
-    "required key without value": bad(
-        digits_config(REQUIRED, "config.lr = required_placeholder(float)"), "mine.py", "config.lr", "--config.lr=VALUE"
-    ),
     "evaluator without preprocessing": bad(digits_config("del config.evals.test['pp']"), "missing", "pp"),
 }
 

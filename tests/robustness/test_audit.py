@@ -28,7 +28,7 @@ phase, recorded, busy = None, [], False
 
 def record(event, arguments):
     global busy
-    local = event.startswith("socket") and getattr(arguments[0], "family", None) == socket.AF_UNIX
+    local = event.startswith("socket") and getattr(next(iter(arguments), None), "family", None) == socket.AF_UNIX
     if event in EVENTS and phase and not busy and not local:
         busy = True  # extract_stack may read source files
         recorded.append([phase, event, [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()[-8:-1]]])
@@ -60,7 +60,7 @@ pickle.loads(pickle.dumps(dcvit.errors.ConfigError))
 subprocess.run([sys.executable, "-c", ""], check=True)
 socket.getaddrinfo("localhost", 80)
 phase = "images"
-call("evaluate", "--workdir", folder / "vit", "--out", folder / "table.csv")
+call("evaluate", "--workdir", folder / "vit", "--report", folder / "report.html")
 call("predict", "--workdir", folder / "vit", data / "seven.png", data)
 call("compare", folder / "vit", "--out", folder / "curves.png")
 call("explore", "--workdir", folder / "vit", data / "seven.png", "--out", folder / "page.html")

@@ -54,9 +54,10 @@ def sample_of(number, run, name, net, params, inputs, layers=None, **options):
     return found
 
 
-def page(samples, runs=("first", "second"), **facts):
+def page(samples, runs=("first", "second")):
     """The page of samples."""
-    return render("explorer", [{"name": name, "facts": "a model", **facts} for name in runs], samples)
+    diversity = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
+    return render("explorer", [{"name": name, "facts": "a model", "diversity": diversity} for name in runs], samples)
 
 
 def facts_of(text):

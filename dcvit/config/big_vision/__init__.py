@@ -8,10 +8,9 @@ import types
 from collections.abc import Iterator
 
 from dcvit.config.big_vision import arguments
-from dcvit.config.big_vision.part import Values
 from dcvit.config.big_vision.translation import is_big_vision, translate
 
-__all__ = ["Values", "importable", "is_big_vision", "translate"]
+__all__ = ["importable", "is_big_vision", "translate"]
 
 
 @contextlib.contextmanager

@@ -135,15 +135,9 @@ function readHash() {
 // Show light or dark colors; anything else follows the browser.
 const setTheme = (theme) => { document.documentElement.dataset.theme = ["light", "dark"].includes(theme) ? theme : ""; };
 
-// Draw everything again, in the colors of the theme.
-function showAll() {
-  showAverages();
-  return set({});
-}
-
 function toggleTheme() {
   setTheme(isDark() ? "light" : "dark");
-  showAll();
+  set({}); // draws everything again
 }
 
 const KEYS = {
@@ -166,13 +160,13 @@ function start() {
     event.preventDefault();
     KEYS[event.key]();
   });
-  addEventListener("hashchange", () => { readHash(); showAll(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAll);
+  addEventListener("hashchange", () => { readHash(); set({}); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => set({}));
   readHash();
   for (const button of document.querySelectorAll("button[data-view]")) button.addEventListener("click", () => set(viewOf(button)));
   const first = document.querySelector("[data-sample='0'] [data-first]");
   if (first && !location.hash) Object.assign(state, viewOf(first));
-  return showAll();
+  return set({});
 }
 
 // For the console: `await explorer.set({query: 5})`, then `explorer.table()`, or the maps of the pair.

@@ -204,12 +204,3 @@ function showComparison(sample, other, layer) {
     $("comparison").append(element("h3", {}, `${stage}, head ${head}, layer ${layer.facts.number}`), element("div", { class: "maps" }, ...figures));
   });
 }
-
-// The maps of averages over data, without a head's own share; all maps of a composition have the same colors.
-function showAverages() {
-  for (const canvas of document.querySelectorAll("#dataset canvas")) {
-    const { run, where, layer } = canvas.dataset, shares = facts.runs[run].averages.share[where], heads = shares[0].length;
-    const maps = shares.map((share) => share.flatMap((row, g) => row.map((x, h) => (g === h ? 0 : x))));
-    drawHeadMap(canvas, `layer ${layer}`, maps[layer], heads, Math.max(...maps.map(limitOf), 1e-9));
-  }
-}
