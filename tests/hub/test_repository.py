@@ -15,12 +15,13 @@ from marks import exhaustive
 from trained_workdirs import DIGITS, TINY
 
 import dcvit
-from dcvit import cli, convert, evaluate, train
+from dcvit import cli, convert, evaluate
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import repository
 from dcvit.hub.source import find, init_config
 from dcvit.runs import checksums
+from dcvit.train import main as train_main
 from dcvit.weights.safetensors_writer import write_shards
 from input_pipeline import huggingface
 from input_pipeline.text.tokenizer import open_tokenizer
@@ -279,7 +280,7 @@ def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workd
     words = [f"--config.{key}={value}" for key, value in overrides.items()]
 
     def train(workdir):
-        assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *words]) == 0
+        assert cli.run(train_main, ["--config", "vit_digits", "--workdir", str(workdir), *words]) == 0
         return parameters(workdir)
 
     whole = train(tmp_path / "run")
