@@ -11,10 +11,10 @@ import numpy as np
 
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.kinds import kind_of
 from dcvit.hub.open import Opened, open_model, record_of
 from dcvit.hub.source import find, located
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.parallel.trees import Tensor, Tensors, check_tree
 from dcvit.weights.families import Weights, verified

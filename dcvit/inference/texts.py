@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError, InputError
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.open import Opened
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.inference import generation
 from dcvit.inference.model import Images, LoadedModel, Tokens, facts_of
 from dcvit.inference.sampling import Sampling

@@ -19,7 +19,6 @@ import numpy as np
 
 import input_pipeline
 from dcvit.errors import ConfigError, InputError, nearest
-from dcvit.hub.evaluate import open_evaluators
 from dcvit.inference.images import ImageModel, read_images
 from dcvit.inference.model import LoadedModel
 from dcvit.inference.texts import LanguageModel, read_prompts
@@ -29,6 +28,7 @@ from dcvit.interpret.contributions import AverageContributions, average_contribu
 from dcvit.models.packed_images import PackedImages
 from dcvit.pages.html import document, picture
 from dcvit.pages.samples import Json, Predictions, Sample, make_sample
+from dcvit.training.evaluation import open_evaluators
 from input_pipeline.images.folder import find_images
 
 LOG = logging.getLogger(__name__)
@@ -212,8 +212,8 @@ def _averages(model: LoadedModel, data: str, limit: int) -> Json:
     if data not in evaluators:
         raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
     evaluator = evaluators[data]
-    model.check_inputs(evaluator.example, model.source)
-    read = input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH)
+    model.check_inputs(evaluator.data.example, model.source)
+    read = input_pipeline.eval_batches(evaluator.data.source, getattr(evaluator.options, "pp", ""), BATCH)
 
     def batches() -> Iterator[jax.Array]:
         for start, batch in zip(range(0, limit, BATCH), read, strict=False):

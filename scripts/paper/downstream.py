@@ -18,8 +18,8 @@ from paper.runs import CONTEXT, METRIC, cells, decision, minus, settings
 from paper.table import Table, bars
 
 from dcvit import lm_eval
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.open import open_model
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.stdlib import Source

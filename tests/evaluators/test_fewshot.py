@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, mesh_of, numbered
+from sources import ListSource, evaluation_data, mesh_of, numbered
 
 import input_pipeline
 from dcvit.errors import ConfigError
@@ -39,7 +39,8 @@ def evaluate(table=TABLE, devices=1, **options):
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
     options = {"data": {"kind": "train"}, "test_data": {"kind": "test"}, "batch_size": 64, "pp": PP, **options}
-    evaluator = Evaluator(predict, mesh_of(devices), Options(**options))
+    data = evaluation_data(input_pipeline.open_source(kind="train"), mesh_of(devices), options.get("corrupt", "fail"))
+    evaluator = Evaluator(predict, data, Options(**options))
     return evaluator.run({"table": jnp.asarray(table)})
 
 
@@ -138,6 +139,7 @@ def test_features_of_padding_are_refused(monkeypatch):
 
     pp = "patches(1, 16)|value_range(0, 255)|keep('image', 'grid', 'label')"
     options = {"data": {}, "test_data": {}, "shots": (2,), "batch_size": 12, "pp": pp}
-    assert Evaluator(predict, mesh_of(1), Options(**options)).run({})["n"] == 12
+    data = evaluation_data(ListSource(examples))
+    assert Evaluator(predict, data, Options(**options)).run({})["n"] == 12
     with pytest.raises(ConfigError, match="'encoded' is of each token, with padding of the op patches: choose one of"):
-        Evaluator(predict, mesh_of(1), Options(**options, representation="encoded")).run({})
+        Evaluator(predict, data, Options(**options, representation="encoded")).run({})

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, mesh_of
+from sources import ListSource, evaluation_data, mesh_of
 
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
@@ -60,13 +60,14 @@ def expected(rows):
 
 
 @pytest.fixture
-def evaluator(monkeypatch):
+def evaluator():
     def build(batch_size, devices):
         source = ListSource(make_rows())
         source.task_names = TASKS
-        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: source)
         return in_context.Evaluator(
-            predict, mesh_of(devices), in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
+            predict,
+            evaluation_data(source, mesh_of(devices)),
+            in_context.Options(data={"kind": "rows"}, batch_size=batch_size),
         )
 
     return build

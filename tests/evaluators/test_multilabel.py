@@ -6,14 +6,13 @@ import pytest
 from ml_collections import ConfigDict
 from scipy.special import expit
 from sklearn import metrics
-from sources import ListSource, look_up, mesh_of
+from sources import ListSource, evaluation_data, look_up, mesh_of
 
-import input_pipeline
 from dcvit.config import load as configs
 from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
 from dcvit.evaluators.multilabel import Evaluator, Options, best_thresholds, measures
-from dcvit.hub.evaluate import make_evaluators
+from dcvit.training.evaluation import make_evaluators
 
 N, CLASSES = 61, 5
 RNG = np.random.default_rng(0)
@@ -27,11 +26,11 @@ PARAMS = {"table": jnp.asarray(LOGITS)}
 THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
 
 
-def evaluator(monkeypatch, labels, devices=1, **options):
+def evaluator(labels, devices=1, **options):
     examples = [{"image": np.full((1, 1, 1), i, np.uint8), "labels": row} for i, row in enumerate(labels)]
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(examples))
     pp = "value_range(0, 255)|keep('image', 'labels')"
-    return Evaluator(look_up, mesh_of(devices), Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
+    data = evaluation_data(ListSource(examples), mesh_of(devices))
+    return Evaluator(look_up, data, Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
 
 
 def expected(labels, thresholds):
@@ -59,8 +58,8 @@ def expected(labels, thresholds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("labels", "batch", "devices"), [(LABELS, 7, 1), (MASKED, 64, 1), (MASKED, 24, 8)])
-def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, devices):
-    built = evaluator(monkeypatch, labels, devices, batch_size=batch, thresholds=THRESHOLDS)
+def test_measures_equal_those_of_scikit_learn(labels, batch, devices):
+    built = evaluator(labels, devices, batch_size=batch, thresholds=THRESHOLDS)
     got = built.run(PARAMS)
     rows, overall = expected(labels, THRESHOLDS)
     assert got == pytest.approx(overall, rel=1e-6)
@@ -96,18 +95,18 @@ def test_logits_of_probability_one_are_predicted_together_or_not_at_all():
     assert measures(*arrays, [1.0])[0].predictions == 0
 
 
-def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):
-    built = evaluator(monkeypatch, MASKED)
+def test_set_thresholds_change_the_result_without_another_pass():
+    built = evaluator(MASKED)
     first = built.run(PARAMS)
-    built.source = None
+    built.data = None
     built.set_thresholds(THRESHOLDS, "")
     assert built.result() == pytest.approx(expected(MASKED, THRESHOLDS)[1], rel=1e-6)
     assert built.result()["mean_ap"] == first["mean_ap"]
 
 
-def test_another_loss_is_refused(monkeypatch):
+def test_another_loss_is_refused():
     with pytest.raises(ConfigError, match="type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"):
-        evaluator(monkeypatch, LABELS, loss="softmax_xent")
+        evaluator(LABELS, loss="softmax_xent")
 
 
 def test_another_number_of_thresholds_is_refused():

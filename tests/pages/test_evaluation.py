@@ -4,9 +4,9 @@ import csv
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from small_models import param_shapes
+from sources import ListSource, evaluation_data
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
@@ -20,8 +20,7 @@ from dcvit.parallel import sharding
 class CountEvaluator:
     """An evaluator with given columns, whose rows lack one of them."""
 
-    source = ()
-    example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
+    data = evaluation_data(ListSource([]), shape=(1, 8, 8, 1))
 
     def __init__(self, *columns):
         self.columns = columns
