@@ -36,6 +36,8 @@ from input_pipeline.optional import require_extra
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from dcvit.hub.open import Opened
+
 FORMATS = ("table", "csv", "json", "markdown")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
@@ -226,6 +228,26 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
     if args.config is None and overrides:
         raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
     return None if args.config is None else config.load(args.config, overrides)
+
+
+def open_model(args: argparse.Namespace, config: ConfigDict | None, overrides: Sequence[str]) -> Opened:
+    """Open the model of the options of `add_model_options`, with the result of `check_model`."""
+    from dcvit.hub import open as hub
+
+    size = getattr(args, "image_size", None)
+    return hub.open_model(args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=size)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a function that converts an option's value to an integer, which is not less than `minimum`."""
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (number := int(text)) >= minimum:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} should be an integer, {minimum} or more")
+
+    return convert
 
 
 def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False) -> None:

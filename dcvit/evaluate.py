@@ -45,15 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--thresholds are stored in the folder of the run: give --workdir")
     config = cli.check_model(args, overrides)
 
-    from dcvit.hub.open import open_model
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.runs.files import replace
     from input_pipeline.huggingface import cached
 
     cli.start_jax(args, forward_only=True)
-    trained = open_model(
-        args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=args.image_size
-    )
+    trained = cli.open_model(args, config, overrides)
     multihost.agree({"model": str(cached(trained.place))})  # of several commits, if one came meanwhile
     rows, page = evaluate(trained, args.out, args.report, args.thresholds)
     cli.show(rows, args.format)

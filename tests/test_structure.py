@@ -113,7 +113,7 @@ def test_config_is_read_in_few_files():
         "config/values.py",
         *(f"hub/{name}.py" for name in ("kinds", "open", "tokenizers")),
         "cli.py",
-        "inference/loading.py",
+        "inference/model.py",
         "train.py",
         *(
             f"training/{name}.py"

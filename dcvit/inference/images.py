@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float32
 from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
 from dcvit.hub.open import Opened, thresholds_of
-from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply, facts_of
-from dcvit.models import Params
+from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, image_shape, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
@@ -71,13 +69,11 @@ class ImageModel(LoadedModel):
     kind = "a model of images, not a language model: use `dcvit predict`"
 
     @classmethod
-    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> ImageModel:
-        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
-        assert isinstance(opened.module, ViT)
-        return cls(
-            opened.module, params, pp=opened.preprocessing, class_names=opened.classes,
-            multilabel=opened.is_multilabel, thresholds=thresholds_of(opened), mesh=mesh, **facts_of(opened),
-        )  # fmt: skip
+    def _facts(cls, opened: Opened) -> dict[str, Any]:
+        return {
+            "pp": opened.preprocessing, "class_names": opened.classes, "multilabel": opened.is_multilabel,
+            "thresholds": thresholds_of(opened),
+        }  # fmt: skip
 
     def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.

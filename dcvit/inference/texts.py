@@ -7,19 +7,17 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub.open import Opened
 from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.inference import generation
-from dcvit.inference.model import Images, LoadedModel, Tokens, facts_of
+from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
-from dcvit.models import Params
 from dcvit.models.lm import LM
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -40,6 +38,12 @@ class TextOptions(NamedTuple):
     sampling: Sampling = Sampling()
     seed: int = 0
     stop: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Raise ConfigError if a value is out of its range."""
+        self.sampling.check()
+        if not all(self.stop):
+            raise ConfigError("an empty stop string would end every text before it begins")
 
 
 DEFAULT_OPTIONS = TextOptions()
@@ -123,12 +127,9 @@ class LanguageModel(LoadedModel):
     kind = "a language model: use `dcvit generate`"
 
     @classmethod
-    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> LanguageModel:
-        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
-        assert isinstance(opened.module, LM)
+    def _facts(cls, opened: Opened) -> dict[str, Any]:
         ends = opened.weights.description.end_tokens if opened.weights else ()
-        tokenizer = functools.partial(open_tokenizer_of, opened)
-        return cls(opened.module, params, open_tokenizer=tokenizer, end_tokens=ends, mesh=mesh, **facts_of(opened))
+        return {"open_tokenizer": functools.partial(open_tokenizer_of, opened), "end_tokens": ends}
 
     def generate(
         self,
@@ -214,6 +215,11 @@ class LanguageModel(LoadedModel):
             results.append(Continuation(prompts[i], texts[i], counts[i], ended))
         positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
         return Continuations(results, sum(counts), speed, positions)
+
+    @property
+    def has_weights(self) -> bool:
+        """True for weights of another library, whose tokenizer may have a template; False for a run."""
+        return self.opened is not None and self.opened.weights is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -7,7 +7,6 @@ from language_models import chain_model
 
 from dcvit import cli
 from dcvit import generate as command
-from dcvit.inference import loading
 from dcvit.inference.texts import LanguageModel
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -20,7 +19,8 @@ def say(monkeypatch, capsys):
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
     opened = LanguageModel(*model, config={}, open_tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(cli, "check_model", lambda *options: None)
-    monkeypatch.setattr(loading, "open_model", lambda *options: opened)
+    monkeypatch.setattr(cli, "open_model", lambda *options: None)
+    monkeypatch.setattr(LanguageModel, "of", lambda _: opened)
 
     def run(*words):
         status = cli.run(command.main, list(words))

@@ -53,5 +53,5 @@ def test_an_evaluator_is_a_file_that_states_its_kind_of_models():
     assert {*evaluators.NAMES} == {path.stem for path in folder.glob("*.py")} - {"__init__"}
     evals = {"x": {"type": "perplexity", "data": {"kind": "digits", "split": "test"}, "pp": ""}}
     config = replaced(configs.load("vit_digits"), evals=ConfigDict(evals))
-    with pytest.raises(ConfigError, match="evals.x.type='perplexity' is for model_name='lm', found 'vit'"):
+    with pytest.raises(ConfigError, match=r"evals\.x\.type='perplexity' is for model_name='lm', found 'vit'"):
         make_evaluators(config, lambda *_: None, mesh_of(1))

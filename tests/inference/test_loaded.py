@@ -17,7 +17,7 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.device import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
-from dcvit.inference import loading
+from dcvit.hub.open import open_model
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
@@ -211,4 +211,4 @@ class TestErrors:
         flat = flax.traverse_util.flatten_dict(params, sep="/")
         np.savez(tmp_path / "a.npz", **flat)
         with pytest.raises(CheckpointError, match=r"a\.npz: head/bias has numbers .*float32, such as nan;"):
-            loading.open_model(ImageModel, digits_workdir, None, tmp_path / "a.npz")
+            ImageModel.of(open_model(digits_workdir, checkpoint=tmp_path / "a.npz"))
