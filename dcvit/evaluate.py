@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit evaluate --workdir runs/labels --thresholds val",
         ],
     )
-    cli.add_model_options(parser, weights=False)
-    cli.add_image_size(parser)
+    cli.add_model_options(parser, weights=False, image_size=True)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     text = "multi-label evaluator on whose data thresholds are chosen, which the workdir then stores"

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for i, text in enumerate(result.texts, start=1):
             write(f"== {i} ==\n{text.prompt}{text.text}\n")
     speed = f", {result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else ""
-    print(f"{result.tokens} tokens{speed}, context {result.positions} of {model.module.context}", file=sys.stderr)
+    print(f"{result.tokens} tokens{speed}", file=sys.stderr)
     return 0
 
 

@@ -28,10 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
-    cli.add_image_size(parser)
     text = "number of classes to show for each image; by default 5, or those that reach their thresholds"
     parser.add_argument("--topk", type=cli.at_least(1), help=text)
-    cli.add_model_options(parser)
+    cli.add_model_options(parser, image_size=True)
     args, overrides = parser.parse(argv)
     if not args.images:
         parser.error("no image files: give files, or folders of them")

@@ -12,16 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import input_pipeline
-from dcvit.evaluators import (
-    IMAGE_COLUMNS,
-    DeviceBatch,
-    EvaluationData,
-    Predict,
-    Row,
-    TimedFunction,
-    batches,
-    image_row,
-)
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 from input_pipeline.source import labels_of
@@ -30,20 +21,18 @@ ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is
 
 
 class Observer(Protocol):
-    """Interface of an object that gets the result of every example, as `dcvit.pages.outcomes.Outcomes` does."""
+    """Interface of an object that gets the result of every example, as `dcvit.pages.outcomes.Outcomes` does.
+
+    `scores` has arrays of shape B: `counted` (False for padding and skipped examples), `prediction`, whether it is
+    correct, `top1`, `label`, the first one, and `several`, whether there are more. Excluded classes have the logit
+    `ABSENT_LOGIT`.
+    """
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
-        """Return further arrays for `add`, computed on the devices.
-
-        Args:
-          batch: the preprocessed batch.
-          logits: B C, with excluded classes at `ABSENT_LOGIT`.
-          scores: `counted` (False for padding and skipped examples), `prediction`, whether it is correct,
-            `top1`, `label`, the first one, and `several`, whether there are more; each of shape B.
-        """
+        """Return further arrays for `add`, computed on the devices."""
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
-        """Receive the arrays of a batch by name: `scores` and the result of `select`; batches come in data order."""
+        """Receive the scores of a batch and the result of `select`; batches come in data order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

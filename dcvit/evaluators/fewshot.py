@@ -21,16 +21,7 @@ import numpy as np
 import input_pipeline
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError
-from dcvit.evaluators import (
-    IMAGE_COLUMNS,
-    DeviceBatch,
-    EvaluationData,
-    Predict,
-    Row,
-    TimedFunction,
-    batches,
-    image_row,
-)
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.models.trees import intermediate

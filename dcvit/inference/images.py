@@ -16,7 +16,7 @@ from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
 from dcvit.hub.open import Opened, thresholds_of
-from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
+from dcvit.inference.model import BATCH, ImageInput, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, image_shape, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
@@ -160,28 +160,20 @@ def _best(
 
 
 def read_images(
-    files: Sequence[Path], pp: str, on_error: Callable[[str], None]
+    images: Iterable[ImageInput], pp: str, on_error: Callable[[str], None]
 ) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
-    """Yield batches of up to `BATCH` files with their preprocessed images.
+    """Yield batches of the names of up to `BATCH` images with the preprocessed images.
+
+    With the op `patches`, each image is a packed row of its own.
 
     Args:
-      files: the image files.
+      images: paths of files, bytes of files, pictures or arrays.
       pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
-      on_error: called with one line for each file that cannot be read or has another shape than the first.
+      on_error: called with one line for each image that cannot be read or has another shape than the first.
 
     Raises:
       ConfigError: `pp` is empty or does not return float images.
-    """
-    encoded = ((str(file), Path(file).read_bytes) for file in files)
-    return preprocess_images(encoded, pp, on_error)
-
-
-def preprocess_images(
-    images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
-    """Yield batches (names, images) as `read_images`, from pairs (name, function that reads the encoded bytes).
-
-    With the op `patches`, each image is a packed row of its own.
+      InputError: an array or a picture is not one of an image.
     """
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
@@ -191,7 +183,7 @@ def preprocess_images(
     batch: list[np.ndarray] = []
     grids: list[np.ndarray] = []  # with the op `patches`
     shape: tuple[int, ...] | None = None
-    for name, read in images:
+    for name, read in (_encoded(i, image) for i, image in enumerate(images)):
         try:
             example = preprocess({"image": read()}, np.random.default_rng(0))
             image = example["image"]
@@ -233,9 +225,8 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
         return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]
     pixels = isinstance(images, np.ndarray) and images.ndim < 4
     single = pixels or isinstance(images, str | bytes | Path | Image.Image)
-    several: Sequence[Any] = [images] if single else images  # type: ignore[assignment]
-    encoded = [_encoded(i, image) for i, image in enumerate(several)]
-    return preprocess_images(encoded, pp, _raise)
+    several: Iterable[ImageInput] = [images] if single else images  # type: ignore[assignment,list-item]
+    return read_images(several, pp, _raise)
 
 
 def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:

@@ -92,13 +92,13 @@ def class_of(opened: Opened) -> type[LoadedModel]:
 
 
 def _height_and_width(image_size: object) -> tuple[int, int]:
-    """Return `image_size`, one number or two, as (height, width). Raise ConfigError if it is invalid."""
+    """Return `image_size`, one number or two, as (height, width). Raise ConfigError if it is neither."""
     numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
-    with contextlib.suppress(TypeError, ValueError):
+    try:
         height, width = map(operator.index, numbers)
-        if min(height, width) > 0 and max(height, width) < 100_000:
-            return height, width
-    raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width")
+    except (TypeError, ValueError):
+        raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width") from None
+    return height, width
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -24,6 +24,7 @@ from dcvit.parallel import multihost
 from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.runs.identity import is_free
 from dcvit.runs.thresholds import Thresholds, write
+from dcvit.runs.workdir import numbered
 from dcvit.training.evaluation import open_evaluators
 from dcvit.versions import __version__
 
@@ -141,11 +142,10 @@ def _report(
         several = isinstance(evaluator, multilabels.Evaluator)
         if name not in observed and not several:
             continue
-        names = evaluator.data.source.class_names or ()
         found = Evaluation(
             name=name,
             row=by_name[name],
-            class_names=[*names, *map(str, range(len(names), trained.num_outputs))],
+            class_names=numbered(evaluator.data.source.class_names or (), trained.num_outputs),
             options=json.loads(trained.config.evals[name].to_json()),
             describe=evaluator.data.source.describe,
             outcomes=observed.get(name),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,17 +18,17 @@ from dcvit import evaluators
 from dcvit.config.durations import Options, is_duration
 from dcvit.config.keys import UNITS
 from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.evaluators import ModelInputs, Predict
 from dcvit.hub.kinds import kind_of
 from dcvit.hub.open import Opened, check_thresholds, multilabel_options
 from dcvit.hub.tokenizers import with_tokenizer
-from dcvit.models import Params, losses
-from dcvit.models.packed_images import PackedImages, image_shape
+from dcvit.models import Outputs, Params, losses
+from dcvit.models.packed_images import image_shape
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from input_pipeline import CorruptPolicy, Source, TokenSource
 
 LOG = logging.getLogger(__name__)
-Predict = Callable[..., tuple[jax.Array, dict[str, Any]]]
 
 
 class Evaluation(NamedTuple):
@@ -42,19 +42,12 @@ class Evaluation(NamedTuple):
 def open_evaluators(opened: Opened) -> Evaluation:
     """Open the data of `config.evals` on this host's devices; multi-label evaluators get the workdir's thresholds.
 
-    If the mesh of the config is for another number of devices, all devices form the axis "fsdp", with a warning.
-
     Raises:
       ConfigError, MissingDataError: see `make_evaluators`.
     """
     if not opened.config.evals and opened.weights:
         raise ConfigError(f"{opened} is not the folder of a training run; give --config CONFIG --checkpoint {opened}")
-    try:
-        mesh, strategy = mesh_of(opened.config, opened.module), opened.config.sharding_strategy
-    except DeviceCountError as e:
-        mesh, strategy = make_mesh([("fsdp", -1)]), "fsdp"
-        if multihost.is_first():
-            LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
+    mesh, strategy = evaluation_mesh(opened.config, opened.module)
     with with_tokenizer(opened.config, opened.tokenizer) as config:
         found = make_evaluators(config, predictor(opened.module), mesh)
     if opened.thresholds:
@@ -71,11 +64,25 @@ def mesh_of(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Device] 
     return mesh
 
 
+def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strategy]:
+    """Return the config's mesh and sharding strategy, for evaluation on this host's devices.
+
+    If the mesh is for another number of devices, all devices form the axis "fsdp", and a warning is logged.
+    """
+    try:
+        return mesh_of(config, model), config.sharding_strategy
+    except DeviceCountError as e:
+        mesh = make_mesh([("fsdp", -1)])
+        if multihost.is_first():
+            LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
+        return mesh, "fsdp"
+
+
 def predictor(model: nn.Module) -> Predict:
     """Return the function (params, model inputs) -> (logits, named intermediates), without dropout."""
 
-    def predict(params: Params, inputs: jax.Array | PackedImages) -> tuple[jax.Array, dict[str, Any]]:
-        outputs: tuple[jax.Array, dict[str, Any]] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
+    def predict(params: Params, inputs: ModelInputs) -> tuple[jax.Array, Outputs]:
+        outputs: tuple[jax.Array, Outputs] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
         return outputs
 
     return predict

@@ -127,7 +127,7 @@ def test_task_files_may_run_code(folder, call):
     [
         (["color"], "'color' is not a registered task"),
         (["sly"], "'nothing' is undefined"),
-        (["words", "--limit", "0"], "--limit: '0' should be an integer, 1 or more"),
+        (["words", "--limit", "0"], "--limit: 0 should be an integer, 1 or more"),
         (["words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
     ],
 )

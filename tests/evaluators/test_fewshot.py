@@ -112,11 +112,8 @@ def test_unreadable_examples_do_not_count(sources, caplog):
     assert "skipped example 5: bad bytes" in caplog.messages
 
 
-def test_nested_representation_is_flattened(sources):
+def test_nested_representation_is_flattened_and_an_unknown_one_is_an_error(sources):
     assert evaluate(representation="encoder/pre_ln", shots=(5,)) == evaluate(shots=(5,))
-
-
-def test_error_names_an_unknown_representation(sources):
     with pytest.raises(ConfigError, match=r"'encoder/preln'; did you mean 'encoder/pre_ln'"):
         evaluate(representation="encoder/preln")
 

@@ -104,16 +104,17 @@ def test_set_thresholds_change_the_result_without_another_pass():
     assert built.result()["mean_ap"] == first["mean_ap"]
 
 
-def test_another_loss_is_refused():
-    with pytest.raises(ConfigError, match="type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"):
-        evaluator(LABELS, loss="softmax_xent")
-
-
-def test_another_number_of_thresholds_is_refused():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "softmax_xent"}, r"type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"),
+        ({"thresholds": [0.5] * 10}, r"evals.test.thresholds has 10 number\(s\), but there are 12 classes"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(options, message):
     pp = "value_range(-1, 1)|onehot(12)|keep('image', 'labels')"
     data = {"kind": "digits", "split": "test", "limit": 4}
-    options = {"type": "multilabel", "data": data, "pp": pp, "thresholds": [0.5] * 10}
+    evals = {"test": {"type": "multilabel", "data": data, "pp": pp, **options}}
     config = configs.load("vit_digits", ["num_classes=12", "loss=sigmoid_xent"])
-    config = replaced(config, evals=ConfigDict({"test": options}))
-    with pytest.raises(ConfigError, match=r"config.evals.test.thresholds has 10 number\(s\), but there are 12 classes"):
-        make_evaluators(config, look_up, mesh_of(8))
+    with pytest.raises(ConfigError, match=message):
+        make_evaluators(replaced(config, evals=ConfigDict(evals)), look_up, mesh_of(8))
