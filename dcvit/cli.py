@@ -222,9 +222,12 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
     from dcvit.hub import pretrained
 
     for name in ("checkpoint", "workdir"):
-        if found := getattr(args, name):
-            setattr(args, name, pretrained.downloaded(found))
-    pretrained.check_options(args.workdir, args.config, args.checkpoint)
+        if huggingface.is_name(found := getattr(args, name)):
+            setattr(args, name, Path(pretrained.resolve(str(found))))
+    if args.workdir is None and (args.config is None or args.checkpoint is None):
+        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
+    if args.workdir is not None and not args.workdir.exists():
+        raise ConfigError(f"no workdir {args.workdir}{pretrained.hint(args.workdir)}")
     if args.config is None and overrides:
         raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
     return None if args.config is None else config.load(args.config, overrides)
