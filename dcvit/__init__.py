@@ -55,10 +55,10 @@ def load(
       dcvit.errors.CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
       dcvit.errors.ConfigError: an argument or the config is invalid.
     """
-    from dcvit.inference import loading
+    from dcvit.inference import model
 
     given = None if config is None else importlib.import_module("dcvit.config.load").load(config)
-    return loading.load(str(source), config=given, sharding=sharding, image_size=image_size)  # type: ignore[return-value]
+    return model.load(str(source), config=given, sharding=sharding, image_size=image_size)  # type: ignore[return-value]
 
 
 def list_models() -> list[str]:

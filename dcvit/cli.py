@@ -7,18 +7,16 @@ they have parsed their options.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
-import logging
 import os
 import re
 import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,8 +34,9 @@ from input_pipeline.optional import require_extra
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from dcvit.hub.open import Opened
+
 FORMATS = ("table", "csv", "json", "markdown")
-LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
 LONG_WORD = re.compile(r"(?<=\S{500})\S{500,}(?=\S{300})")  # the middle of a word that is too long to read
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
@@ -176,28 +175,31 @@ def model(text: str) -> files.Folder:
     """
     from dcvit.hub import pretrained
 
-    return _repository(text) if huggingface.is_name(text) else folder(pretrained.resolve(text))
-
-
-def local_model(text: str) -> Path:
-    """Convert an option's value to the path of the package's model of this name, or else as in `utf8_path`.
-
-    The name of a repository of the Hugging Face Hub is checked and stays.
-    """
-    from dcvit.hub import pretrained
-
-    return _repository(text) if huggingface.is_name(text) else utf8_path(pretrained.resolve(text))
-
-
-def _repository(text: str) -> Path:
+    if not huggingface.is_name(text):
+        return folder(pretrained.resolve(text))
     try:
         return Path(str(huggingface.parse(text)))
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
-def add_model_options(parser: Parser, *, weights: bool = True) -> None:
-    """Add the options that select a trained model, and `--format`; `weights`: their help offers weights, too."""
+def local_model(text: str) -> Path:
+    """Convert an option's value as `model` does, but for the URL of a store."""
+    found = model(text)
+    if not isinstance(found, Path):
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
+    return found
+
+
+def add_model_options(parser: Parser, *, weights: bool = True, image_size: bool = False) -> None:
+    """Add the options that select a trained model, and `--format`; `weights`: their help offers weights, too.
+
+    With `image_size`, the option of this name gives images another height and width.
+    """
+    parser.set_defaults(image_size=None)
+    if image_size:
+        text = "size of images in pixels, such as 256 or 256x320 (height x width), instead of that of training"
+        parser.add_argument("--image-size", type=_image_size, help=text)
     places = "folder of a training run" + (", weights that `dcvit.load` opens" if weights else "")
     parser.add_argument("--workdir", "--model", type=model, help=f"{places}, a model of the package, or hf:OWNER/NAME")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
@@ -220,12 +222,34 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
     from dcvit.hub import pretrained
 
     for name in ("checkpoint", "workdir"):
-        if found := getattr(args, name):
-            setattr(args, name, pretrained.downloaded(found))
-    pretrained.check_options(args.workdir, args.config, args.checkpoint)
+        if huggingface.is_name(found := getattr(args, name)):
+            setattr(args, name, Path(pretrained.resolve(str(found))))
+    if args.workdir is None and (args.config is None or args.checkpoint is None):
+        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
+    if args.workdir is not None and not args.workdir.exists():
+        raise ConfigError(f"no workdir {args.workdir}{pretrained.hint(args.workdir)}")
     if args.config is None and overrides:
         raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
     return None if args.config is None else config.load(args.config, overrides)
+
+
+def open_model(args: argparse.Namespace, config: ConfigDict | None, overrides: Sequence[str]) -> Opened:
+    """Open the model of the options of `add_model_options`, with the result of `check_model`."""
+    from dcvit.hub import open as hub
+
+    size = args.image_size
+    return hub.open_model(args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=size)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a function that converts an option's value to an integer, which is not less than `minimum`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} should be an integer, {minimum} or more")
+        return int(text)
+
+    return convert
 
 
 def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False, preemptible: bool = False) -> None:
@@ -247,51 +271,12 @@ def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = Fa
     runtime.check_devices()
 
 
-def add_image_size(parser: Parser) -> None:
-    """Add the option `--image-size`: a height and a width."""
-    text = "size of images in pixels, such as 256 or 256x320 (height x width), instead of that of training"
-    parser.add_argument("--image-size", type=_image_size, help=text)
-
-
 def _image_size(text: str) -> tuple[int, int]:
     """Return the height and width that the text of an option gives: "256", or "256x320"."""
     found = re.fullmatch(r"([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", text, re.ASCII)
     if not found:
         raise argparse.ArgumentTypeError(f"expected pixels, such as 256 or 256x320, found {text!r}")
     return int(found[1]), int(found[2] or found[1])
-
-
-class _LineFormatter(logging.Formatter):
-    """Formats a log record as one printable line, followed by the traceback if it has one."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the message of a record with unprintable characters escaped, line breaks included."""
-        return escaped(record.message)
-
-
-@contextlib.contextmanager
-def log_to_stderr() -> Iterator[None]:
-    """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
-
-    Records do not reach the root logger, where absl may have installed a handler that would print them again. A live
-    progress bar replaces the handlers of these loggers while it is shown. The choice of an attention implementation,
-    which `dcvit.dcmha` logs whenever a model is traced, is printed by the progress display of training only.
-    """
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("dcvit.dcmha"))
-    handler.setFormatter(_LineFormatter())
-    previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
-    for logger in previous:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in previous.items():
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
 
 
 def run(main: Main, argv: Sequence[str] | None = None) -> int:
@@ -308,7 +293,7 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - open until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    with log_to_stderr():
+    with process.log_to_stderr():
         try:
             status = main(argv)
             sys.stdout.flush()

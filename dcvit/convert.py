@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--private needs --push")
 
     from dcvit.hub import repository, soup
-    from dcvit.hub.saved import open_saved
+    from dcvit.hub.open import open_model
+    from dcvit.hub.saved import as_weights
     from dcvit.parallel import runtime
     from dcvit.weights.export.conversion import convert
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
         combine = soup.average if args.average else None
-        report = convert(args.sources, args.target, args.to, open_saved, combine)
+        report = convert(args.sources, args.target, args.to, lambda path: as_weights(open_model(path)), combine)
         print(f"{args.target}: {report}")
     finally:
         for number, handler in before.items():

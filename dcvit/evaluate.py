@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit evaluate --workdir runs/labels --thresholds val",
         ],
     )
-    cli.add_model_options(parser, weights=False)
-    cli.add_image_size(parser)
+    cli.add_model_options(parser, weights=False, image_size=True)
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     text = "multi-label evaluator on whose data thresholds are chosen, which the workdir then stores"
     parser.add_argument("--thresholds", metavar="NAME", help=text)
@@ -43,15 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--thresholds are stored in the folder of the run: give --workdir")
     config = cli.check_model(args, overrides)
 
-    from dcvit.hub.open import open_model
     from dcvit.pages.evaluation import evaluate
     from dcvit.runs.files import replace
     from input_pipeline.huggingface import cached
 
     cli.start_jax(args, forward_only=True)
-    trained = open_model(
-        args.workdir, config=config, checkpoint=args.checkpoint, overrides=overrides, image_size=args.image_size
-    )
+    trained = cli.open_model(args, config, overrides)
     multihost.agree({"model": str(cached(trained.place))})  # of several commits, if one came meanwhile
     rows, page = evaluate(trained, args.report, args.thresholds)
     cli.show(rows, args.format)

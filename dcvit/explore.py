@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
     config = cli.check_model(args, [])
 
-    from dcvit.inference.loading import load
+    from dcvit.inference.model import load
     from dcvit.pages.explorer import Options, explore
     from dcvit.pages.html import check_path
     from dcvit.runs.files import replace

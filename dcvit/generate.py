@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError
 
 # Control characters, which a terminal would execute, are replaced; a line feed and a tab are not.
 CONTROLS = {i: "\ufffd" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
@@ -33,60 +32,45 @@ def make_parser() -> cli.Parser:
         conflict_handler="resolve",
     )
     cli.add_model_options(parser)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="format of the output")
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; several form a batch")
-    parser.add_argument("--prompt_file", type=cli.path, action="append", default=[], help="file with text to continue")
-    parser.add_argument(
-        "--tokens", type=int, help="number of new tokens, within the context; by default 200, or as many as fit"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 selects the token of the highest logit; by default %(default)s",
-    )
-    parser.add_argument("--top_k", type=int, default=0, help="number of tokens to draw from; by default 0, for all")
-    parser.add_argument(
-        "--top_p", type=float, default=0.95, help="total probability of the tokens to draw from; by default %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws; by default %(default)s")
-    parser.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
-    parser.add_argument("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
+    add, limit = parser.add_argument, "within the context; by default 200, or as many as fit"
+    add("--format", choices=("text", "json"), default="text", help="format of the output")
+    add("--prompt", action="append", default=[], help="text to continue; several form a batch")
+    add("--prompt_file", type=cli.path, action="append", default=[], help="file with text to continue")
+    add("--tokens", type=cli.at_least(1), help=f"number of new tokens, {limit}")
+    add("--temperature", type=float, default=0.8, help="0 selects the highest logit; by default %(default)s")
+    add("--top_k", type=int, default=0, help="number of tokens to draw from; by default 0, for all")
+    add("--top_p", type=float, default=0.95, help="their total probability; by default %(default)s")
+    add("--seed", type=int, default=0, help="seed of the random draws; by default %(default)s")
+    add("--stop", action="append", default=[], help="string that ends the text; may be repeated")
+    add("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     args, overrides = make_parser().parse(argv)
-    if args.tokens is not None and args.tokens < 1:
-        raise ConfigError(f"--tokens {args.tokens}: should be 1 or more")
-    if not all(args.stop):
-        raise ConfigError("--stop: an empty string would end every text before it begins")
     config = cli.check_model(args, overrides)
 
-    from dcvit.inference.loading import open_model
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts
 
     options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
-    options.sampling.check()
+    options.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
     cli.start_jax(forward_only=True)
-    model = open_model(LanguageModel, args.workdir, config, args.checkpoint, overrides)
-    tokenizer = model.open_tokenizer(args.tokenizer)
+    model = LanguageModel.of(cli.open_model(args, config, overrides))
     live = len(prompts) == 1 and args.format == "text"
-    started = False  # the prompt is printed with the first piece of text, so that an error is printed alone
+    shown: list[str] = []
 
     def show(piece: str) -> None:
-        nonlocal started
         if live:
-            write(piece if started else prompts[0] + piece)
-            started = True
+            write(piece if shown else prompts[0] + piece)  # not before, so that an error is printed alone
+            shown.append(piece)
 
     try:
-        result = model.continue_texts(prompts, options, show, tokenizer)
+        result = model.continue_texts(prompts, options, show, model.open_tokenizer(args.tokenizer))
     finally:
-        if started:
+        if shown:
             write("\n")
     if args.format == "json":
         print(json.dumps([text._asdict() for text in result.texts], indent=2))
@@ -94,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for i, text in enumerate(result.texts, start=1):
             write(f"== {i} ==\n{text.prompt}{text.text}\n")
     speed = f", {result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else ""
-    print(f"{result.tokens} tokens{speed}, context {result.positions} of {model.module.context}", file=sys.stderr)
+    print(f"{result.tokens} tokens{speed}", file=sys.stderr)
     return 0
 
 

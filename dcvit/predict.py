@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError, escaped
+from dcvit.errors import escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,23 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
-    cli.add_image_size(parser)
     text = "number of classes to show for each image; by default 5, or those that reach their thresholds"
-    parser.add_argument("--topk", type=int, help=text)
-    cli.add_model_options(parser)
+    parser.add_argument("--topk", type=cli.at_least(1), help=text)
+    cli.add_model_options(parser, image_size=True)
     args, overrides = parser.parse(argv)
-    if args.topk is not None and args.topk < 1:
-        raise ConfigError(f"--topk {args.topk}: should be 1 or more")
     if not args.images:
         parser.error("no image files: give files, or folders of them")
     config = cli.check_model(args, overrides)
 
     from dcvit.inference import images
-    from dcvit.inference.loading import open_model
     from input_pipeline.images.folder import find_images
 
     cli.start_jax(forward_only=True)
-    model = open_model(images.ImageModel, args.workdir, config, args.checkpoint, overrides, args.image_size)
+    model = images.ImageModel.of(cli.open_model(args, config, overrides))
     failed: list[str] = []
 
     def fail(line: str) -> None:

@@ -1,13 +1,18 @@
-"""The standard streams of a command's process, whose reader may go away."""
+"""The standard streams of a command's process, whose reader may go away, and its log on stderr."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
+
+from dcvit.errors import escaped
+
+LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 
 
 @contextlib.contextmanager
@@ -57,3 +62,36 @@ def discard(stream: Any) -> None:
     """Connect a stream to the null device, so that neither later output nor the flush at exit raises an error."""
     with open(os.devnull, "w") as null:  # noqa: PTH123 - opens no path of a user
         os.dup2(null.fileno(), stream.fileno())
+
+
+class _LineFormatter(logging.Formatter):
+    """Formats a log record as one printable line, followed by the traceback if it has one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the message of a record with unprintable characters escaped, line breaks included."""
+        return escaped(record.message)
+
+
+@contextlib.contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
+
+    Records do not reach the root logger, where absl may have installed a handler that would print them again. A live
+    progress bar replaces the handlers of these loggers while it is shown. The choice of an attention implementation,
+    which `dcvit.dcmha` logs whenever a model is traced, is printed by the progress display of training only.
+    """
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("dcvit.dcmha"))
+    handler.setFormatter(_LineFormatter())
+    previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
+    for logger in previous:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in previous.items():
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate

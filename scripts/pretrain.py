@@ -18,7 +18,7 @@ import jax
 
 from dcvit.hub import pretrained
 from dcvit.hub.open import open_model
-from dcvit.hub.saved import open_saved
+from dcvit.hub.saved import as_weights
 from dcvit.pages.evaluation import evaluate
 from dcvit.parallel import runtime
 from dcvit.runs import checksums, metrics
@@ -106,7 +106,7 @@ def make(name: str, workdir: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
     folder = pretrained.FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"{folder}: {convert([workdir], folder, 'safetensors', open_saved)}")
+    print(f"{folder}: {convert([workdir], folder, 'safetensors', lambda path: as_weights(open_model(path)))}")
     shutil.copyfile(workdir / "config.json", folder / pretrained.RUN)
     figures = card(name, workdir, folder)
     (folder / FIGURES).write_text(json.dumps(figures, indent=2) + "\n")

@@ -111,10 +111,13 @@ def test_config_is_read_in_few_files():
         "config/durations.py",
         "config/load.py",
         "config/values.py",
-        *(f"hub/{name}.py" for name in ("data", "evaluate", "kinds", "open")),
+        *(f"hub/{name}.py" for name in ("kinds", "open", "tokenizers")),
         "cli.py",
-        "inference/loading.py",
+        "inference/model.py",
         "train.py",
-        *(f"training/{name}.py" for name in ("distillation", "inputs", "model", "plan", "run", "setup", "tasks")),
+        *(
+            f"training/{name}.py"
+            for name in ("distillation", "evaluation", "inputs", "model", "plan", "run", "setup", "tasks")
+        ),
     )
     assert reads == {f"dcvit/{name}" for name in files}

@@ -1,13 +1,20 @@
 """Evaluators. The `type` of an evaluator in a config is the name of a module here.
 
-Such a module has a class `Evaluator`, which states its metrics and which of them are better if lower, and a dataclass
-`Options` with the other keys that a config gives it. This module has their interface and the code that they share.
+Such a module has a class `Evaluator`, which states the kind of models that it evaluates, its metrics, and which of them
+are better if lower, and a dataclass `Options` with the other keys that a config gives it. The field `data` has the
+arguments of `input_pipeline.open_source`. Options for models of images also have `pp`, `corrupt` and `corrupt_max`, and
+the class has `target`, the key of the preprocessed labels and their rank. This module has their interface and the code
+that they share.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import flax.linen as nn
@@ -16,11 +23,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
+from dcvit.errors import ConfigError, nearest
 from dcvit.models import Outputs, Params
 from dcvit.models.flops import forward_flops
 from dcvit.models.packed_images import PackedImages
 from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
 
+NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))  # of the evaluators
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "mean_recall", "loss", "n", "images_per_second")
 
 Batch: TypeAlias = Mapping[str, np.ndarray]  # arrays with a first axis of examples; `_mask` is 0 for padding
@@ -30,19 +39,36 @@ Predict: TypeAlias = Callable[[Params, ModelInputs], tuple[jax.Array, Outputs]] 
 Row: TypeAlias = dict[str, Any]  # a row of a table of results: strings, numbers and None
 
 
+@dataclasses.dataclass(frozen=True)
+class EvaluationData:
+    """Opened data of an evaluator.
+
+    Fields:
+      source: the examples.
+      mesh: the devices that share a batch.
+      example: a model input of one example.
+      corrupt: the policy for unreadable images.
+    """
+
+    source: input_pipeline.Source
+    mesh: Mesh
+    example: jax.ShapeDtypeStruct
+    corrupt: input_pipeline.CorruptPolicy | None = None
+
+
 class Evaluator(Protocol):
-    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, options)`.
+    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, data, options)`.
 
     Args:
       predict: function from parameters and model inputs (images, or tokens B T) to logits and named intermediates.
-      mesh: the devices that share a batch.
+      data: the data of `options.data`, opened.
       options: an instance of the module's `Options`.
     """
 
+    model_name: ClassVar[str]  # the kind of models, `config.model_name`
     columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
     lower_is_better: ClassVar[tuple[str, ...]]  # metrics whose lowest value is the best; of others it is the highest
-    source: input_pipeline.Source  # the data
-    example: jax.ShapeDtypeStruct  # a model input of one example; set after construction by `dcvit.hub.evaluate`
+    data: EvaluationData
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -55,16 +81,17 @@ class Evaluator(Protocol):
         """Return rows of a table of results for the evaluator called `name`, with the speed of the last run."""
 
 
-def batches(
-    source: input_pipeline.Source,
-    pp: str,
-    batch_size: int,
-    mesh: Mesh,
-    corrupt: input_pipeline.CorruptPolicy | None = None,
-) -> Iterator[dict[str, np.ndarray]]:
+def module_of(kind: object, what: str) -> ModuleType:
+    """Import and return the module of an evaluator. Raise ConfigError, which names `what`, for an unknown `kind`."""
+    if kind not in NAMES:
+        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), NAMES)}")
+    return importlib.import_module(f"{__name__}.{kind}")
+
+
+def batches(data: EvaluationData, pp: str, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield the rows that this process prepares of each evaluation batch, of `rounded_batch_size` rows in total."""
-    size = rounded_batch_size(batch_size, mesh)
-    return input_pipeline.eval_batches(source, pp, size, rows=local_rows(mesh, size), corrupt=corrupt)
+    size = rounded_batch_size(batch_size, data.mesh)
+    return input_pipeline.eval_batches(data.source, pp, size, rows=local_rows(data.mesh, size), corrupt=data.corrupt)
 
 
 def rounded_batch_size(batch_size: int, mesh: Mesh) -> int:

@@ -10,10 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_row
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 from input_pipeline.source import labels_of
@@ -22,20 +21,18 @@ ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is
 
 
 class Observer(Protocol):
-    """Interface of an object that gets the result of every example, as `dcvit.pages.outcomes.Outcomes` does."""
+    """Interface of an object that gets the result of every example, as `dcvit.pages.outcomes.Outcomes` does.
+
+    `scores` has arrays of shape B: `counted` (False for padding and skipped examples), `prediction`, whether it is
+    correct, `top1`, `label`, the first one, and `several`, whether there are more. Excluded classes have the logit
+    `ABSENT_LOGIT`.
+    """
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
-        """Return further arrays for `add`, computed on the devices.
-
-        Args:
-          batch: the preprocessed batch.
-          logits: B C, with excluded classes at `ABSENT_LOGIT`.
-          scores: `counted` (False for padding and skipped examples), `prediction`, whether it is correct,
-            `top1`, `label`, the first one, and `several`, whether there are more; each of shape B.
-        """
+        """Return further arrays for `add`, computed on the devices."""
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
-        """Receive the arrays of a batch by name: `scores` and the result of `select`; batches come in data order."""
+        """Receive the scores of a batch and the result of `select`; batches come in data order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,22 +65,18 @@ class Evaluator:
     size and device count.
     """
 
+    model_name = "vit"
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "mean_recall", "loss", "n")  # `run` omits those that say nothing about the data
     lower_is_better = ("loss",)
-    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
-    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
-        self.source = input_pipeline.open_source(**options.data)
-        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
-        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
-        self.present_classes_only = options.present_classes_only
+    def __init__(self, predict: Predict, data: EvaluationData, options: Options):
+        """Prepare the functions of a batch; the arguments are those of `dcvit.evaluators.Evaluator`."""
+        self.data, self.options = data, options
         self.present: np.ndarray | None = None  # the classes that may be predicted, after the first batch
         self.host_pp, to_numbers = pixels.split(options.pp)
-        self.loss = options.loss
         loss_fn = getattr(losses, options.loss)
 
         def score(params: Params, batch: DeviceBatch, present: jax.Array) -> DeviceBatch:
@@ -102,7 +95,7 @@ class Evaluator:
             }
             return scores | (self.observer.select(batch, logits, scores) if self.observer else {})
 
-        self.score = TimedFunction(score, mesh, options.batch_size)
+        self.score = TimedFunction(score, data.mesh, options.batch_size)
 
     def run(self, params: Params) -> dict[str, float]:
         """Return the metrics by name, as numbers over all counted examples.
@@ -115,7 +108,7 @@ class Evaluator:
         total, n = 0.0, 0
         examples, hits = np.zeros((2, 1), int)  # of each class
         self.score.reset_timer()
-        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
+        for batch in batches(self.data, self.host_pp, self.options.batch_size):
             if self.present is None:
                 self.present = self._present(batch["labels"].shape[-1])
             scores, _ = self.score(params, batch, self.present)
@@ -138,17 +131,17 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        return [{**image_row(name, net, self.example, self.score), **metrics}]
+        return [{**image_row(name, net, self.data.example, self.score), **metrics}]
 
     def _present(self, classes: int) -> np.ndarray:
         """Return the mask of the classes that may be predicted, bool of shape (classes,)."""
-        if not self.present_classes_only:
+        if not self.options.present_classes_only:
             return np.ones(classes, bool)
-        labels = labels_of(self.source)
+        labels = labels_of(self.data.source)
         if labels is not None:
             found = np.flatnonzero((labels > 0).any(axis=0)) if labels.ndim > 1 else np.unique(labels[labels >= 0])
             return np.isin(np.arange(classes), found)
         pp = f"onehot({classes}, ignore=-1)|keep('labels')"  # keeps the image encoded; every process reads all
-        read = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)
+        read = input_pipeline.eval_batches(self.data.source, pp, self.options.batch_size, corrupt=self.data.corrupt)
         present: np.ndarray = np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)
         return present

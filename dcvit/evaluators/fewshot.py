@@ -17,12 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError
-from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_row
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.models.trees import intermediate
@@ -76,26 +75,23 @@ class Evaluator:
     gets the same shots. A class with fewer examples contributes all of them.
     """
 
+    model_name = "vit"
     target = ("label", 0)  # key of the preprocessed label, and its rank
     columns = IMAGE_COLUMNS
     lower_is_better = ()
-    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
-    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.
+    def __init__(self, predict: Predict, data: EvaluationData, options: Options):
+        """Open the test data; the arguments are those of `dcvit.evaluators.Evaluator`.
 
         Raises:
           ConfigError: the class names of the two sources differ.
         """
-        self.source = input_pipeline.open_source(**options.data)
-        self.test_source = input_pipeline.open_source(**options.test_data)
-        names = self.source.class_names, self.test_source.class_names
+        self.data, self.options = data, options
+        self.test_data = dataclasses.replace(data, source=input_pipeline.open_source(**options.test_data))
+        names = data.source.class_names, self.test_data.source.class_names
         if names[0] != names[1] and all(names):
             raise ConfigError("few-shot: data and test_data have different classes or number them differently")
-        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
-        self.shots, self.num_seeds = tuple(dict.fromkeys(options.shots)), options.num_seeds
-        self.l2_reg = float(options.l2_reg)
-        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
+        self.shots = tuple(dict.fromkeys(options.shots))
         self.host_pp, to_numbers = pixels.split(options.pp)
 
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
@@ -108,7 +104,7 @@ class Evaluator:
                 )
             return features.reshape(len(batch["image"]), -1).astype(jnp.float32)
 
-        self.represent = TimedFunction(represent, mesh, options.batch_size, keep=("label",))
+        self.represent = TimedFunction(represent, data.mesh, options.batch_size, keep=("label",))
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -124,35 +120,35 @@ class Evaluator:
           ConfigError: the model has no intermediate called `representation`, or it is of tokens and padding.
         """
         self.represent.reset_timer()
-        x, labels = self._features(self.source, params)
-        x_test, labels_test = self._features(self.test_source, params)
+        x, labels = self._features(self.data, params)
+        x_test, labels_test = self._features(self.test_data, params)
         if not (np.isfinite(x).all() and np.isfinite(x_test).all()):
             return dict.fromkeys((f"{k}shot" for k in self.shots), math.nan) | {"n": len(labels_test)}
-        classes = len(self.source.class_names or ()) or int(labels.max()) + 1
+        classes = len(self.data.source.class_names or ()) or int(labels.max()) + 1
         hits = dict.fromkeys(self.shots, 0)
-        for seed in range(self.num_seeds):
+        for seed in range(self.options.num_seeds):
             rng = np.random.default_rng(seed)
             drawn = [rng.permutation(np.where(labels == c)[0]) for c in range(classes)]
             for shots in hits:
                 chosen = np.concatenate([indices[:shots] for indices in drawn])
                 targets = np.where(labels[chosen, None] == np.arange(classes), np.float32(1), np.float32(-1))
-                scores = linear_scores(*map(jnp.asarray, (x[chosen], targets, x_test)), self.l2_reg)
+                scores = linear_scores(*map(jnp.asarray, (x[chosen], targets, x_test)), float(self.options.l2_reg))
                 hits[shots] += int((np.asarray(scores).argmax(axis=-1) == labels_test).sum())
         n = len(labels_test)
-        return {f"{k}shot": count / (self.num_seeds * n) for k, count in hits.items()} | {"n": n}
+        return {f"{k}shot": count / (self.options.num_seeds * n) for k, count in hits.items()} | {"n": n}
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results for each number of shots, called "NAME/5shot", with the accuracy as `top1`."""
         return [
-            image_row(f"{name}/{k}shot", net, self.example, self.represent)
+            image_row(f"{name}/{k}shot", net, self.data.example, self.represent)
             | {"top1": metrics[f"{k}shot"], "n": metrics["n"]}
             for k in self.shots
         ]
 
-    def _features(self, source: input_pipeline.Source, params: Params) -> tuple[np.ndarray, np.ndarray]:
+    def _features(self, data: EvaluationData, params: Params) -> tuple[np.ndarray, np.ndarray]:
         """Return the features N D and labels N of all examples of a source."""
         features, labels = [], []
-        for batch in batches(source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
+        for batch in batches(data, self.host_pp, self.options.batch_size):
             found, kept = self.represent(params, batch)
             real = (kept["_mask"] > 0) & (kept["label"] >= 0)  # the others are padding, or have no known label
             features.append(found[real])

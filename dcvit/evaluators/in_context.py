@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.dcmha.shapes import Bool, Float
 from dcvit.errors import ConfigError
-from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches
+from dcvit.evaluators import DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches
 from dcvit.evaluators.perplexity import MAX_NATS
 from dcvit.models import Params, lm, losses
 
@@ -51,23 +49,23 @@ class Evaluator:
     metrics are exact for any batch size and device count.
     """
 
+    model_name = "lm"
     columns = ("accuracy", "loss", "perplexity", "answers", "tokens", "rows_per_second")
     metrics = columns[:-1]
     lower_is_better = ("loss", "perplexity")
-    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
-    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`.
+    def __init__(self, predict: Predict, data: EvaluationData, options: Options):
+        """Check the data; the arguments are those of `dcvit.evaluators.Evaluator`.
 
         Raises:
           ConfigError: the data is of another kind.
         """
-        self.source = cast(input_pipeline.TaskSource, input_pipeline.open_source(**options.data))
+        self.data, self.options = data, options
+        self.source = cast(input_pipeline.TaskSource, data.source)
         if not hasattr(self.source, "task_names"):
             raise ConfigError(
                 f"an evaluator of type 'in_context' needs tasks; data of kind {options.data['kind']!r} has none"
             )
-        self.batch_size, self.mesh = options.batch_size, mesh
         self.answers: Answers | None = None  # of the last run
 
         def score(params: Params, batch: DeviceBatch) -> DeviceBatch:
@@ -76,7 +74,7 @@ class Evaluator:
             log_p, best = losses.target_scores(unembed, hidden, tokens[:, 1:])
             return {"nats": -log_p, "best": best}
 
-        self.score = TimedFunction(score, mesh, options.batch_size, keep=("is_target", "task", "shots"))
+        self.score = TimedFunction(score, data.mesh, options.batch_size, keep=("is_target", "task", "shots"))
 
     def run(self, params: Params) -> dict[str, float]:
         """Return the metrics by name: totals and means over all answers.
@@ -86,7 +84,7 @@ class Evaluator:
         """
         found: list[Answers] = []
         self.score.reset_timer()
-        for batch in batches(self.source, "", self.batch_size, self.mesh):
+        for batch in batches(self.data, "", self.options.batch_size):
             scores, rows = self.score(params, batch)
             found.append(answers_of(scores["nats"], scores["best"], rows))
         self.answers = Answers(*(np.concatenate(parts) for parts in zip(*found, strict=True)))

@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from scipy.special import expit, logit
 
-import input_pipeline
 from dcvit.dcmha.shapes import Float, Shaped
 from dcvit.errors import ConfigError
-from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches, image_row
+from dcvit.evaluators import DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
 
@@ -97,18 +94,16 @@ class Evaluator:
     bytes for each class and example.
     """
 
+    model_name = "vit"
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = ("gflops", "image_size", *METRICS, "images_per_second")
     metrics = METRICS
     lower_is_better = ("loss",)
-    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
-    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
-        self.source = input_pipeline.open_source(**options.data)
-        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
+    def __init__(self, predict: Predict, data: EvaluationData, options: Options):
+        """Prepare the functions of a batch; the arguments are those of `dcvit.evaluators.Evaluator`."""
+        self.data, self.options = data, options
         self.thresholds, self.thresholds_from = options.thresholds, "The thresholds are those of the config."
-        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.host_pp, to_numbers = pixels.split(options.pp)
         self.logits, self.labels = np.empty((0, 0), np.float32), np.empty((0, 0), np.int8)  # of the last run, N C
         self.loss_sum = 0.0  # of the last run
@@ -118,7 +113,7 @@ class Evaluator:
             logits = predict(params, model_inputs(batch, to_numbers))[0].astype(jnp.float32)
             return {"logits": logits, "loss": losses.sigmoid_xent(logits, batch["labels"])}
 
-        self.score = TimedFunction(score, mesh, options.batch_size, keep=("labels",))
+        self.score = TimedFunction(score, data.mesh, options.batch_size, keep=("labels",))
 
     def run(self, params: Params) -> dict[str, float]:
         """Return the metrics by name, over all known labels.
@@ -129,10 +124,10 @@ class Evaluator:
         """
         self.score.reset_timer()
         n, self.loss_sum = 0, 0.0
-        for number, batch in enumerate(batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt)):
+        for number, batch in enumerate(batches(self.data, self.host_pp, self.options.batch_size)):
             scores, kept = self.score(params, batch)
             if not number:
-                shape = len(self.source), scores["logits"].shape[-1]
+                shape = len(self.data.source), scores["logits"].shape[-1]
                 # They are read by class.
                 self.logits, self.labels = (np.empty(shape, dtype, order="F") for dtype in (np.float32, np.int8))
             known = (kept["_mask"] > 0) & (kept["labels"] >= 0).any(axis=-1)
@@ -159,7 +154,7 @@ class Evaluator:
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row of results: `name`, size and GFLOPs of an image, the metrics, and images per second."""
-        return [{**image_row(name, net, self.example, self.score), **metrics}]
+        return [{**image_row(name, net, self.data.example, self.score), **metrics}]
 
     def set_thresholds(self, thresholds: Sequence[float], origin: str) -> None:
         """Use other thresholds, one for each class, from now on; `origin` is a sentence about them."""

@@ -11,10 +11,9 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches
+from dcvit.evaluators import DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches
 from dcvit.models import Params, lm, losses
 
 MAX_NATS = 700.0  # the exponential of larger numbers overflows
@@ -41,18 +40,18 @@ class Evaluator:
     The metrics are exact for any batch size and device count.
     """
 
+    model_name = "lm"
     columns = (
         "loss", "perplexity", "bits_per_byte", "nats_per_document", "tokens", "bytes", "documents",
         "tokens_per_second",
     )  # fmt: skip
     metrics = columns[:-1]  # `run` omits those that need more than the data provides
     lower_is_better = columns[:4]
-    example: jax.ShapeDtypeStruct  # set by `dcvit.hub.evaluate`, which reads an example of the data
 
-    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
-        """Open the data; the arguments are those of `dcvit.evaluators.Evaluator`."""
-        self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**options.data))  # as setup checks
-        self.batch_size, self.mesh = options.batch_size, mesh
+    def __init__(self, predict: Predict, data: EvaluationData, options: Options):
+        """Prepare the functions of a batch; the arguments are those of `dcvit.evaluators.Evaluator`."""
+        self.data, self.options = data, options
+        self.source = cast(input_pipeline.TokenSource, data.source)
 
         def score(params: Params, batch: DeviceBatch) -> jax.Array:
             tokens = batch["tokens"]
@@ -60,7 +59,7 @@ class Evaluator:
             hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
             return losses.token_xent(unembed, hidden, tokens[:, 1:], chunk=options.loss_chunk)
 
-        self.score = TimedFunction(score, mesh, options.batch_size, keep=("tokens", "is_target"))
+        self.score = TimedFunction(score, data.mesh, options.batch_size, keep=("tokens", "is_target"))
 
     def run(self, params: Params) -> dict[str, float]:
         """Return the metrics by name: totals and means over all targets.
@@ -72,7 +71,7 @@ class Evaluator:
         """
         nats, found = 0.0, {"tokens": 0, "bytes": 0, "documents": 0}
         self.score.reset_timer()
-        for batch in batches(self.source, "", self.batch_size, self.mesh):
+        for batch in batches(self.data, "", self.options.batch_size):
             each, rows = self.score(params, batch)
             counted = rows["is_target"][:, 1:]
             targets = rows["tokens"][:, 1:][counted]

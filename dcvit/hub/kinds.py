@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import flax.linen as nn
@@ -24,13 +24,17 @@ class ModelKind(NamedTuple):
       outputs_key: the config key of the number of outputs.
       variant_key: the argument of `Model` that names a variant.
       labels: the names of plain and of composed models without a variant.
-      complete: function (config, config of a training run) -> the config, with missing sizes from the run's.
     """
 
     outputs_key: str
     variant_key: str
     labels: tuple[str, str]
-    complete: Callable[[ConfigDict, ConfigDict], ConfigDict]
+
+
+KINDS = {
+    "vit": ModelKind("num_classes", "variant", ("ViT", "DCViT")),
+    "lm": ModelKind("vocab_size", "preset", ("Transformer", "DCFormer")),
+}
 
 
 def kind_of(config: ConfigDict) -> ModelKind:
@@ -66,25 +70,22 @@ def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, e
     return replaced(config, vocab_size=vocab_size, model=model)
 
 
-def _complete_images(config: ConfigDict, run: ConfigDict) -> ConfigDict:
-    """Return `config` with the number of classes that `run`, the config of a training run, has, unless it has one."""
-    classes = run.get("num_classes") if config.num_classes is None else config.num_classes
-    return with_classes(config, require(classes, "num_classes"))
+def completed(config: ConfigDict, run: ConfigDict) -> ConfigDict:
+    """Return `config` with what it lacks from `run`, the config of a training run, which may be empty.
 
+    It is the number of classes of a model of images, and the vocabulary size, context and end of text of one of text.
 
-def _complete_text(config: ConfigDict, run: ConfigDict) -> ConfigDict:
-    """Return `config` with the vocabulary size, context and end of text that it lacks, from that of a training run."""
+    Raises:
+      ConfigError: there is no such model, or one of them is not known.
+    """
+    if kind_of(config) is KINDS["vit"]:
+        classes = run.get("num_classes") if config.num_classes is None else config.num_classes
+        return with_classes(config, require(classes, "num_classes"))
     model, data = run.get("model", {}), config.input.get("data", {})
     if not isinstance(model, Mapping | ConfigDict) or not isinstance(data, Mapping | ConfigDict):
         raise ConfigError("config.model and config.input.data should be dicts")
     context = model.get("context", data.get("context"))
     return with_text(config, run.get("vocab_size"), context, model.get("end_of_text"))
-
-
-KINDS = {
-    "vit": ModelKind("num_classes", "variant", ("ViT", "DCViT"), _complete_images),
-    "lm": ModelKind("vocab_size", "preset", ("Transformer", "DCFormer"), _complete_text),
-}
 
 
 @typing.runtime_checkable

@@ -21,7 +21,7 @@ from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError, ConfigError, first_line
 from dcvit.hub import pretrained
-from dcvit.hub.kinds import kind_of, make_model
+from dcvit.hub.kinds import completed, kind_of, make_model
 from dcvit.hub.source import Source, find, located
 from dcvit.models import Params
 from dcvit.models.trees import param_shapes
@@ -156,7 +156,7 @@ def open_model(
     source = find(path if checkpoint is None else checkpoint)
     saved = ConfigDict() if run is None else record_of(run)
     found = saved if config is None else config
-    found = kind_of(found).complete(found, saved)
+    found = completed(found, saved)
     opened = Opened(
         source.place, source.path, found, make_model(found), source.params, workdir=run,
         tokenizer=stored_tokenizer(run or path) if trains_tokenizer(found) else None,
@@ -202,8 +202,7 @@ def _of_weights(source: Source, usual_pp: bool) -> Opened:
     config[kind_of(config).outputs_key] = about.num_outputs or 0
     with errors_name_file(source.path):
         module = build(about)
-    numbers = range(about.num_outputs or 0) if about.model_name == "vit" else ()
-    names = about.class_names or [str(i) for i in numbers]
+    names = workdir.numbered(about.class_names, (about.num_outputs or 0) if about.model_name == "vit" else 0)
     has_thresholds = about.multilabel and weights.path.is_dir()  # a single file may lie beside those of another model
     return Opened(
         source.place, source.path, config.lock(), module, weights.params, names, tokenizer_of(weights.path), weights,

@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import TypeGuard
 
-from dcvit.errors import ConfigError
-from dcvit.runs.files import Folder
 from input_pipeline import huggingface
 
 LOG = logging.getLogger(__name__)
@@ -46,22 +44,9 @@ def resolve(source: str) -> str:
     return str(FOLDER / source)
 
 
-def downloaded(path: Folder) -> Folder:
-    """Return a path unchanged, or the folder of the model that it names; see `resolve`."""
-    return Path(resolve(str(path))) if huggingface.is_name(path) else path
-
-
 def is_pretrained(path: object) -> TypeGuard[Path]:
     """Return True for the folder of a model of the package."""
     return isinstance(path, Path) and path.absolute().parent == FOLDER and (path / RUN).is_file()
-
-
-def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
-    """Raise ConfigError unless `--workdir` exists or, without it, both `--config` and `--checkpoint` are given."""
-    if workdir is None and (config is None or checkpoint is None):
-        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
-    if workdir is not None and not workdir.exists():
-        raise ConfigError(f"no workdir {workdir}{hint(workdir)}")
 
 
 def hint(path: object) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 
 from dcvit.errors import ConfigError, InputError
 from dcvit.hub import pretrained
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.kinds import kind_of
-from dcvit.hub.open import Opened, open_model, record_of
-from dcvit.hub.source import find, located
+from dcvit.hub.open import Opened, record_of
+from dcvit.hub.source import find
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
 from dcvit.parallel.trees import Tensor, Tensors, check_tree
 from dcvit.weights.families import Weights, verified
@@ -22,23 +22,22 @@ from dcvit.weights.family import Description, param_shapes
 from dcvit.weights.placement import unrolled
 
 
-def open_saved(path: Path) -> Weights:
-    """Return the weights of anything that `dcvit.hub.open.open_model` opens.
+def as_weights(opened: Opened) -> Weights:
+    """Return the weights of an opened model, for conversion.
 
     Raises:
-      CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
+      CheckpointError, ConfigError: they do not fit their model, or are damaged.
     """
-    place = located(path)
-    if pretrained.is_pretrained(place):  # whose weights state their model, beside the config of their run
-        return verified(find(place).weights())._replace(record=record_of(place).to_dict())
-    opened = open_model(place, usual_pp=True)
     if opened.weights:
-        return opened.weights
+        return verified(opened.weights)
     assert isinstance(opened.workdir, Path)
+    assert isinstance(opened.place, Path)
     record = record_of(opened.workdir).to_dict()
+    if pretrained.is_pretrained(opened.place):  # whose weights state their model, beside the config of their run
+        return verified(find(opened.place).weights())._replace(record=record)
     description, params = _described(opened, opened.workdir), _unrolled(opened.params)
     check_tree({at: x.shape for at, x in params.items()}, param_shapes(description, params), str(opened))
-    return Weights(path, "dcvit", description, params, record, opened.workdir)
+    return Weights(opened.place, "dcvit", description, params, record, opened.workdir)
 
 
 def _described(opened: Opened, workdir: Path) -> Description:

@@ -17,14 +17,12 @@ from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, folder
 from dcvit.weights import big_vision_files, preprocessing
-from dcvit.weights.families import Weights, family_of, recognized
+from dcvit.weights.families import Weights, recognized, stated
 from dcvit.weights.placement import in_layout, place_params
 from dcvit.weights.tensors import WeightsFile, open_file
 from input_pipeline import huggingface
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
-# Families of tensors by the names of this project, whose files do not state the rest of their model.
-UNSTATED = ("", "big_vision")
 
 
 class Source(NamedTuple):
@@ -98,10 +96,8 @@ def find(place: str | Folder) -> Source:
                 raise CheckpointError(f"no checkpoint in {path}") from None
         is_absent = not path.exists() and not big_vision_files.locate(path)
         raise CheckpointError(f"{e}{pretrained.hint(path)}" if is_absent else str(e)) from None
-    if family_of(file) in UNSTATED:
-        return Source(path, path, file.tensors, None, file)
-    stated = recognized(file)
-    return Source(path, path, stated.params, stated, file)
+    found = stated(file)
+    return Source(path, path, found.params if found else file.tensors, found, file)
 
 
 def load_params_into(

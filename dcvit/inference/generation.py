@@ -104,22 +104,6 @@ def generate(
     return _generate(model, params, checked, keys, options)
 
 
-def complete(
-    model: LM,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    options: Options,
-    examples: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Return all new tokens of each example; the arguments and errors are those of `generate`."""
-    completions: list[list[int]] = [[] for _ in prompts]
-    for step in generate(model, params, prompts, options, examples):
-        for tokens, token in zip(completions, step, strict=True):
-            if token is not None:
-                tokens.append(token)
-    return completions
-
-
 def cast_params(model: LM, params: Params) -> Params:
     """Move the parameters to the device and convert them to the dtype in which the model uses them.
 

@@ -1,29 +1,36 @@
-"""A language model for lm-evaluation-harness: log-likelihoods of texts, and generation until a stop string.
+"""lm-evaluation-harness: its tasks, with log-likelihoods of texts and generation by a language model.
 
 Weights of another library are evaluated as by the harness's own class for transformers, `HFLM`: with the template and
 the special tokens of their tokenizer. Texts of a run have the tokens that they would have as training data. Importing
-this module imports the library `lm_eval`, which the extra `eval` installs.
+this module imports the library `lm_eval`, which the extra `eval` installs, and which reads environment variables then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import numbers
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from yaml import YAMLError
 
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, first_line_with_type
 from dcvit.inference.generation import Options, Params, cast_params, generate, round_up
 from dcvit.inference.sampling import Sampling
-from dcvit.inference.texts import end_of_text
+from dcvit.inference.texts import LanguageModel, end_of_text
 from dcvit.models.lm import LM, head_kernel, unembed
 from dcvit.models.losses import target_scores
 from dcvit.parallel.sharding import data_mesh, put_batch, replicated
@@ -36,9 +43,54 @@ if TYPE_CHECKING:
     import tokenizers
 
 NEW_TOKENS = 256  # the harness's default for a task without a limit; at most half the model's context
+# Resamples of the bootstrap, for metrics whose standard error has no formula. The harness's 100,000 take minutes.
+RESAMPLES = 1000
 
 Request = tuple[object, list[int], list[int]]  # anything, the tokens of a context, the tokens of its continuation
 Score = tuple[float, bool]  # log p of a continuation, and whether all its tokens are those of the highest logits
+
+
+def evaluate_tasks(
+    model: TemplateLM, names: Sequence[str], include_path: Path | None = None, **options: object
+) -> dict[str, Any]:
+    """Run tasks, groups or tags on a model and return the library's results.
+
+    Task files in the folder `include_path` may run code. `options` are further arguments of `simple_evaluate`.
+
+    Raises:
+      ConfigError: a task is unknown or not supported, or its data is missing.
+    """
+    expected = ImportError, KeyError, OSError, ValueError, require("jinja2").TemplateError, YAMLError
+    try:
+        manager = TaskManager(include_path=include_path and str(include_path))
+        with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
+            results: dict[str, Any] = simple_evaluate(
+                model, tasks=list(names), task_manager=manager, log_samples=False, bootstrap_iters=RESAMPLES, **options
+            )
+        return results
+    except (ConfigError, CheckpointError):
+        raise
+    except expected as e:
+        raise ConfigError(f"lm_eval: {first_line_with_type(e)}") from e
+
+
+def table_rows(results: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+    """Yield a row with the value and its standard error for each task or group, metric and filter."""
+    for task, measures in results["results"].items():
+        for key, value in measures.items():
+            metric, comma, name = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                n = results["n-samples"].get(task, {}).get("effective") or measures.get("sample_len")
+                yield {
+                    "task": task, "metric": metric, "filter": name, "value": _number(value),
+                    "stderr": _number(measures.get(f"{metric}_stderr,{name}")), "n": n,
+                    "num_fewshot": results["n-shot"].get(task),
+                }  # fmt: skip
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -97,31 +149,28 @@ class HarnessModel(TemplateLM):
 
     Args:
       model: the language model.
-      params: its parameters.
-      tokenizer: the tokenizer of its training data, or that of another library's weights, without an `end_of_text`.
-      end_tokens: tokens that end a text, besides those of the tokenizer and the model.
+      tokenizer: the tokenizer, if not the model's own.
       batch_size: rounded up to a multiple of the number of devices, which share a batch.
 
     Raises:
       ConfigError: there is no token with which the harness begins a text.
     """
 
-    def __init__(
-        self, model: LM, params: Params, tokenizer: Tokenizer, *, end_tokens: Sequence[int] = (), batch_size: int = 8
-    ):
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer | None = None, batch_size: int = 8):
         super().__init__()
-        self.net, self.text, self.max_length = model, tokenizer, model.context
+        self.net, self.text, self.max_length = model.module, tokenizer or model.tokenizer, model.module.context
         self.file, begin, end = None, None, None
-        if isinstance(tokenizer, FileTokenizer) and tokenizer.end_of_text is None:
-            self.file, begin, end = open_as_transformers(tokenizer.path)
-        self.ends = [token for token in (end, end_of_text(model, tokenizer), *end_tokens) if token is not None]
+        if model.has_weights and isinstance(self.text, FileTokenizer):
+            self.file, begin, end = open_as_transformers(self.text.path)
+        ends = (end, end_of_text(model.module, self.text), *model.end_tokens)
+        self.ends = [token for token in ends if token is not None]
         self.begins = self.ends if begin is None else [begin]
         if not self.begins:
             raise ConfigError("the tokenizer has no end-of-text token, with which the harness begins a text")
         self.end_text = self.file.id_to_token(self.ends[0]) if self.file and self.ends else None
         self.mesh = data_mesh()
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
-        self.params = jax.device_put(cast_params(model, params), replicated(self.mesh))
+        self.params = jax.device_put(cast_params(model.module, model.params), replicated(self.mesh))
 
     @property
     def eot_token_id(self) -> int:

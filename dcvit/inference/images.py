@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float32
 from scipy.special import logit
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
 from dcvit.hub.open import Opened, thresholds_of
-from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply, facts_of
-from dcvit.models import Params
+from dcvit.inference.model import BATCH, ImageInput, Images, LoadedModel, Tokens, apply
 from dcvit.models.packed_images import PackedImages, image_shape, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
@@ -71,13 +69,11 @@ class ImageModel(LoadedModel):
     kind = "a model of images, not a language model: use `dcvit predict`"
 
     @classmethod
-    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> ImageModel:
-        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
-        assert isinstance(opened.module, ViT)
-        return cls(
-            opened.module, params, pp=opened.preprocessing, class_names=opened.classes,
-            multilabel=opened.is_multilabel, thresholds=thresholds_of(opened), mesh=mesh, **facts_of(opened),
-        )  # fmt: skip
+    def _facts(cls, opened: Opened) -> dict[str, Any]:
+        return {
+            "pp": opened.preprocessing, "class_names": opened.classes, "multilabel": opened.is_multilabel,
+            "thresholds": thresholds_of(opened),
+        }  # fmt: skip
 
     def predict(self, images: Images, topk: int | None = None) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
@@ -164,28 +160,20 @@ def _best(
 
 
 def read_images(
-    files: Sequence[Path], pp: str, on_error: Callable[[str], None]
+    images: Iterable[ImageInput], pp: str, on_error: Callable[[str], None]
 ) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
-    """Yield batches of up to `BATCH` files with their preprocessed images.
+    """Yield batches of the names of up to `BATCH` images with the preprocessed images.
+
+    With the op `patches`, each image is a packed row of its own.
 
     Args:
-      files: the image files.
+      images: paths of files, bytes of files, pictures or arrays.
       pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
-      on_error: called with one line for each file that cannot be read or has another shape than the first.
+      on_error: called with one line for each image that cannot be read or has another shape than the first.
 
     Raises:
       ConfigError: `pp` is empty or does not return float images.
-    """
-    encoded = ((str(file), Path(file).read_bytes) for file in files)
-    return preprocess_images(encoded, pp, on_error)
-
-
-def preprocess_images(
-    images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"] | PackedImages]]:
-    """Yield batches (names, images) as `read_images`, from pairs (name, function that reads the encoded bytes).
-
-    With the op `patches`, each image is a packed row of its own.
+      InputError: an array or a picture is not one of an image.
     """
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
@@ -195,7 +183,7 @@ def preprocess_images(
     batch: list[np.ndarray] = []
     grids: list[np.ndarray] = []  # with the op `patches`
     shape: tuple[int, ...] | None = None
-    for name, read in images:
+    for name, read in (_encoded(i, image) for i, image in enumerate(images)):
         try:
             example = preprocess({"image": read()}, np.random.default_rng(0))
             image = example["image"]
@@ -237,9 +225,8 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
         return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]
     pixels = isinstance(images, np.ndarray) and images.ndim < 4
     single = pixels or isinstance(images, str | bytes | Path | Image.Image)
-    several: Sequence[Any] = [images] if single else images  # type: ignore[assignment]
-    encoded = [_encoded(i, image) for i, image in enumerate(several)]
-    return preprocess_images(encoded, pp, _raise)
+    several: Iterable[ImageInput] = [images] if single else images  # type: ignore[assignment,list-item]
+    return read_images(several, pp, _raise)
 
 
 def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:

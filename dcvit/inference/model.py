@@ -1,6 +1,6 @@
 """Loaded models: a flax module with its parameters, and the methods common to models of images and of text.
 
-`dcvit.load` returns one of the two kinds, `dcvit.inference.images.ImageModel` and
+`load`, which is `dcvit.load`, returns one of the two kinds, `dcvit.inference.images.ImageModel` and
 `dcvit.inference.texts.LanguageModel`.
 """
 
@@ -10,7 +10,9 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -21,17 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
+from ml_collections import ConfigDict
 
 from dcvit.dcmha.backends.xla.reference import AttentionMatrices
-from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError
-from dcvit.hub.open import Opened
+from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, nearest
+from dcvit.hub.open import Opened, open_model
 from dcvit.interpret.activations import Activations, Hook, attention_maps, run_with_cache
 from dcvit.models import Outputs, Params
 from dcvit.models.lm import LM
 from dcvit.models.packed_images import PackedImages
 from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
+from dcvit.parallel.sharding import check_model, make_mesh
 from dcvit.parallel.trees import check_tree, shapes_of
+from dcvit.runs.files import Folder
 from input_pipeline import huggingface
 
 
@@ -52,7 +57,47 @@ ImageInput: TypeAlias = str | Path | bytes | Picture | np.ndarray
 Images: TypeAlias = ImageInput | Iterable[ImageInput]
 Tokens: TypeAlias = str | Sequence[int | np.integer] | np.ndarray | Array  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
+SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
+# Module here and its class, by `model_name`.
+CLASSES = {"vit": ("images", "ImageModel"), "lm": ("texts", "LanguageModel")}
 Result = TypeVar("Result")
+
+
+def load(
+    source: str | Folder,
+    *,
+    config: ConfigDict | None = None,
+    sharding: str | None = None,
+    image_size: int | Sequence[int] | None = None,
+) -> LoadedModel:
+    """Load a trained model; see `dcvit.load`.
+
+    Raises:
+      CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
+      ConfigError: an argument or the config is invalid.
+    """
+    if sharding is not None and sharding not in SHARDINGS:
+        raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
+    size = None if image_size is None else _height_and_width(image_size)
+    opened = open_model(source, config=config, image_size=size)
+    return class_of(opened).of(opened, sharding)
+
+
+def class_of(opened: Opened) -> type[LoadedModel]:
+    """Import and return the class of loaded models of an opened model's kind."""
+    module, name = CLASSES[opened.config.model_name]
+    found: type[LoadedModel] = getattr(importlib.import_module(f"dcvit.inference.{module}"), name)
+    return found
+
+
+def _height_and_width(image_size: object) -> tuple[int, int]:
+    """Return `image_size`, one number or two, as (height, width). Raise ConfigError if it is neither."""
+    numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    try:
+        height, width = map(operator.index, numbers)
+    except (TypeError, ValueError):
+        raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width") from None
+    return height, width
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -143,9 +188,28 @@ class LoadedModel(abc.ABC):
         return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
     @classmethod
+    def of(cls: type[Kind], opened: Opened, sharding: str | None = None) -> Kind:
+        """Load the parameters of an opened model, split over all devices by a strategy of `SHARDINGS` or on the first.
+
+        Raises:
+          CheckpointError: see `dcvit.hub.open.Opened.load_params`.
+          ConfigError: the model is of another kind, or cannot be split.
+        """
+        if (found := class_of(opened)) is not cls:
+            raise ConfigError(f"{opened} is {found.kind}")
+        assert isinstance(opened.module, ViT | LM)
+        mesh = None
+        if sharding is not None:
+            mesh = make_mesh([(SHARDINGS[sharding], -1)])
+            check_model(mesh, opened.module)
+        params, config = opened.load_params(mesh, sharding or "ddp"), json.loads(opened.config.to_json())
+        source = huggingface.title(opened.place)
+        return cls(opened.module, params, config, source=source, mesh=mesh, opened=opened, **cls._facts(opened))
+
+    @classmethod
     @abc.abstractmethod
-    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> LoadedModel:
-        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
+    def _facts(cls, opened: Opened) -> dict[str, Any]:
+        """Return the fields of the class that come from an opened model."""
 
     @abc.abstractmethod
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
@@ -172,21 +236,15 @@ class LoadedModel(abc.ABC):
                 raise ConfigError(str(e)) from None
 
 
+Kind = TypeVar("Kind", bound=LoadedModel)
+
+
 def _rows(values: np.ndarray, batch: np.ndarray | PackedImages) -> Iterable[np.ndarray]:
     """Return the values of each example of a batch, without those of padding after the patches of an image."""
     if not isinstance(batch, PackedImages) or values.ndim < 3:
         return values
     padding = batch.patches.shape[2] - np.prod(batch.grids[:, 0, 0], axis=-1)  # each image is a row of its own
     return [row[: len(row) - count] for row, count in zip(values, padding, strict=True)]
-
-
-def facts_of(opened: Opened) -> dict[str, Any]:
-    """Return fields of the `LoadedModel` of an opened model."""
-    config: dict[str, Any] = json.loads(opened.config.to_json())
-    return {"config": config, "source": huggingface.title(opened.place), "opened": opened}
-
-
-Kind = TypeVar("Kind", bound=LoadedModel)
 
 
 @functools.partial(jax.jit, static_argnums=0)

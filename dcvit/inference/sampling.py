@@ -45,12 +45,8 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], sampling: Sampli
     Args:
       logits: unnormalized log-probabilities.
       keys: one random key per example.
-      sampling: parameters of the distribution.
-
-    Raises:
-      ConfigError: a value of `sampling` is out of its range.
+      sampling: parameters of the distribution, checked.
     """
-    sampling.check()
     logits = logits.astype(jnp.float32)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

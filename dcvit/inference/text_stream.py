@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dcvit.errors import ConfigError
-
 INCOMPLETE = "\ufffd"  # the decoded text of bytes that are not yet a complete character
 
 
@@ -19,16 +17,11 @@ class TextStream:
       decode: a tokenizer's function from tokens to text.
       stop: strings that end the text and are not part of it.
       after: the preceding tokens, whose text is not returned.
-
-    Raises:
-      ConfigError: a stop string is empty.
     """
 
     KEPT = 16  # preceding tokens that are decoded again, because some decoders treat the beginning of a text specially
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), after: Sequence[int] = ()):
-        if not all(stop):
-            raise ConfigError("an empty stop string would end every text before it begins")
         self.decode, self.stop, self.stopped = decode, tuple(stop), False
         self._tokens = self._tail(list(after))
         self._returned = len(self._complete_text())  # characters of the text that were returned or precede it

@@ -7,20 +7,19 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError, InputError
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.open import Opened
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.inference import generation
-from dcvit.inference.model import Images, LoadedModel, Tokens, facts_of
+from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
-from dcvit.models import Params
 from dcvit.models.lm import LM
+from input_pipeline.files import named_errors
 from input_pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 200
@@ -40,6 +39,12 @@ class TextOptions(NamedTuple):
     sampling: Sampling = Sampling()
     seed: int = 0
     stop: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Raise ConfigError if a value is out of its range."""
+        self.sampling.check()
+        if not all(self.stop):
+            raise ConfigError("an empty stop string would end every text before it begins")
 
 
 DEFAULT_OPTIONS = TextOptions()
@@ -68,35 +73,28 @@ class Continuations(NamedTuple):
       texts: one continuation per prompt.
       tokens: the number of generated tokens.
       tokens_per_second: the speed after the first token, so without compilation; None without a second token.
-      positions: the length of the longest prompt with its continuation, in tokens.
     """
 
     texts: list[Continuation]
     tokens: int
     tokens_per_second: float | None
-    positions: int
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Return the given texts, followed by the contents of the given files.
 
     Raises:
-      ConfigError: there is neither a text nor a file, or a text is not valid Unicode.
+      ConfigError: there is neither a text nor a file.
       InputError: a file cannot be read or is not UTF-8.
     """
     if not texts and not files:
         raise ConfigError('give --prompt TEXT or --prompt_file FILE; --prompt "" begins with an end-of-text token')
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"--prompt {text!r} is not valid UTF-8") from None
     prompts = list(texts)
     for file in files:
+        with named_errors(file):
+            content = file.read_bytes()
         try:
-            prompts.append(Path(file).read_bytes().decode())
-        except OSError as e:
-            raise InputError(f"cannot read {file}: {e.strerror}") from None
+            prompts.append(content.decode())
         except UnicodeDecodeError as e:
             raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}") from None
     return prompts
@@ -123,12 +121,9 @@ class LanguageModel(LoadedModel):
     kind = "a language model: use `dcvit generate`"
 
     @classmethod
-    def of(cls, opened: Opened, params: Params, mesh: Mesh | None) -> LanguageModel:
-        """Return the model of an opened one and its parameters, on the devices of `mesh`."""
-        assert isinstance(opened.module, LM)
+    def _facts(cls, opened: Opened) -> dict[str, Any]:
         ends = opened.weights.description.end_tokens if opened.weights else ()
-        tokenizer = functools.partial(open_tokenizer_of, opened)
-        return cls(opened.module, params, open_tokenizer=tokenizer, end_tokens=ends, mesh=mesh, **facts_of(opened))
+        return {"open_tokenizer": functools.partial(open_tokenizer_of, opened), "end_tokens": ends}
 
     def generate(
         self,
@@ -212,8 +207,12 @@ class LanguageModel(LoadedModel):
             add(i, stream.rest())
             ended = "stop" if stream.stopped else "length" if counts[i] == started.max_tokens else "end_of_text"
             results.append(Continuation(prompts[i], texts[i], counts[i], ended))
-        positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
-        return Continuations(results, sum(counts), speed, positions)
+        return Continuations(results, sum(counts), speed)
+
+    @property
+    def has_weights(self) -> bool:
+        """True for weights of another library, whose tokenizer may have a template; False for a run."""
+        return self.opened is not None and self.opened.weights is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -245,21 +244,20 @@ def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
 
 
 class _Started(NamedTuple):
-    """Generation that has begun: its steps, each prompt's text stream and length, and the limit of new tokens."""
+    """Generation that has begun: its steps, each prompt's text stream, and the limit of new tokens."""
 
     steps: Iterator[list[tuple[int, str]]]
     streams: list[TextStream]
-    prompt_lengths: list[int]
     max_tokens: int
 
 
 def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: TextOptions) -> _Started:
     """Return the begun generation for prompts. Raise ConfigError if they or the options do not fit the model."""
+    options.check()
     module = model.module
     encoded = [_encoded(tokenizer, prompt) for prompt in prompts]
     ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
-    lengths = [max(1, len(tokens)) for tokens in encoded]
-    room = module.context - max(lengths, default=1)
+    room = module.context - max([1, *map(len, encoded)])
     max_tokens = max(1, min(DEFAULT_TOKENS, room)) if options.max_tokens is None else options.max_tokens
     streams = [TextStream(tokenizer.decode, options.stop, after=tokens) for tokens in encoded]
     token_options = generation.Options(
@@ -267,4 +265,4 @@ def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], o
         vocab_size=min(tokenizer.vocab_size, module.vocab_size),
     )  # fmt: skip
     steps = generation.generate(module, model.params, encoded, token_options)
-    return _Started(push_steps(steps, streams), streams, lengths, max_tokens)
+    return _Started(push_steps(steps, streams), streams, max_tokens)

@@ -14,7 +14,6 @@ import jax
 from dcvit.config.values import defaults
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, nearest
 from dcvit.evaluators import multilabel as multilabels
-from dcvit.hub.evaluate import open_evaluators
 from dcvit.hub.open import Opened
 from dcvit.models.trees import param_shapes
 from dcvit.pages.html import check_path
@@ -24,6 +23,8 @@ from dcvit.parallel import multihost
 from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.runs.identity import is_free
 from dcvit.runs.thresholds import Thresholds, write
+from dcvit.runs.workdir import numbered
+from dcvit.training.evaluation import open_evaluators
 from dcvit.versions import __version__
 
 LOG = logging.getLogger(__name__)
@@ -59,12 +60,12 @@ def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(trained, evaluators, thresholds)
     observed = observe(evaluators) if report else {}
-    multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
+    multihost.agree({"evaluations": list(evaluators), "examples": [len(e.data.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     first, *others = evaluators.values()
-    params = trained.load_params(mesh, strategy, first.example)
+    params = trained.load_params(mesh, strategy, first.data.example)
     for evaluator in others:
-        expected = shapes_of(param_shapes(trained.module, evaluator.example))
+        expected = shapes_of(param_shapes(trained.module, evaluator.data.example))
         check_tree(shapes_of(params), expected, str(trained))
     shared = {
         "model": trained.label,
@@ -135,13 +136,12 @@ def _report(
         several = isinstance(evaluator, multilabels.Evaluator)
         if name not in observed and not several:
             continue
-        names = evaluator.source.class_names or ()
         found = Evaluation(
             name=name,
             row=by_name[name],
-            class_names=[*names, *map(str, range(len(names), trained.num_outputs))],
+            class_names=numbered(evaluator.data.source.class_names or (), trained.num_outputs),
             options=json.loads(trained.config.evals[name].to_json()),
-            describe=evaluator.source.describe,
+            describe=evaluator.data.source.describe,
             outcomes=observed.get(name),
             labels=evaluator.classes if several else (),
             thresholds_from=evaluator.thresholds_from if several else "",

@@ -70,7 +70,7 @@ def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
     found: dict[str, Outcomes] = {}
     for name, evaluator in evaluators.items():
         if isinstance(evaluator, classification.Evaluator):
-            found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.loss == "sigmoid_xent")
+            found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.options.loss == "sigmoid_xent")
     if not found and not any(isinstance(evaluator, multilabel.Evaluator) for evaluator in evaluators.values()):
         raise ConfigError("--report needs an evaluator of type 'classification' or 'multilabel' in config.evals")
     return found

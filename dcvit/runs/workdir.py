@@ -144,9 +144,14 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise ConfigError(f"cannot read class_names of {path}: {e}") from None
     if names is None or not num_classes:
-        return [str(i) for i in range(num_classes)]
+        return numbered((), num_classes)
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"class_names in {path} should be a list of class names")
     if len(names) > num_classes:
         raise ConfigError(f"{path} names {len(names)} classes, the config has {num_classes}")
+    return numbered(names, num_classes)
+
+
+def numbered(names: Sequence[str], num_classes: int) -> list[str]:
+    """Return a name for each class: the given ones, and the numbers of the classes after them."""
     return [*names, *map(str, range(len(names), num_classes))]

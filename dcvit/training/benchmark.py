@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from dcvit.dcmha import plan
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import first_line
-from dcvit.hub.evaluate import predictor
 from dcvit.models import Params
 from dcvit.models.flops import forward_flops
 from dcvit.parallel import multihost, runtime, topologies
@@ -25,6 +24,7 @@ from dcvit.parallel.sharding import batch_sharding, shardings, with_shardings
 from dcvit.runs.progress import stage
 from dcvit.training import kernels, memory
 from dcvit.training.aot import trace
+from dcvit.training.evaluation import predictor
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, init_params, initial_state, step_flops
 from dcvit.training.timing import interleaved

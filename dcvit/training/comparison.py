@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import statistics
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dcvit import evaluators
 from dcvit.config import values
 from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError, MetricsError, escaped, first_line_with_type, nearest
-from dcvit.hub.evaluate import TYPES
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder
 from dcvit.runs.lock import is_locked
@@ -103,12 +102,12 @@ def _read(workdir: Folder) -> RecordedRun:
 
 def _lower_is_better(evals: Mapping[str, object]) -> list[str]:
     """Return the metrics "EVALUATOR/METRIC" of `config.evals` of which a lower value is better."""
-    known, found = [kind for kinds in TYPES.values() for kind in kinds], []
+    found = []
     for name, options in evals.items():
         kind = options.get("type") if isinstance(options, dict) else None
-        if kind in known:
-            evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
-            found += [f"{name}/{metric}" for metric in evaluator.lower_is_better]
+        if kind in evaluators.NAMES:
+            lower = evaluators.module_of(kind, name).Evaluator.lower_is_better
+            found += [f"{name}/{metric}" for metric in lower]
     return found
 
 

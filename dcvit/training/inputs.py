@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config.keys import INPUT_KEYS, OWN_TOKENIZER
 from dcvit.errors import ConfigError, check_call, nearest
-from dcvit.hub.data import check_data, corrupt_hint
 from dcvit.hub.open import TOKENIZER, stored_tokenizer, trains_tokenizer
 from dcvit.models.packed_images import PLACES, image_shape
 from dcvit.parallel.mesh import BATCH
@@ -23,6 +22,7 @@ from dcvit.parallel.sharding import batch_shards
 from dcvit.runs.files import Folder
 from dcvit.runs.progress import stage
 from dcvit.runs.steps import saved_steps
+from dcvit.training.evaluation import check_data, corrupt_hint
 from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.preprocess.packing import Packing, place
 from input_pipeline.text.train_tokenizer import train_tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
-from dcvit.inference import loading
+from dcvit.inference import model
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
 from dcvit.parallel.trees import flattened
@@ -42,7 +42,7 @@ class TrainingRun:
 
     def load(self) -> ImageModel | LanguageModel:
         """Load the model of the latest checkpoint; see `dcvit.load`."""
-        return loading.load(str(self.workdir))  # type: ignore[return-value]
+        return model.load(str(self.workdir))  # type: ignore[return-value]
 
 
 def train(

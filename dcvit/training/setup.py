@@ -21,14 +21,14 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config.load import load
 from dcvit.dcmha.plan import fused_only
-from dcvit.hub.data import open_source, with_tokenizer
-from dcvit.hub.evaluate import make_evaluators, mesh_of, predictor
 from dcvit.hub.kinds import make_model
+from dcvit.hub.tokenizers import with_tokenizer
 from dcvit.models import Params
 from dcvit.models.packed_images import check_packed
 from dcvit.models.trees import param_shapes
 from dcvit.parallel.sharding import Strategy, check_context
 from dcvit.runs.files import Folder
+from dcvit.training.evaluation import make_evaluators, mesh_of, open_source, predictor
 from dcvit.training.inputs import TrainingData, check_batch, own_tokenizer, read_input
 from dcvit.training.model import make_loader, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
@@ -150,6 +150,6 @@ def _evaluators_of_training(
     evaluators = make_evaluators(config, predictor(model.module), model.mesh)
     for name, evaluator in evaluators.items():
         task.check_evaluator(evaluator, source, f"config.evals.{name}")
-    for example in {evaluator.example for evaluator in evaluators.values()} - {task.example}:
+    for example in {evaluator.data.example for evaluator in evaluators.values()} - {task.example}:
         param_shapes(model.module, example)  # rows may be longer than those of training, or too long
     return evaluators

@@ -32,14 +32,14 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config.values import replaced, with_classes
 from dcvit.errors import ConfigError
-from dcvit.hub.data import as_text, image_example, text_example, tokenizer_of
-from dcvit.hub.evaluate import check_loss
 from dcvit.hub.kinds import kind_of, require, with_text
+from dcvit.hub.tokenizers import tokenizer_of
 from dcvit.models import Outputs, Params, lm, losses, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
 from dcvit.training import balance
 from dcvit.training.augment import Augmentation
 from dcvit.training.distillation import TEACHER, Distillation, heads_of, make_distillation
+from dcvit.training.evaluation import check_loss, check_text, image_example, text_example
 from dcvit.training.inputs import check_packing, check_predict, packing_of
 from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.preprocess.builder import decoded_as
@@ -127,10 +127,10 @@ class ImageTask:
 
         Class names must be equal or entirely different: names that are partly the same indicate another numbering.
         """
-        shape, expected = evaluator.example.shape[1:], self.example.shape[1:]
+        shape, expected = evaluator.data.example.shape[1:], self.example.shape[1:]
         if shape != expected:
             raise ConfigError(f"{what}.pp yields images of {shape}, training of {expected}")
-        ours, theirs = source.class_names or (), evaluator.source.class_names or ()
+        ours, theirs = source.class_names or (), evaluator.data.source.class_names or ()
         if evaluator.target[1] and ours != theirs and set(ours) & set(theirs):
             differing = sorted(set(ours) ^ set(theirs)) or ["their order"]
             raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
@@ -209,15 +209,14 @@ class TokenTask:
             raise ConfigError("config.distill is for images")
         if config.loss != "softmax_xent":
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
-        example = text_example(source, config, "config.input.data")
-        text = as_text(source, config, "config.input.data")
+        text = check_text(source, config, "config.input.data")
         config = with_text(config, text.vocab_size, text.context, text.end_of_text)
         context = config.model.context
         if context < text.context:
             raise ConfigError(f"config.model.context={context} is less than the data's {text.context}")
         fields = {"vocab_size": config.vocab_size, "context": context, "end_of_text": config.model.get("end_of_text")}
         pp, rate = config.input.get("pp", ""), ("tok/s", text.context)
-        return cls(example, fields, pp, rate, config.loss_chunk, config.z_loss), config
+        return cls(text_example(text), fields, pp, rate, config.loss_chunk, config.z_loss), config
 
     @staticmethod
     def stand_in(config: ConfigDict) -> tuple[Source, ConfigDict]:
@@ -235,7 +234,7 @@ class TokenTask:
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raise ConfigError if the documents of an evaluator end with another token than those of training."""
-        ends = cast(TokenSource, source).end_of_text, evaluator.source.end_of_text
+        ends = cast(TokenSource, source).end_of_text, evaluator.data.source.end_of_text
         if None not in ends and ends[0] != ends[1]:
             raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
 

@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "timm": timm_vit,  # before the original DINOv2, which has some of its names
     **vit_families.ROWS,
 }
+UNSTATED = ("big_vision",)  # families whose files do not state the activation and the preprocessing of their model
 
 
 class Weights(NamedTuple):
@@ -156,6 +157,11 @@ def recognized(file: WeightsFile) -> Weights:
     with errors_name_file(path):
         example(description, params)  # checks the size of the images
     return Weights(path, name, description, params)
+
+
+def stated(file: WeightsFile) -> Weights | None:
+    """Return the weights with the model that a file states; None for unknown tensors, and for families `UNSTATED`."""
+    return None if family_of(file) in ("", *UNSTATED) else recognized(file)
 
 
 def verified(weights: Weights) -> Weights:

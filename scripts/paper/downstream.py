@@ -18,8 +18,8 @@ from paper.runs import CONTEXT, METRIC, cells, decision, minus, settings
 from paper.table import Table, bars
 
 from dcvit import lm_eval
-from dcvit.hub.data import open_tokenizer_of
 from dcvit.hub.open import open_model
+from dcvit.inference.texts import LanguageModel
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import workdir_of
 from input_pipeline.text.stdlib import Source
@@ -122,11 +122,10 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
     """Return the results of lm-evaluation-harness for a trained run, in percent; they are stored in its workdir."""
 
     def compute() -> dict[str, float]:
-        from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
+        from dcvit.inference import harness  # imports lm_eval, which reads the variables of `prepare`
 
-        opened = open_model(workdir)
-        model = HarnessModel(opened.module, opened.load_params(), open_tokenizer_of(opened), batch_size=64)
-        results = lm_eval.evaluate_tasks(model, (CLOZE, CHOICE), include_path=tasks)["results"]
+        model = harness.HarnessModel(LanguageModel.of(open_model(workdir)), batch_size=64)
+        results = harness.evaluate_tasks(model, (CLOZE, CHOICE), include_path=tasks)["results"]
         return {
             "cloze": 100 * results[CLOZE]["acc,none"], "choice": 100 * results[CHOICE]["acc_norm,none"],
             "log2 perplexity": math.log2(results[CLOZE]["perplexity,none"]),

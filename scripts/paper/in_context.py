@@ -15,14 +15,14 @@ from paper.runs import Run, cells, decision, minus, settings
 from paper.table import Table, bars, curves, maps
 
 from dcvit.errors import ConfigError
-from dcvit.hub.data import open_tokenizer_of
-from dcvit.hub.evaluate import open_evaluators
 from dcvit.hub.open import Opened, open_model
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import captured_variance, circuits, pair_terms
 from dcvit.models.lm import LM
 from dcvit.pages.evaluation import evaluate
 from dcvit.runs.seeds import workdir_of
+from dcvit.training.evaluation import open_evaluators
 from input_pipeline.text.synthetic import Source
 from input_pipeline.text.synthetic_tasks import TASKS
 
@@ -140,7 +140,7 @@ def find_case(folder: Path, seeds: Sequence[int], steps: int) -> Case:
         only = correct(composed) & ~correct(plain)
         if only.any():
             row, number = divmod(int(np.argmax(only)), SHOTS + 1)
-            example = open_evaluators(composed).evaluators["validation"].source[row]
+            example = open_evaluators(composed).evaluators["validation"].data.source[row]
             tokens = example["tokens"][: np.flatnonzero(example["is_target"])[number] + 1].tolist()
             *words, answer = (open_tokenizer_of(composed).decode([token]).strip() for token in tokens)
             model, params = composed.module, composed.load_params()

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from dcvit import cli
+from dcvit import cli, process
 from dcvit.__main__ import COMMANDS, dispatch
 from dcvit.config import keys
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError
@@ -97,11 +97,11 @@ def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
         logging.getLogger("another").error("not printed by this handler")
         return 0
 
-    before = [logging.getLogger(name).handlers[:] for name in cli.LOGGERS]
+    before = [logging.getLogger(name).handlers[:] for name in process.LOGGERS]
     assert cli.run(log, []) == 0
     err = capsys.readouterr().err.replace("not printed by this handler\n", "")
     assert err == "a line of dcvit\na line of input_pipeline\n"
-    assert [logging.getLogger(name).handlers for name in cli.LOGGERS] == before
+    assert [logging.getLogger(name).handlers for name in process.LOGGERS] == before
 
 
 def test_messages_are_one_printable_line(capsys):

@@ -19,9 +19,7 @@ from harness_library import END, direct, harness_library, made  # noqa: F401
 
 from dcvit import cli
 from dcvit import lm_eval as command
-from dcvit.inference import loading
 from dcvit.inference.texts import LanguageModel
-from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
 
@@ -70,12 +68,12 @@ def refuse(*arguments):
 @pytest.fixture
 def call(one, monkeypatch, capsys):
     """Run the command on the small model and the local tasks only; return (exit status, stdout, stderr)."""
-    import lm_eval.tasks
+    from dcvit.inference import harness
 
-    manager = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
-    opened = LanguageModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
-    monkeypatch.setattr(loading, "open_model", lambda *options: opened)
+    manager = harness.TaskManager
+    monkeypatch.setattr(harness, "TaskManager", lambda **options: manager(**options, include_defaults=False))
+    monkeypatch.setattr(cli, "open_model", lambda *options: None)
+    monkeypatch.setattr(LanguageModel, "of", lambda opened: one.loaded)
     monkeypatch.setattr(cli, "check_model", lambda *options: None)
     for holder, name in ((socket.socket, "connect"), (socket.socket, "bind"), (socket, "getaddrinfo")):
         monkeypatch.setattr(holder, name, refuse)
@@ -129,7 +127,7 @@ def test_task_files_may_run_code(folder, call):
     [
         (["color"], "'color' is not a registered task"),
         (["sly"], "'nothing' is undefined"),
-        (["words", "--limit", "0"], "--limit 0: should be 1 or more"),
+        (["words", "--limit", "0"], "--limit: 0 should be an integer, 1 or more"),
         (["words", "--allow_code"], "unknown option --allow_code; removed in 0.3.0"),
     ],
 )
@@ -150,8 +148,9 @@ sys.addaudithook(audit)
 from dcvit import errors, lm_eval
 lm_eval.prepare(online=False)
 from lm_eval.models.dummy import DummyLM
+from dcvit.inference import harness
 try:
-    lm_eval.evaluate_tasks(DummyLM(), ["piqa"])
+    harness.evaluate_tasks(DummyLM(), ["piqa"])
 except errors.ConfigError as e:
     print(e)
 """

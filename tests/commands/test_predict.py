@@ -19,9 +19,9 @@ import input_pipeline
 from dcvit import predict
 from dcvit.cli import run
 from dcvit.config import values
-from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.inference import images as inference
+from dcvit.training.evaluation import predictor
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -55,7 +55,7 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(digits_workdi
     config = values.read_json(digits_workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
     params = jax.tree.map(jnp.asarray, load_params(digits_workdir))
-    logits = hub_evaluate.predictor(kinds.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
+    logits = predictor(kinds.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
     for i in range(0, len(rows), 3):

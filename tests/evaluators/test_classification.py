@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, look_up, mesh_of, numbered
+from sources import ListSource, evaluation_data, look_up, mesh_of, numbered
 
-import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
 
 CLASSES = 10
@@ -32,23 +31,15 @@ def by_hand(present=slice(None), every=LABELS):
 PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
 
 
-def evaluator(devices=1, **options):
-    return Evaluator(look_up, mesh_of(devices), Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
-
-
-def set_source(monkeypatch, labels, **options):
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(numbered(labels), **options))
-
-
-@pytest.fixture(autouse=True)
-def _source(monkeypatch):
-    set_source(monkeypatch, LABELS)
+def evaluator(labels=LABELS, devices=1, unreadable=(), **options):
+    data = evaluation_data(ListSource(numbered(labels), unreadable), mesh_of(devices), "skip" if unreadable else "fail")
+    return Evaluator(look_up, data, Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "devices"), [(7, 1), (64, 8)])
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
-    got = evaluator(devices, batch_size=batch).run(PARAMS)
+    got = evaluator(LABELS, devices, batch_size=batch).run(PARAMS)
     expected = by_hand()
     assert got["n"] == expected["n"]
     assert got["top1"] == expected["top1"]
@@ -56,10 +47,11 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
-    set_source(monkeypatch, [np.array([i % 4]) for i in range(9)])
+def test_top_5_is_left_out_with_five_or_fewer_classes():
     table = TABLE[:9, :4]
-    built = evaluator(pp=PP.replace("10", "4"), batch_size=4, loss="sigmoid_xent")
+    built = evaluator(
+        [np.array([i % 4]) for i in range(9)], pp=PP.replace("10", "4"), batch_size=4, loss="sigmoid_xent"
+    )
     got = built.run({"table": jnp.asarray(table)})
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
@@ -68,11 +60,10 @@ def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
     assert got["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_present_classes_only_excludes_all_other_classes(monkeypatch):
+def test_present_classes_only_excludes_all_other_classes():
     """Published results on ImageNet-A and -R, which have 200 of 1000 classes, are computed in this way."""
     labels = [np.array([(2, 5, 7)[i % 3]]) for i in range(23)]
-    set_source(monkeypatch, labels)
-    got, expected = evaluator(present_classes_only=True).run(PARAMS), by_hand([2, 5, 7], labels)
+    got, expected = evaluator(labels, present_classes_only=True).run(PARAMS), by_hand([2, 5, 7], labels)
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
     assert got["top1"] > by_hand(every=labels)["top1"]
@@ -80,17 +71,16 @@ def test_present_classes_only_excludes_all_other_classes(monkeypatch):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
+def test_mean_recall_shows_a_model_that_predicts_one_class():
     """Its top-1 accuracy is the share of that class, however large."""
-    set_source(monkeypatch, [np.array([0 if i < 20 else i - 19]) for i in range(23)])
+    labels = [np.array([0 if i < 20 else i - 19]) for i in range(23)]
     table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
-    got = evaluator().run(table)
+    got = evaluator(labels).run(table)
     assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
 
 
 @pytest.mark.slow
-def test_skipped_examples_do_not_count(monkeypatch, caplog):
-    set_source(monkeypatch, LABELS, corrupt=(0, 9))
-    got = evaluator(corrupt="skip").run(PARAMS)
+def test_skipped_examples_do_not_count(caplog):
+    got = evaluator(unreadable=(0, 9)).run(PARAMS)
     assert got["n"] == 20
     assert "skipped example 9: bad bytes" in caplog.messages

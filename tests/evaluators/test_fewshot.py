@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, mesh_of, numbered
+from sources import ListSource, evaluation_data, mesh_of, numbered
 
 import input_pipeline
 from dcvit.errors import ConfigError
@@ -39,7 +39,8 @@ def evaluate(table=TABLE, devices=1, **options):
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
     options = {"data": {"kind": "train"}, "test_data": {"kind": "test"}, "batch_size": 64, "pp": PP, **options}
-    evaluator = Evaluator(predict, mesh_of(devices), Options(**options))
+    data = evaluation_data(input_pipeline.open_source(kind="train"), mesh_of(devices), options.get("corrupt", "fail"))
+    evaluator = Evaluator(predict, data, Options(**options))
     return evaluator.run({"table": jnp.asarray(table)})
 
 
@@ -111,11 +112,8 @@ def test_unreadable_examples_do_not_count(sources, caplog):
     assert "skipped example 5: bad bytes" in caplog.messages
 
 
-def test_nested_representation_is_flattened(sources):
+def test_nested_representation_is_flattened_and_an_unknown_one_is_an_error(sources):
     assert evaluate(representation="encoder/pre_ln", shots=(5,)) == evaluate(shots=(5,))
-
-
-def test_error_names_an_unknown_representation(sources):
     with pytest.raises(ConfigError, match=r"'encoder/preln'; did you mean 'encoder/pre_ln'"):
         evaluate(representation="encoder/preln")
 
@@ -138,6 +136,7 @@ def test_features_of_padding_are_refused(monkeypatch):
 
     pp = "patches(1, 16)|value_range(0, 255)|keep('image', 'grid', 'label')"
     options = {"data": {}, "test_data": {}, "shots": (2,), "batch_size": 12, "pp": pp}
-    assert Evaluator(predict, mesh_of(1), Options(**options)).run({})["n"] == 12
+    data = evaluation_data(ListSource(examples))
+    assert Evaluator(predict, data, Options(**options)).run({})["n"] == 12
     with pytest.raises(ConfigError, match="'encoded' is of each token, with padding of the op patches: choose one of"):
-        Evaluator(predict, mesh_of(1), Options(**options, representation="encoded")).run({})
+        Evaluator(predict, data, Options(**options, representation="encoded")).run({})

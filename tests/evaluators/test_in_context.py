@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import ListSource, mesh_of
+from sources import ListSource, evaluation_data, mesh_of
 
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
@@ -59,22 +59,16 @@ def expected(rows):
     return found
 
 
-@pytest.fixture
-def evaluator(monkeypatch):
-    def build(batch_size, devices):
-        source = ListSource(make_rows())
-        source.task_names = TASKS
-        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: source)
-        return in_context.Evaluator(
-            predict, mesh_of(devices), in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
-        )
-
-    return build
+def evaluator(batch_size, devices):
+    source = ListSource(make_rows())
+    source.task_names = TASKS
+    options = in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
+    return in_context.Evaluator(predict, evaluation_data(source, mesh_of(devices)), options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "devices"), [(5, 1), (3, 8)])
-def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices, monkeypatch):
+def test_metrics_are_those_of_counting_row_by_row(batch_size, devices, monkeypatch):
     monkeypatch.setattr(losses, "POSITIONS", 5)  # does not divide the length
     built = evaluator(batch_size, devices)
     metrics = built.run(PARAMS)
@@ -89,7 +83,7 @@ def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices
     assert metrics.keys() == {*built.metrics}
 
 
-def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
+def test_rows_have_every_task_and_number_of_shots_that_occurs():
     built = evaluator(4, 1)
     rows = built.rows("val", built.run(PARAMS), nn.Dense(1))
     assert [row["evaluation"] for row in rows] == ["val", "val/first", "val/second", "val/0-shot", "val/1-shot"]

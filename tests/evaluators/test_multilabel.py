@@ -6,14 +6,13 @@ import pytest
 from ml_collections import ConfigDict
 from scipy.special import expit
 from sklearn import metrics
-from sources import ListSource, look_up, mesh_of
+from sources import ListSource, evaluation_data, look_up, mesh_of
 
-import input_pipeline
 from dcvit.config import load as configs
 from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
 from dcvit.evaluators.multilabel import Evaluator, Options, best_thresholds, measures
-from dcvit.hub.evaluate import make_evaluators
+from dcvit.training.evaluation import make_evaluators
 
 N, CLASSES = 61, 5
 RNG = np.random.default_rng(0)
@@ -27,11 +26,11 @@ PARAMS = {"table": jnp.asarray(LOGITS)}
 THRESHOLDS = (0.3, 0.5, 0.2, 0.6, 0.5)
 
 
-def evaluator(monkeypatch, labels, devices=1, **options):
+def evaluator(labels, devices=1, **options):
     examples = [{"image": np.full((1, 1, 1), i, np.uint8), "labels": row} for i, row in enumerate(labels)]
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: ListSource(examples))
     pp = "value_range(0, 255)|keep('image', 'labels')"
-    return Evaluator(look_up, mesh_of(devices), Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
+    data = evaluation_data(ListSource(examples), mesh_of(devices))
+    return Evaluator(look_up, data, Options(**{"data": {}, "pp": pp, "batch_size": 16, **options}))
 
 
 def expected(labels, thresholds):
@@ -59,8 +58,8 @@ def expected(labels, thresholds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("labels", "batch", "devices"), [(LABELS, 7, 1), (MASKED, 64, 1), (MASKED, 24, 8)])
-def test_measures_equal_those_of_scikit_learn(monkeypatch, labels, batch, devices):
-    built = evaluator(monkeypatch, labels, devices, batch_size=batch, thresholds=THRESHOLDS)
+def test_measures_equal_those_of_scikit_learn(labels, batch, devices):
+    built = evaluator(labels, devices, batch_size=batch, thresholds=THRESHOLDS)
     got = built.run(PARAMS)
     rows, overall = expected(labels, THRESHOLDS)
     assert got == pytest.approx(overall, rel=1e-6)
@@ -96,25 +95,26 @@ def test_logits_of_probability_one_are_predicted_together_or_not_at_all():
     assert measures(*arrays, [1.0])[0].predictions == 0
 
 
-def test_set_thresholds_change_the_result_without_another_pass(monkeypatch):
-    built = evaluator(monkeypatch, MASKED)
+def test_set_thresholds_change_the_result_without_another_pass():
+    built = evaluator(MASKED)
     first = built.run(PARAMS)
-    built.source = None
+    built.data = None
     built.set_thresholds(THRESHOLDS, "")
     assert built.result() == pytest.approx(expected(MASKED, THRESHOLDS)[1], rel=1e-6)
     assert built.result()["mean_ap"] == first["mean_ap"]
 
 
-def test_another_loss_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"):
-        evaluator(monkeypatch, LABELS, loss="softmax_xent")
-
-
-def test_another_number_of_thresholds_is_refused():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "softmax_xent"}, r"type='multilabel' is for loss='sigmoid_xent', not 'softmax_xent'"),
+        ({"thresholds": [0.5] * 10}, r"evals.test.thresholds has 10 number\(s\), but there are 12 classes"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(options, message):
     pp = "value_range(-1, 1)|onehot(12)|keep('image', 'labels')"
     data = {"kind": "digits", "split": "test", "limit": 4}
-    options = {"type": "multilabel", "data": data, "pp": pp, "thresholds": [0.5] * 10}
+    evals = {"test": {"type": "multilabel", "data": data, "pp": pp, **options}}
     config = configs.load("vit_digits", ["num_classes=12", "loss=sigmoid_xent"])
-    config = replaced(config, evals=ConfigDict({"test": options}))
-    with pytest.raises(ConfigError, match=r"config.evals.test.thresholds has 10 number\(s\), but there are 12 classes"):
-        make_evaluators(config, look_up, mesh_of(8))
+    with pytest.raises(ConfigError, match=message):
+        make_evaluators(replaced(config, evals=ConfigDict(evals)), look_up, mesh_of(8))

@@ -10,22 +10,24 @@ import conversion_models
 import corpora
 import numpy as np
 import pytest
+from sources import evaluation_data
 from trained_workdirs import TEXT
 from training_runs import nats, perturbed_params, small_lm_setup
 
 import dcvit
+import input_pipeline
 from dcvit import cli, errors, evaluate
 from dcvit.config import load as configs
 from dcvit.config import values
 from dcvit.evaluators.perplexity import Evaluator, Options
-from dcvit.hub.data import open_tokenizer_of
-from dcvit.hub.evaluate import predictor
 from dcvit.hub.kinds import make_model
 from dcvit.hub.open import Opened, open_model
 from dcvit.hub.source import find
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
 from dcvit.runs.thresholds import Thresholds, write
+from dcvit.training.evaluation import predictor
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -37,13 +39,18 @@ def small_model():
     return setup.model.module, perturbed_params(setup)
 
 
+def perplexity_of(net, options):
+    data = evaluation_data(input_pipeline.open_source(**options.data), sharding.data_mesh())
+    return Evaluator(predictor(net), data, options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [7, 16])
 def test_perplexity_is_exact_for_every_batch_size(batch_size):
     net, params = small_model()
     data = {"kind": "stdlib", "split": "validation", "context": 24, "limit": 21}
     options = Options(data=data, batch_size=batch_size, loss_chunk=10)
-    evaluator = Evaluator(predictor(net), sharding.data_mesh(), options)
+    evaluator = perplexity_of(net, options)
     rows = [evaluator.source[i] for i in range(21)]
     tokens, counted = (np.stack([row[key] for row in rows]) for key in ("tokens", "is_target"))
     tokens[5, 11] = tokens[7, 3] = 256  # end documents
@@ -67,7 +74,7 @@ def test_only_the_target_span_counts(tmp_path):
     (tmp_path / "flan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     net, params = small_model()
     options = Options(data={"kind": "spans", "path": str(tmp_path / "flan.jsonl"), "context": 24})
-    evaluator = Evaluator(predictor(net), sharding.data_mesh(), options)
+    evaluator = perplexity_of(net, options)
     total = 0.0
     for line in lines:
         tokens = np.array([*(line["inputs"] + line["targets"]).encode(), 256])[None]
@@ -109,8 +116,10 @@ def test_a_loaded_image_model_imports_nothing_for_text_data_or_evaluation():
     names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     names = [name for name in names if name.split(".")[0] in ("dcvit", "input_pipeline")]
     unneeded = "dcvit.evaluators", "dcvit.training", "dcvit.inference.texts", "dcvit.config.load", "input_pipeline.text"
-    assert [name for name in names if name.startswith((*unneeded, "dcvit.hub.data", "dcvit.weights.export"))] == []
-    assert len(names) <= 123
+    assert [
+        name for name in names if name.startswith((*unneeded, "dcvit.hub.tokenizers", "dcvit.weights.export"))
+    ] == []
+    assert len(names) <= 112
 
 
 def test_thresholds_beside_weights_decide_what_is_predicted(tmp_path):

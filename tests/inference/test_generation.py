@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from language_models import DC, GPT3, LLAMA, VOCAB, chain_model, random_model
+from language_models import DC, GPT3, LLAMA, VOCAB, chain_model, complete, random_model
 
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.inference import generation
-from dcvit.inference.generation import Options, complete, generate
+from dcvit.inference.generation import Options, generate
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
 

@@ -9,6 +9,7 @@ import pytest
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip('lm_eval is not installed: pip install "dcvit[eval]"', allow_module_level=True)
 
+import corpora
 from foreign_models import libraries, with_random_weights
 from harness_library import CONTEXT, END, MODELS, TINY, direct, harness_library, made  # noqa: F401
 
@@ -16,8 +17,9 @@ import dcvit
 from dcvit.errors import ConfigError
 from dcvit.inference.generation import Options
 from dcvit.inference.sampling import Sampling
+from dcvit.inference.texts import LanguageModel
 from dcvit.models import lm
-from input_pipeline.text.tokenizer import ByteTokenizer
+from input_pipeline.text.tokenizer import ByteTokenizer, FileTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
 
@@ -138,7 +140,7 @@ def test_weights_of_transformers_are_evaluated_as_by_the_harness(kind, tmp_path)
     # The library's cache scores a short continuation at the place of a longer one with the same tokens before it.
     theirs = HFLM(str(tmp_path), device="cpu", batch_size=1, logits_cache=False)
     loaded = dcvit.load(tmp_path)
-    ours = HarnessModel(loaded.module, loaded.params, loaded.tokenizer, end_tokens=loaded.end_tokens)
+    ours = HarnessModel(loaded)
 
     pairs = requests(
         ("", "the fox"), ("", f"{begin}the"), ("a", " b"), ("the ", "fox"), ("the fox  ", " é"), ("漢", "字"),
@@ -176,6 +178,21 @@ def test_the_models_end_of_text_replaces_a_missing_one_of_the_tokenizer():
 
     tokenizer = ByteTokenizer()
     tokenizer.end_of_text = None
-    assert HarnessModel(lm.Model(257, **TINY, end_of_text=3), {}, tokenizer).eot_token_id == 3
+    with_end, without = (
+        LanguageModel(lm.Model(257, **TINY, **fields), {}, {}, open_tokenizer=lambda path: tokenizer)
+        for fields in ({"end_of_text": 3}, {})
+    )
+    assert HarnessModel(with_end).eot_token_id == 3
     with pytest.raises(ConfigError, match="no end-of-text token"):
-        HarnessModel(lm.Model(257, **TINY), {}, tokenizer)
+        HarnessModel(without)
+
+
+def test_the_tokenizer_of_a_run_is_not_taken_for_that_of_weights_if_it_has_no_end_of_text(tmp_path):
+    """Then the texts would get special tokens and a template that the training data did not have."""
+    from dcvit.inference.harness import HarnessModel
+
+    corpora.train_tokenizer(tmp_path / "tokenizer.json")
+    found = FileTokenizer(str(tmp_path / "tokenizer.json"), end_of_text=None)
+    run = LanguageModel(lm.Model(1000, **TINY, end_of_text=3), {}, {}, open_tokenizer=lambda path: found)
+    text = "<|endoftext|>"
+    assert HarnessModel(run).tok_encode(text) == found.encode(text)

@@ -105,13 +105,10 @@ def test_commands_take_one_option(digits_workdir, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-def test_a_bad_size_is_one_line(digits_workdir, capsys):
+def test_a_bad_size_is_one_line(digits_workdir, lm_workdir, capsys):
     for main, more in ((evaluate.main, []), (predict.main, [str(SEVEN)])):
         assert cli.run(main, ["--workdir", str(digits_workdir), *more, "--image-size", "13"]) != 0
         (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
         assert "image_size=13x13: patches of 4x4 do not divide it" in line
-
-
-def test_language_models_have_no_images(lm_workdir):
     with pytest.raises(ConfigError, match="image_size=16x16 is for models of images"):
         dcvit.load(lm_workdir, image_size=16)

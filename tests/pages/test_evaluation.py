@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from small_models import param_shapes
+from sources import ListSource, evaluation_data
 
 from dcvit.config import load as configs
 from dcvit.hub.kinds import make_model
@@ -16,8 +16,7 @@ from dcvit.parallel import sharding
 class CountEvaluator:
     """An evaluator with given columns, whose rows lack one of them."""
 
-    source = ()
-    example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
+    data = evaluation_data(ListSource([]), shape=(1, 8, 8, 1))
 
     def __init__(self, *columns):
         self.columns = columns

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from report_examples import source_of
 from sklearn import metrics
-from sources import look_up
+from sources import evaluation_data, look_up
 
-import input_pipeline
 from dcvit.evaluators.classification import Evaluator, Options
 from dcvit.pages.outcomes import BINS, MISTAKES, Outcomes
 from dcvit.parallel.sharding import make_mesh
@@ -30,11 +29,12 @@ TABLE[:, 4] -= 20  # never predicted
 ONE, EIGHT = {"data": 1}, {"data": 8}
 
 
-def observed(monkeypatch, axes, batch, loss="softmax_xent"):
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: source_of(LABELS))
+def observed(axes=ONE, batch=32, loss="softmax_xent"):
     pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
     mesh = make_mesh([*axes.items()], jax.devices()[: math.prod(axes.values())])
-    evaluator = Evaluator(look_up, mesh, Options(data={}, pp=pp, batch_size=batch, loss=loss))
+    evaluator = Evaluator(
+        look_up, evaluation_data(source_of(LABELS), mesh), Options(data={}, pp=pp, batch_size=batch, loss=loss)
+    )
     evaluator.observer = outcomes = Outcomes(sigmoid=loss == "sigmoid_xent")
     return evaluator.run({"table": jnp.asarray(TABLE)}), outcomes
 
@@ -67,9 +67,9 @@ class Expected:
 @pytest.mark.parametrize(("axes", "batch", "loss"), [
     (EIGHT, 24, "sigmoid_xent"), (ONE, 7, "softmax_xent"), ({"data": 2, "fsdp": 2, "tensor": 2}, 256, "softmax_xent"),
 ])  # fmt: skip
-def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, loss):
+def test_numbers_equal_those_of_independent_libraries(axes, batch, loss):
     """The last batch is padded; rows of padding and rows without labels do not count."""
-    printed, got = observed(monkeypatch, axes, batch, loss)
+    printed, got = observed(axes, batch, loss)
     expected = Expected(loss == "sigmoid_xent")
     assert (got.n, got.several) == (expected.counted.sum(), 2) == (N - 2, 2)
     assert got.correct == (expected.correct & expected.counted).sum()
@@ -93,9 +93,9 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [7, 256])
-def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, batch):
+def test_the_most_confident_mistakes_are_kept_with_their_images(batch):
     """Of equal confidences, the first examples are kept, for any batch size."""
-    _, got = observed(monkeypatch, EIGHT, batch)
+    _, got = observed(EIGHT, batch)
     expected = Expected(False)
     wrong = [i for i in range(N) if expected.counted[i] and not expected.correct[i]]
     ranked = sorted(wrong, key=lambda i: (-round(expected.confidence[i], 6), i))[:MISTAKES]

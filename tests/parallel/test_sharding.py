@@ -13,7 +13,6 @@ from trained_workdirs import TINY as DIGITS
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
-from dcvit.hub import evaluate as hub_evaluate
 from dcvit.hub import kinds
 from dcvit.hub.source import find
 from dcvit.models import lm, vit
@@ -22,6 +21,7 @@ from dcvit.parallel.trees import by_name
 from dcvit.runs import restoring
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training import setup, step
+from dcvit.training.evaluation import evaluation_mesh
 from dcvit.weights.placement import place_params
 
 MESHES = {
@@ -286,6 +286,6 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
 def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     """The config's mesh is for sixteen devices, and there are eight."""
     config = configured("vit", mesh=[("data", 16)])
-    mesh, strategy = hub_evaluate.evaluation_mesh(config, kinds.make_model(config))
+    mesh, strategy = evaluation_mesh(config, kinds.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
     assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text

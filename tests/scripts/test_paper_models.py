@@ -12,11 +12,11 @@ from paper import downstream, in_context, scaling
 from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli
-from dcvit.hub.data import open_tokenizer_of
-from dcvit.hub.evaluate import open_evaluators
 from dcvit.hub.open import open_model
+from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.lm_eval import OFFLINE
+from dcvit.training.evaluation import open_evaluators
 
 LENGTH = 9
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcvit import lm_eval
+from dcvit.inference.texts import LanguageModel
 from dcvit.models import lm
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -48,8 +49,9 @@ def made(name):
     def logits(tokens):  # padded to one length, so that one program is compiled
         return apply(jnp.asarray([[*tokens, *[END] * (CONTEXT - len(tokens))]]))[0, : len(tokens)]
 
-    sized = {size: HarnessModel(net, params, ByteTokenizer(), batch_size=size) for size in (1, 16)}
-    return SimpleNamespace(net=net, params=params, logits=logits, sized=sized)
+    loaded = LanguageModel(net, params, {}, open_tokenizer=lambda path: ByteTokenizer())
+    sized = {size: HarnessModel(loaded, batch_size=size) for size in (1, 16)}
+    return SimpleNamespace(loaded=loaded, logits=logits, sized=sized)
 
 
 def direct(model, tokens, scored):

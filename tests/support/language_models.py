@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from small_models import param_shapes, random_params
 
+from dcvit.inference.generation import generate
 from dcvit.models import lm
 
 VOCAB, CONTEXT = 7, 18
@@ -30,3 +31,9 @@ def chain_model(*chains, size=257):
             kernel[a, b] = 10
     params = {"embedding": {"embedding": np.eye(size, dtype=np.float32)}, "head": {"kernel": kernel}}
     return model, params | {"Transformer": {"decoder_norm": {"scale": np.ones(size, np.float32)}}}
+
+
+def complete(model, params, prompts, options, examples=None):
+    """All new tokens of each example of `generate`."""
+    steps = [*generate(model, params, prompts, options, examples)]
+    return [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]

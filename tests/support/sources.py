@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcvit.evaluators import EvaluationData
 from dcvit.parallel.sharding import make_mesh
-from input_pipeline import InputError
+from input_pipeline import CorruptPolicy, InputError
 
 
 class ListSource:
@@ -43,3 +44,9 @@ def look_up(params, images):
 def mesh_of(devices):
     """Return a mesh of a number of devices, which split a batch."""
     return make_mesh([("data", -1)], jax.devices()[:devices])
+
+
+def evaluation_data(source, mesh=None, corrupt="fail", shape=(1, 1, 1, 1)):
+    """Return a source as the data of an evaluator, by default on one device."""
+    example = jax.ShapeDtypeStruct(shape, np.float32)
+    return EvaluationData(source, mesh or mesh_of(1), example, CorruptPolicy(corrupt))

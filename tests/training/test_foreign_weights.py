@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conversion_models import open_saved
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 from small_models import logits_of, make_tokens, param_shapes, random_params
@@ -15,7 +16,6 @@ import dcvit
 from dcvit.config import values
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.kinds import make_model
-from dcvit.hub.saved import open_saved
 from dcvit.models import lm
 from dcvit.training.model import make_loader
 from dcvit.weights.export import conversion

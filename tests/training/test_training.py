@@ -6,11 +6,11 @@ import types
 
 import jax
 import pytest
+from conversion_models import open_saved
 from trained_workdirs import TEXT, load_params
 from training_runs import digits_command, interrupted_before, lm_command, same, same_runs, small_setup
 
 from dcvit.config import values
-from dcvit.hub.saved import open_saved
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
 from dcvit.training import resume

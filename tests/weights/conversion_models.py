@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import small_models
 
-from dcvit.hub.saved import open_saved
+from dcvit.hub.open import open_model
+from dcvit.hub.saved import as_weights
 from dcvit.models import lm, vit
 from dcvit.weights import dcvit_hf
 from dcvit.weights.export import conversion
@@ -19,6 +20,11 @@ from dcvit.weights.tensors import Tensor
 
 PP = "decode|resize(16)|value_range(-1, 1)"
 VIT = dict(width=32, depth=2, mlp_dim=48, num_heads=4, patch_size=(4, 4))
+
+
+def open_saved(path):
+    """The weights of anything that `open_model` opens, for conversion."""
+    return as_weights(open_model(path))
 
 
 def fields_of(net, name):

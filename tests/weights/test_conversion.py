@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models
+from conversion_models import open_saved
 from small_models import stack_blocks
 from trained_workdirs import load_params
 
 import dcvit
 from dcvit import cli, convert
 from dcvit.errors import CheckpointError
-from dcvit.hub.saved import open_saved
 from dcvit.hub.source import find
 from dcvit.models import lm, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS

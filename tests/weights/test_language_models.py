@@ -16,6 +16,7 @@ from foreign_models import (
     with_random_weights,
     written_back,
 )
+from language_models import complete
 from refusals import refused
 from small_models import assert_trees_equal
 
@@ -201,7 +202,7 @@ def test_generation_beyond_the_window_gives_the_tokens_of_transformers(name, sav
     expected = theirs.generate(torch.from_numpy(prompts).long(), **options)[:, 12:].tolist()
     net = lm.Model(VOCAB, **weights.description.fields)
     greedy = generation.Options(LENGTH - 12, sampling=Sampling(temperature=0.0))
-    found = generation.complete(net, weights.tree(), prompts.tolist(), greedy)
+    found = complete(net, weights.tree(), prompts.tolist(), greedy)
     assert found == expected
     assert len({token for row in expected for token in row}) > 5
 

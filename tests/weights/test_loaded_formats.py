@@ -7,7 +7,7 @@ import conversion_models
 import numpy as np
 import pytest
 import small_models
-from conversion_models import write
+from conversion_models import open_saved, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -15,7 +15,6 @@ from scipy.special import expit, softmax
 
 import dcvit
 from dcvit.errors import CheckpointError
-from dcvit.hub.saved import open_saved
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
 from dcvit.runs import thresholds

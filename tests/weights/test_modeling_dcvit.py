@@ -13,8 +13,8 @@ import numpy as np
 import optax
 import pytest
 import small_models
+from conversion_models import open_saved
 
-from dcvit.hub.saved import open_saved
 from dcvit.models import losses
 from dcvit.weights import dcvit_hf
 from dcvit.weights import links as linking

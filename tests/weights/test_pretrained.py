@@ -13,10 +13,10 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.errors import CheckpointError
 from dcvit.hub import pretrained
-from dcvit.hub.evaluate import open_evaluators
 from dcvit.hub.source import init_config
 from dcvit.runs import checksums
 from dcvit.training import setup
+from dcvit.training.evaluation import open_evaluators
 
 NAMES = ("digits", "tasks", "text")
 FOLDER = ROOT / "dcvit" / "pretrained"

@@ -22,6 +22,7 @@ from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.runs import steps, thresholds
 from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs.workdir import numbered
 from dcvit.weights import hf_processor, lm_families, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.families import FAMILIES, Weights
@@ -177,7 +178,7 @@ def write_thresholds(weights: Weights, folder: Path) -> None:
     """Write the thresholds that the workdir of a run of several labels holds for the converted step, but of no step."""
     description = weights.description
     if weights.workdir and description.multilabel and not weights.averaged:
-        classes = description.class_names or [str(i) for i in range(description.num_outputs or 0)]
+        classes = numbered(description.class_names, description.num_outputs or 0)
         found = thresholds.read(weights.workdir, classes)
         if found and steps.step_folder(weights.path).name == str(found.step):
             thresholds.write(folder, found._replace(step=None), classes)
