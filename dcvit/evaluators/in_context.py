@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -62,12 +62,12 @@ class Evaluator:
         Raises:
           ConfigError: the data is of another kind.
         """
-        self.source = cast(input_pipeline.TaskSource, input_pipeline.open_source(**options.data))
-        if not hasattr(self.source, "task_names"):
+        source = input_pipeline.open_source(**options.data)
+        if not isinstance(source, input_pipeline.TokenSource) or not source.task_names:
             raise ConfigError(
                 f"an evaluator of type 'in_context' needs tasks; data of kind {options.data['kind']!r} has none"
             )
-        self.batch_size, self.mesh = options.batch_size, mesh
+        self.source, self.batch_size, self.mesh = source, options.batch_size, mesh
         self.answers: Answers | None = None  # of the last run
 
         def score(params: Params, batch: DeviceBatch) -> DeviceBatch:

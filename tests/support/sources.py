@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.parallel.sharding import make_mesh
-from input_pipeline import InputError
+from input_pipeline import InputError, Source
 
 
-class ListSource:
+class ListSource(Source):
     """Examples in a list, of which some cannot be read: they raise `error`."""
 
     def __init__(self, examples, corrupt=(), class_names=None, error=None):

@@ -13,7 +13,6 @@ from refusals import refused
 import input_pipeline as ip
 from input_pipeline import shuffle
 from input_pipeline.images import parquet
-from input_pipeline.source import labels_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -58,7 +57,7 @@ def root(shared_root, tmp_path):
 def reads(monkeypatch):
     """The row groups that are read, each as (path, number)."""
     found, read = [], parquet._read
-    monkeypatch.setattr(parquet, "_read", lambda g: found.append((g.path, g.number)) or read(g))
+    monkeypatch.setattr(parquet, "_read", lambda g, *names: found.append((g.path, g.number)) or read(g, *names))
     return found
 
 
@@ -70,9 +69,9 @@ def test_labels_are_read_without_images_and_stratify_folds(tmp_path, reads):
     labels = [i % 3 for i in range(29)] + [None]
     root = write(tmp_path / "few", table([b"no image"] * 30, labels, names=["a", "b", "c"]), group=4)
     source = open_parquet(root)
-    np.testing.assert_array_equal(labels_of(source), [*labels[:-1], -1])
+    np.testing.assert_array_equal(source.labels, [*labels[:-1], -1])
     part = open_parquet(root, part="fold 1 of 5")
-    assert sorted(np.bincount(labels_of(part) + 1).tolist()) == [1, 1, 2, 2]  # of 1, 9, 10 and 10
+    assert sorted(np.bincount(part.labels + 1).tolist()) == [1, 1, 2, 2]  # of 1, 9, 10 and 10
     assert reads == []
     assert sum(part.blocks.sizes) == len(part) == 6
 
@@ -253,7 +252,7 @@ def test_row_without_a_valid_value_is_named_and_can_be_skipped(tmp_path, image, 
 def test_an_unknown_label_is_that_of_a_manifest(tmp_path):
     """Null and -1 are unknown; without `ignore`, they are an error."""
     source = open_parquet(write(tmp_path, table([b"a"] * 4, [0, None, -1, 2], names=["a", "b", "c"]), shards=1))
-    assert [source[i]["label"] for i in range(4)] == labels_of(source).tolist() == [0, -1, -1, 2]
+    assert [source[i]["label"] for i in range(4)] == source.labels.tolist() == [0, -1, -1, 2]
     (batch,) = ip.eval_batches(source, "onehot(3, ignore=-1)|keep('labels')", 4)
     assert batch["labels"].min(axis=1).tolist() == [0, -1, -1, 0]
     with pytest.raises(ip.InputError, match=r"row 1: onehot\(3\): label=-1 is out of range; ignore=-1 ignores"):

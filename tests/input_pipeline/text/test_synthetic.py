@@ -104,7 +104,7 @@ def test_answers_come_from_every_fact_equally_often():
 @pytest.mark.parametrize("shots", [0, 3])
 def test_rows_hold_examples_of_one_task_whose_answers_are_the_targets(shots):
     source = ip.open_source("synthetic", shots=shots, tasks=["same/*", "odd/times/*"])
-    assert isinstance(source, ip.TaskSource)
+    assert isinstance(source, ip.TokenSource)
     assert source.context == LONGEST * (shots + 1) - 1
     for index in range(60):
         row = source[index]
