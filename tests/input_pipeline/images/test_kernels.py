@@ -1,4 +1,4 @@
-"""Loops over pixels: resizing against TensorFlow's kernel, and the others against numpy."""
+"""Resizing of pixels, against TensorFlow's kernel."""
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,6 @@ import pytest
 
 import input_pipeline as ip
 from input_pipeline.images import kernels
-from input_pipeline.preprocess import randaug
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 SIDES = [(1, 1), (1, 300), (2, 3), (17, 200), (224, 224), (375, 500), (1000, 31)]
@@ -39,21 +38,6 @@ def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("sides", SIDES)
-def test_lookup_histogram_and_move_equal_numpys_indexing(sides):
-    image, rng = noise(*sides), np.random.default_rng(1)
-    tables = rng.integers(0, 256, (3, 256), np.uint8)
-    np.testing.assert_array_equal(
-        kernels.lookup(image, tables), np.stack([tables[c][image[..., c]] for c in range(3)], axis=-1)
-    )
-    counts = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
-    np.testing.assert_array_equal(kernels.histogram(image), counts)
-    pixels = image.shape[0] * image.shape[1]
-    sources = rng.integers(0, pixels + 1, sides).astype(np.uint32)
-    padded = np.concatenate([image.reshape(-1, 3), np.full((1, 3), 9, np.uint8)])
-    np.testing.assert_array_equal(kernels.move(image, sources, 9), padded[sources])
-
-
 def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged():
     image = noise(64, 80)
     view = np.asfortranarray(image)
@@ -67,8 +51,8 @@ def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged(
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 5, 4)])
 def test_images_that_the_loops_cannot_index_are_errors_of_one_line(shape):
-    with pytest.raises(ip.InputError, match=r"^histogram: expected [^\n]*$"):
-        kernels.histogram(np.zeros(shape, np.uint8))
+    with pytest.raises(ip.InputError, match=r"^color: expected [^\n]*$"):
+        kernels.color(np.zeros(shape, np.uint8), 0.5)
 
 
 @pytest.mark.slow
@@ -76,12 +60,3 @@ def test_images_that_the_loops_cannot_index_are_errors_of_one_line(shape):
 def test_no_position_is_outside_of_the_axis(length, new_length):
     before, after, _ = kernels._interpolation.__wrapped__(length, new_length)
     assert max(before.max(), after.max()) < length
-
-
-@pytest.mark.parametrize("level", [0.3, -7.5])
-def test_transforms_by_any_amount_take_pixels_of_the_image_or_gray(level):
-    for sides in ((1, 1), (1, 7), (2, 2), (3, 1), (5, 4)):
-        image = np.full((*sides, 3), 200, np.uint8)
-        for op in (randaug.shear_x, randaug.shear_y, randaug.translate_x, randaug.translate_y, randaug.rotate):
-            assert {*np.unique(op(image, level))} <= {200, randaug.GREY}, (op, sides)
-        assert {*np.unique(randaug.sharpness(image, level))} <= {*range(256)}, sides

@@ -192,6 +192,19 @@ class TestOrder:
         assert "are sorted by class" in caplog.messages[0]
 
 
+IN_ANY_ORDER = [1] * 30 + [0] * 30
+IN_EACH_FILE = [label for _ in range(3) for label in range(6) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("labels", "part"), [(IN_ANY_ORDER, (0, 0.5)), (IN_EACH_FILE, (0.9, 1.0))])
+def test_a_part_without_some_classes_of_files_sorted_by_class_is_refused(tmp_path, labels, part):
+    root = write(tmp_path / "sorted", table([b""] * len(labels), labels))
+    with pytest.raises(ip.InputError, match="classes, because the examples are sorted by class; use a fold"):
+        open_parquet(root, part=part)
+    mixed = np.random.default_rng(0).permutation(labels).tolist()
+    assert len(open_parquet(write(tmp_path / "mixed", table([b""] * len(labels), mixed)), part=part)) > 0
+
+
 def shard(root, number=1):
     return root / "data" / f"train-{number:05}-of-00003.parquet"
 
