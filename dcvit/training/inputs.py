@@ -70,7 +70,7 @@ def packing_of(config: ConfigDict) -> Packing | None:
     """Return the rows of `config.input.pack`; None if it is empty.
 
     Raises:
-      ConfigError: a key is unknown or missing, or a number is too small, or larger than the images of a group need.
+      ConfigError: a key is unknown or missing, or a number is of another type, too small or too large.
     """
     options = dict(config.input.get("pack") or {})
     if not options:
@@ -79,8 +79,10 @@ def packing_of(config: ConfigDict) -> Packing | None:
     packing = Packing(**options)
     if min(packing) < 1 or packing.tokens * packing.rows < packing.images:
         raise ConfigError(f"config.input.pack={options}: expected 1 or more of each, and a token for each image")
-    if packing.rows > packing.images:
-        raise ConfigError(f"config.input.pack={options}: expected at most as many rows as images")
+    if packing.rows > packing.images or packing.tokens >= 1 << 31:
+        raise ConfigError(
+            f"config.input.pack={options}: expected at most as many rows as images, of less than 2³¹ tokens"
+        )
     return packing
 
 
@@ -92,10 +94,6 @@ def check_packing(config: ConfigDict) -> None:
     if packing and sizes and packing.tokens < sizes[1]:
         raise ConfigError(
             f"config.input.pack.tokens={packing.tokens} is less than max_tokens={sizes[1]} of the op patches"
-        )
-    if packing and sizes and packing.tokens > packing.images * sizes[1]:
-        raise ConfigError(
-            f"config.input.pack.tokens={packing.tokens} is more than {packing.images} images of max_tokens={sizes[1]}"
         )
     mixing = {key: config[key] for key in ("mixup", "cutmix", "reprob") if config[key]}
     if sizes and mixing:
