@@ -9,7 +9,7 @@ import functools
 import types
 
 import numpy as np
-from jaxtyping import Float32, UInt8, UInt32
+from jaxtyping import Float32, Int64, UInt8, UInt32
 
 from input_pipeline.errors import InputError
 from input_pipeline.optional import require
@@ -55,6 +55,37 @@ def _interpolation(length: int, new_length: int) -> Axis:
     # float32 rounds positions near the end of a very long axis to ones beyond it.
     before, after = (np.clip(side.astype(np.int64), 0, length - 1) for side in (below, np.ceil(position)))
     return before.astype(np.uint32), after.astype(np.uint32), position - below
+
+
+def lookup(image: np.ndarray, tables: UInt8[np.ndarray, "3 256"]) -> Pixels:
+    """Replace each value v of channel c by tables[c, v]."""
+    image = _image(image, "lookup")
+    out = np.empty(image.shape, np.uint8)
+    _loops().lookup(image, np.ascontiguousarray(tables), out)
+    return out
+
+
+def histogram(image: np.ndarray) -> Int64[np.ndarray, "3 256"]:
+    """Return the number of pixels of each channel and value."""
+    image = _image(image, "histogram")
+    counts = np.zeros((3, 256), np.int64)
+    _loops().count(image, counts)
+    return counts
+
+
+def move(image: np.ndarray, sources: UInt32[np.ndarray, "height width"], outside: int) -> Pixels:
+    """Return the image whose pixel at (y, x) is the pixel with the row-major index sources[y, x].
+
+    Args:
+      image: the pixels, uint8 of shape (height, width, 3).
+      sources: indices of pixels; height · width, or any larger index, stands for a pixel of value `outside` in every
+        channel.
+      outside: 0 to 255.
+    """
+    image = _image(image, "move")
+    out = np.empty(image.shape, np.uint8)
+    _loops().move(image, np.ascontiguousarray(sources), np.uint8(outside), out)
+    return out
 
 
 def color(image: np.ndarray, factor: float) -> Pixels:

@@ -12,11 +12,14 @@ import numpy as np
 from numba import njit, types
 
 IMAGE = types.Array(types.uint8, 3, "C", readonly=True)  # a writable array is accepted, too
+TABLES = types.Array(types.uint8, 2, "C", readonly=True)
 INDICES = types.Array(types.uint32, 1, "C", readonly=True)
+SOURCES = types.Array(types.uint32, 2, "C", readonly=True)
 WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
 # The neighbors of each pixel of an output, and the weight of the second one.
 AXIS = types.Tuple((INDICES, INDICES, WEIGHTS))  # type: ignore[no-untyped-call]
 OUT = types.Array(types.uint8, 3, "C")
+COUNTS = types.Array(types.int64, 2, "C")
 
 
 def _compiled(*arguments: types.Type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -71,6 +74,42 @@ def resize(image, columns, rows, out):
         weight, result = down[y], out[y].reshape(-1)
         for i in range(result.size):
             result[i] = np.uint8(np.int32(above[i] + (below[i] - above[i]) * weight))
+
+
+@_compiled(IMAGE, TABLES, OUT)
+@no_type_check
+def lookup(image, tables, out):
+    """Write the value in each channel's table for each value of the image."""
+    red, green, blue = tables[0], tables[1], tables[2]
+    values, result = image.reshape(-1), out.reshape(-1)
+    for i in range(0, values.size, 3):
+        result[i] = red[values[i]]
+        result[i + 1] = green[values[i + 1]]
+        result[i + 2] = blue[values[i + 2]]
+
+
+@_compiled(IMAGE, COUNTS)
+@no_type_check
+def count(image, counts):
+    """Count the values of each channel."""
+    red, green, blue = counts[0], counts[1], counts[2]
+    values = image.reshape(-1)
+    for i in range(0, values.size, 3):
+        red[values[i]] += 1
+        green[values[i + 1]] += 1
+        blue[values[i + 2]] += 1
+
+
+@_compiled(IMAGE, SOURCES, types.uint8, OUT)
+@no_type_check
+def move(image, sources, outside, out):
+    """Write the source of each pixel, or `outside` if its index is not in the image."""
+    values, indices, result = image.reshape(-1), sources.reshape(-1), out.reshape(-1)
+    pixels = np.uint32(indices.size)
+    for i in range(indices.size):
+        index = indices[i]
+        for channel in range(3):
+            result[3 * i + channel] = values[3 * np.int64(index) + channel] if index < pixels else outside
 
 
 @_compiled(IMAGE, types.float32, OUT)

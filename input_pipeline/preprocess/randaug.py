@@ -6,25 +6,17 @@ are allowed, and numbers that exceed the range of uint8 wrap around or are clipp
 moves in from outside the image are gray, with value 128.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import UInt8
 
 from input_pipeline.errors import ReadingError
+from input_pipeline.images import kernels
 from input_pipeline.images.kernels import color
 from input_pipeline.images.kernels import sharpen as sharpness
-from input_pipeline.optional import Late
-
-if TYPE_CHECKING:
-    from PIL import Image
-else:
-    Image = Late("PIL.Image")
 
 GREY = 128
 LEVELS = np.arange(256, dtype=np.uint8)
@@ -68,7 +60,7 @@ def autocontrast(image: Pixels) -> Pixels:
             continue
         scale = np.float32(255) / (np.float32(high) - np.float32(low))
         tables.append(np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8))
-    return _lookup(image, *tables)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def equalize(image: Pixels) -> Pixels:
@@ -81,11 +73,11 @@ def equalize(image: Pixels) -> Pixels:
     A channel with step 0 does not change.
     """
     tables = []
-    for counts in np.reshape(Image.fromarray(image).histogram(), (3, 256)):
+    for counts in kernels.histogram(image):
         step = (counts.sum() - counts[counts > 0][-1]) // 255
         below = np.cumsum(counts) - counts
         tables.append(np.minimum((below + step // 2) // step, 255).astype(np.uint8) if step else LEVELS)
-    return _lookup(image, *tables)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def invert(image: Pixels) -> Pixels:
@@ -208,10 +200,9 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
 }
 
 
-def _lookup(image: np.ndarray, *tables: np.ndarray) -> np.ndarray:
-    """Replace each value v of channel c by tables[c][v]; a single table is that of all channels."""
-    values = np.concatenate(tables if len(tables) == 3 else tables * 3)
-    return np.asarray(Image.fromarray(image).point(values.tolist()))
+def _lookup(image: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Replace each value v by table[v]."""
+    return kernels.lookup(image, np.stack([table] * 3))
 
 
 def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
@@ -231,8 +222,7 @@ def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
     """
     height, width = image.shape[:2]
     sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
-    padded = np.concatenate([image.reshape(-1, 3), np.full((1, 3), GREY, np.uint8)])
-    return np.take(padded, sources(height, width, coefficients), axis=0, mode="clip")  # whose indices are all valid
+    return kernels.move(image, sources(height, width, coefficients), GREY)
 
 
 def _sources(height: int, width: int, coefficients: tuple[float, ...]) -> np.ndarray:
@@ -247,7 +237,7 @@ def _sources(height: int, width: int, coefficients: tuple[float, ...]) -> np.nda
     )
     inside = (across > -0.5) & (across < width - 0.5) & (down > -0.5) & (down < height - 0.5)
     index = np.floor(down + 0.5) * width + np.floor(across + 0.5)
-    sources = np.where(inside, index, height * width).astype(np.intp)
+    sources = np.where(inside, index, height * width).astype(np.uint32)
     sources.setflags(write=False)
     return sources
 

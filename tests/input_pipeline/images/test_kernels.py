@@ -1,4 +1,4 @@
-"""Resizing of pixels, against TensorFlow's kernel."""
+"""Loops over pixels: resizing against TensorFlow's kernel, and the others against numpy."""
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +38,21 @@ def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("sides", SIDES)
+def test_lookup_histogram_and_move_equal_numpys_indexing(sides):
+    image, rng = noise(*sides), np.random.default_rng(1)
+    tables = rng.integers(0, 256, (3, 256), np.uint8)
+    np.testing.assert_array_equal(
+        kernels.lookup(image, tables), np.stack([tables[c][image[..., c]] for c in range(3)], axis=-1)
+    )
+    counts = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+    np.testing.assert_array_equal(kernels.histogram(image), counts)
+    pixels = image.shape[0] * image.shape[1]
+    sources = rng.integers(0, pixels + 1, sides).astype(np.uint32)
+    padded = np.concatenate([image.reshape(-1, 3), np.full((1, 3), 9, np.uint8)])
+    np.testing.assert_array_equal(kernels.move(image, sources, 9), padded[sources])
+
+
 def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged():
     image = noise(64, 80)
     view = np.asfortranarray(image)
@@ -51,8 +66,8 @@ def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged(
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 5, 4)])
 def test_images_that_the_loops_cannot_index_are_errors_of_one_line(shape):
-    with pytest.raises(ip.InputError, match=r"^color: expected [^\n]*$"):
-        kernels.color(np.zeros(shape, np.uint8), 0.5)
+    with pytest.raises(ip.InputError, match=r"^histogram: expected [^\n]*$"):
+        kernels.histogram(np.zeros(shape, np.uint8))
 
 
 @pytest.mark.slow
