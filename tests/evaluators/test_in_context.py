@@ -11,6 +11,7 @@ from sources import ListSource, mesh_of
 
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
+from input_pipeline import TokenSource
 
 VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
 
@@ -59,12 +60,16 @@ def expected(rows):
     return found
 
 
+class Rows(ListSource, TokenSource):
+    """Rows of tasks."""
+
+    task_names = TASKS
+
+
 @pytest.fixture
 def evaluator(monkeypatch):
     def build(batch_size, devices):
-        source = ListSource(make_rows())
-        source.task_names = TASKS
-        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: source)
+        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: Rows(make_rows()))
         return in_context.Evaluator(
             predict, mesh_of(devices), in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
         )
