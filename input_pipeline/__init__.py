@@ -20,14 +20,14 @@ if TYPE_CHECKING:
         defer_value_range,
         patch_sizes,
     )
-    from input_pipeline.source import KINDS, Source, TaskSource, TokenSource, open_source
+    from input_pipeline.source import KINDS, Source, TokenSource, open_source
 else:
     import importlib
 
     NAMES = {
         "loader": ("CorruptPolicy", "active_reads", "batch_ids", "eval_batches", "train_batches"),
         "preprocess.builder": ("Preprocess", "ValueRange", "after_resizing", "defer_value_range", "patch_sizes"),
-        "source": ("KINDS", "Source", "TaskSource", "TokenSource", "open_source"),
+        "source": ("KINDS", "Source", "TokenSource", "open_source"),
     }
     MODULES = {name: module for module, names in NAMES.items() for name in names}
 
@@ -42,6 +42,6 @@ else:
 
 __all__ = [
     "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "MissingLibraryError", "Preprocess", "ReadingError",
-    "Source", "TaskSource", "TokenSource", "ValueRange", "active_reads", "after_resizing", "batch_ids",
+    "Source", "TokenSource", "ValueRange", "active_reads", "after_resizing", "batch_ids",
     "defer_value_range", "eval_batches", "open_source", "patch_sizes", "train_batches",
 ]  # fmt: skip

@@ -80,7 +80,9 @@ def check_arguments(
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
         raise InputError(f"{what}: {e}") from None
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    if inspect.isclass(function):  # a NamedTuple has hints on __new__ only
+        function = function.__new__ if issubclass(function, tuple) else function.__init__
+    hints = typing.get_type_hints(function)
     for name, value in bound.arguments.items():
         if name in named and name in hints and not has_type(value, hints[name]):
             expected = type_name(hints[name])

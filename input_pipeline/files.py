@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from input_pipeline import stores
 from input_pipeline.errors import InputError, ReadingError, first_line_with_type
 
-FIELDS = 4  # of a `FileState`
+CHECK_SECONDS = 10  # between two requests for the state of a remote file
 ENTRIES = 64  # hashes that identify the files of a source
 PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 
@@ -62,22 +65,18 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
     Raises:
       InputError: a folder cannot be read.
     """
-    pending = [str(folder)]
-    while pending:
-        inside = pending.pop()
-        try:
-            with os.scandir(inside) as scanned:
-                entries = [entry for entry in scanned if hidden or not entry.name.startswith(".")]
-            folders = {e.path for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")}
-            files = [
-                entry.path
-                for entry in entries
-                if entry.path not in folders and (entry.name.startswith(".") or os.path.isfile(entry))  # noqa: PTH113 - a link to itself is no file
-            ]
-            pending += folders
-        except OSError as e:
-            raise InputError(f"cannot read {inside}: {e.strerror}") from None
-        yield from files
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
+
+    for inside, folders, files in os.walk(folder, onerror=refuse):
+        if hidden:
+            yield from (os.path.join(inside, name) for name in folders if name.startswith("."))  # noqa: PTH118
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            file = os.path.join(inside, name)  # noqa: PTH118 - there may be a million
+            if hidden if name.startswith(".") else os.path.isfile(file):  # noqa: PTH113 - a link to itself is no file
+                yield file
 
 
 class FileState(NamedTuple):
@@ -97,57 +96,75 @@ def file_state(path: str) -> FileState:
         version = hashlib.blake2b(str(found.get("ETag", found.get("generation"))).encode(), digest_size=7).digest()
         return FileState(0, int(found["size"]), int.from_bytes(version))
     with named_errors(path, error=ReadingError):
-        status = os.stat(path)  # noqa: PTH116 - sources may have a million files
+        return _local_state(os.stat(path))  # noqa: PTH116 - sources may have a million files
+
+
+def _local_state(status: os.stat_result) -> FileState:
     return FileState(status.st_ino & ((1 << 63) - 1), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def check_unchanged(path: str, state: FileState) -> None:
+def check_unchanged(path: str, state: FileState, found: FileState | None = None) -> None:
     """Raise ReadingError if the state of a file is not `state` any more.
 
-    A new inode or mode alone does not count: FUSE file systems may change the inode of an unchanged file.
+    A new inode or mode alone does not count: FUSE file systems may change the inode of an unchanged file. The state of
+    a remote file, which takes a request, is found at most once in CHECK_SECONDS.
+
+    Args:
+      path: the file.
+      state: the state that it should have.
+      found: the state that it has, if it is known.
     """
-    found = file_state(path)
+    if found is None and "://" in path and _remote_state(path, int(time.monotonic() / CHECK_SECONDS)) == state:
+        return
+    found = found or file_state(path)
     is_other = found.inode != state.inode and found.replaced != state.replaced
     if is_other or (found.size, found.changed) != (state.size, state.changed):
         raise ReadingError(f"{path} was changed or replaced after it was opened")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _remote_state(path: str, period: int) -> FileState:
+    """Return the state of a remote file in a period of time."""
+    return file_state(path)
+
+
 class OpenedFiles:
     """The files of a data source, in order, and their states when it was opened."""
 
-    def __init__(self, paths: Sequence[str], root: str | Path, whole: int = 0):
+    def __init__(
+        self, paths: Sequence[str], root: str | Path, whole: int = 0, states: Sequence[FileState] | None = None
+    ):
         """
         Args:
           paths: the files.
           root: folder to which the names that identify the files are relative.
           whole: number of files at the start whose content is hashed completely, however many files there are.
+          states: the states of the files, if they are known.
 
         Raises:
           ReadingError: a file is missing.
         """
         self.paths, self.root, self.whole = paths, f"{root}/", whole
-        self.states = array.array("q")  # the numbers of each file: a million tuples need much more memory
         size = max(1, len(paths) // 64)
         parts = (paths[start : start + size] for start in range(0, len(paths), size))
         with ThreadPoolExecutor(16) as pool:  # remote files take long
-            for states in pool.map(lambda part: [*itertools.chain(*map(file_state, part))], parts):
-                self.states.extend(states)
+            found = states or itertools.chain.from_iterable(pool.map(lambda part: [*map(file_state, part)], parts))
+            self.states = np.fromiter(found, np.dtype((np.int64, len(FileState._fields))), len(paths))
 
     def state(self, number: int) -> FileState:
         """Return the state that the file `number` had when it was opened."""
-        return FileState(*self.states[FIELDS * number : FIELDS * (number + 1)])
+        return FileState(*self.states[number].tolist())
 
     def read(self, number: int) -> bytes:
-        """Return the content of a file. Raises ReadingError if it cannot be read or was changed."""
-        check_unchanged(self.paths[number], self.state(number))
-        try:
-            return Path(self.paths[number]).read_bytes()
-        except OSError as e:
-            raise ReadingError(e.strerror) from None
+        """Return the content of a local file. Raises ReadingError if it cannot be read or was changed."""
+        path = self.paths[number]
+        with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            check_unchanged(path, self.state(number), _local_state(os.fstat(file.fileno())))
+            return file.readall()
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
-        return sum(self.states[1::FIELDS])
+        return int(self.states[:, 1].sum())
 
     def digests(self) -> dict[str, str]:
         """Return hashes of names, sizes and content, by groups of consecutive files; a copy of the files has the same.

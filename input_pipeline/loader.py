@@ -6,6 +6,7 @@ threads or hosts, or on the step at which the stream started.
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ import numpy as np
 from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line_with_type
 from input_pipeline.preprocess.builder import Preprocess
 from input_pipeline.shuffle import example_at, example_rng
-from input_pipeline.source import Source, blocks_of
+from input_pipeline.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[Bat
 
 def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
     """Return the epoch and the index of the example at a position of the endless training stream."""
-    return ExampleKey(*example_at(position, len(source), seed, blocks_of(source)))
+    return ExampleKey(*example_at(position, len(source), seed, source.blocks))
 
 
 def active_reads() -> list[str]:
@@ -257,25 +258,27 @@ def _prepare(
         threads = thread_count()
     layout: Batch | None = None
     pending: deque[tuple[PartialBatch, list[Future[None]]]] = deque()
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
-        try:
-            for plan in plans:
-                if layout is None:
-                    layout = _layout(load, plan if layout_from is None else layout_from)
-                batch = _empty_batch(layout, rows, len(plan))
-                if not threads:
-                    _fill(batch, plan, range(len(plan)), load)
-                    yield batch
-                    continue
-                step = -(-len(plan) // (CHUNKS * threads)) or 1
-                pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
-                pending.append((batch, [pool.submit(_fill, batch, plan, piece, load) for piece in pieces]))
-                if len(pending) > PREFETCH:
-                    yield _completed(*pending.popleft())
-            while pending:
+    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="input")
+    is_finalizing = sys.is_finalizing  # when the interpreter ends, modules lose their names before open streams close
+    try:
+        for plan in plans:
+            if layout is None:
+                layout = _layout(load, plan if layout_from is None else layout_from)
+            batch = _empty_batch(layout, rows, len(plan))
+            if not threads:
+                _fill(batch, plan, range(len(plan)), load)
+                yield batch
+                continue
+            step = -(-len(plan) // (CHUNKS * threads)) or 1
+            pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
+            pending.append((batch, [pool.submit(_fill, batch, plan, piece, load) for piece in pieces]))
+            if len(pending) > PREFETCH:
                 yield _completed(*pending.popleft())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while pending:
+            yield _completed(*pending.popleft())
+    finally:
+        if not is_finalizing():
+            pool.shutdown(cancel_futures=True)
 
 
 def thread_count() -> int:

@@ -1,18 +1,51 @@
-"""Columns of a CSV or Parquet file as text, with the line or row of each."""
+"""Parquet files, decoded by pyarrow a few rows at a time, and columns of a CSV or Parquet file as text."""
 
+import contextlib
 import csv
 import io
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from input_pipeline.errors import InputError, MissingDataError, nearest
-from input_pipeline.files import expand, named_errors
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, first_line, nearest
+from input_pipeline.files import expand, file_state, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import open_parquet, read_batches
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
+BATCH_ROWS = 256  # decoded at a time
+READ_BYTES = 1 << 20  # of a file at a time
+
+
+@contextlib.contextmanager
+def open_parquet(path: str, what: str = "") -> Iterator["ParquetFile"]:
+    """Open a Parquet file for the context, and convert pyarrow's errors in it to errors about `what`, or the path.
+
+    Checksums of pages are verified where a file has them.
+
+    Raises:
+      InputError: the file is damaged.
+      ReadingError: the file cannot be read: an OSError with an errno. pyarrow's others are about damage.
+    """
+    file_state(path)  # a pipe would block
+    options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
+    try:
+        with require("pyarrow.parquet").ParquetFile(path, **options) as file:
+            yield file
+    except (InputError, MemoryError):
+        raise
+    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
+        if isinstance(e, OSError) and e.errno:
+            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
+        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None
+
+
+def read_batches(file: "ParquetFile", number: int, columns: Sequence[str]) -> Iterator["pa.RecordBatch"]:
+    """Yield the rows of row group `number`, BATCH_ROWS at a time; names of fields are separated by dots."""
+    yield from file.iter_batches(BATCH_ROWS, row_groups=[number], columns=list(columns), use_threads=False)
 
 
 class Table(NamedTuple):
@@ -64,7 +97,7 @@ def _text_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        places = [_place(file, name, header) for name in names]
+        places = [place(file, name, header) for name in names]
         for row in reader:
             if row and len(row) != len(header):
                 raise InputError(f"{file}:{reader.line_num}: {len(row)} cells, but {len(header)} in the first line")
@@ -74,26 +107,30 @@ def _text_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str
         raise InputError(f"{file}:{reader.line_num}: {e}") from None
 
 
+def parquet_rows(file: "ParquetFile", names: Sequence[str]) -> Iterator[tuple[object, ...]]:
+    """Yield the values of some columns of each row of an opened Parquet file."""
+    for group in range(file.num_row_groups):
+        for batch in read_batches(file, group, names):
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+
+
 def _parquet_rows(file: Path, names: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the values of `names` of each row of a Parquet file, as text."""
     types = require("pyarrow.types")
-    number = itertools.count(1)
     with open_parquet(str(file)) as opened:
         schema = opened.schema_arrow
         for name in names:
-            kind = schema.field(_place(file, name, schema.names)).type
+            kind = schema.field(place(file, name, schema.names)).type
             kind = kind.value_type if types.is_dictionary(kind) else kind
             tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
             if not any(test(kind) for test in (*tests, types.is_null)):  # a column without any value
                 raise InputError(f"{file}: the column {name!r} should have text, numbers or truth values, not {kind}")
-        for group in range(opened.num_row_groups):
-            for batch in read_batches(opened, group, names):
-                for row in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-                    yield next(number), [_text(value) for value in row]
+        for number, row in enumerate(parquet_rows(opened, names), start=1):
+            yield number, [_text(value) for value in row]
 
 
-def _place(file: Path, name: str, header: Sequence[str]) -> int:
-    """Return the place of a column. Raises InputError if there is none, or several, of this name."""
+def place(file: Path | str, name: str, header: Sequence[str]) -> int:
+    """Return the place of a column of a file. Raises InputError if there is none, or several, of this name."""
     if header.count(name) != 1:
         found = "no column" if name not in header else f"{header.count(name)} columns"
         raise InputError(f"{file} has {found} {name!r}; {nearest(name, header)}")

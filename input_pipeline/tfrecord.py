@@ -28,8 +28,9 @@ import numpy as np
 
 from input_pipeline import stores
 from input_pipeline.errors import InputError, ReadingError, first_line
-from input_pipeline.files import FileState, check_unchanged, file_state, named_errors, store_errors
+from input_pipeline.files import FileState, OpenedFiles, check_unchanged, file_state, named_errors, store_errors
 from input_pipeline.optional import require
+from input_pipeline.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class TFRecordFile:
         data = _read(self.path, self.state, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
+            check_unchanged(self.path, self.state, file_state(self.path))
             raise InputError(f"{self.path}: record {number} is damaged: its checksum is wrong")
         return data
 
@@ -105,11 +107,13 @@ class Shard(NamedTuple):
     take: int
 
 
-class Records:
-    """The records of several files, numbered from 0 in the order of the files; base class of sources of records."""
+class Records(Source):
+    """Base class of sources of records: those of several files, numbered from 0 in the order of the files."""
 
-    def __init__(self, shards: Sequence[Shard]):
-        self.shards = shards
+    def __init__(self, shards: Sequence[Shard], root: str | Path):
+        """Open the records; `root` is the folder to which the names that identify the files are relative."""
+        self.shards, files = shards, [shard.file for shard in shards]
+        self.opened = OpenedFiles([file.path for file in files], root, states=[file.state for file in files])
         self.ends = list(itertools.accumulate(shard.take for shard in shards))
 
     def __len__(self) -> int:

@@ -15,7 +15,6 @@ import input_pipeline
 from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, EvaluationData, Predict, Row, TimedFunction, batches, image_row
 from dcvit.models import Params, losses, pixels
 from dcvit.models.packed_images import model_inputs
-from input_pipeline.source import labels_of
 
 ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is 0
 
@@ -137,7 +136,7 @@ class Evaluator:
         """Return the mask of the classes that may be predicted, bool of shape (classes,)."""
         if not self.options.present_classes_only:
             return np.ones(classes, bool)
-        labels = labels_of(self.data.source)
+        labels = self.data.source.labels
         if labels is not None:
             found = np.flatnonzero((labels > 0).any(axis=0)) if labels.ndim > 1 else np.unique(labels[labels >= 0])
             return np.isin(np.arange(classes), found)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import numpy as np
@@ -60,12 +60,12 @@ class Evaluator:
         Raises:
           ConfigError: the data is of another kind.
         """
-        self.data, self.options = data, options
-        self.source = cast(input_pipeline.TaskSource, data.source)
-        if not hasattr(self.source, "task_names"):
+        source = data.source
+        if not isinstance(source, input_pipeline.TokenSource) or not source.task_names:
             raise ConfigError(
                 f"an evaluator of type 'in_context' needs tasks; data of kind {options.data['kind']!r} has none"
             )
+        self.data, self.options, self.source = data, options, source
         self.answers: Answers | None = None  # of the last run
 
         def score(params: Params, batch: DeviceBatch) -> DeviceBatch:

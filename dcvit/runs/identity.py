@@ -20,7 +20,6 @@ from dcvit.errors import REMOVED, ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
-from input_pipeline.source import blocks_of, files_of
 
 Record = dict[str, Any]  # a JSON object
 Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only
@@ -46,8 +45,8 @@ class Differences(NamedTuple):
 def data_identity(source: Source) -> Record:
     """Return what identifies a data source: number of examples, class names, hashes of blocks, examples and files."""
     digest = hashlib.sha256()
-    if (blocks := blocks_of(source)) is not None:
-        digest.update(blocks.sizes.tobytes())
+    if source.blocks is not None:
+        digest.update(source.blocks.sizes.tobytes())
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:
             example = source[index]
@@ -62,7 +61,7 @@ def data_identity(source: Source) -> Record:
             digest.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
     names = source.class_names
     found = {"examples": len(source), "class_names": names and list(names), "sample": digest.hexdigest()}
-    return found if (files := files_of(source)) is None else {**found, "files": files.digests()}
+    return found if source.opened is None else {**found, "files": source.opened.digests()}
 
 
 def software() -> dict[str, str]:

@@ -9,7 +9,6 @@ from jaxtyping import Float64, Int8, Int32
 
 from dcvit.errors import ConfigError
 from input_pipeline import Source
-from input_pipeline.source import labels_of
 
 BALANCED = "balanced"
 Weights = tuple[float, ...]  # one for each class
@@ -32,7 +31,7 @@ def weights(key: str, value: str | Sequence[float] | None, source: Source, class
         if len(value) != classes:
             raise ConfigError(f"config.{key} has {len(value)} number(s), but there are {classes} classes")
         return tuple(map(float, value))
-    labels = labels_of(source)
+    labels = source.labels
     if labels is None:
         raise ConfigError(
             f"config.{key}='balanced': this kind of data has to read its images to know their labels; give {classes} "
@@ -55,7 +54,7 @@ def weights(key: str, value: str | Sequence[float] | None, source: Source, class
 def counts(
     labels: Int32[np.ndarray, " N"] | Int8[np.ndarray, "N C"], classes: int
 ) -> tuple[Float64[np.ndarray, " C"], Float64[np.ndarray, " C"]]:
-    """Return the numbers of positive and negative labels of each class, of labels as `labels_of` describes them.
+    """Return the numbers of positive and negative labels of each class, of labels as `Source` describes them.
 
     Raises:
       ConfigError: a label is not one of the classes.

@@ -70,7 +70,7 @@ def packing_of(config: ConfigDict) -> Packing | None:
     """Return the rows of `config.input.pack`; None if it is empty.
 
     Raises:
-      ConfigError: a key is unknown or missing, or a row does not hold enough images of one token.
+      ConfigError: a key is unknown or missing, or a number is of another type, too small or too large.
     """
     options = dict(config.input.get("pack") or {})
     if not options:
@@ -79,6 +79,10 @@ def packing_of(config: ConfigDict) -> Packing | None:
     packing = Packing(**options)
     if min(packing) < 1 or packing.tokens * packing.rows < packing.images:
         raise ConfigError(f"config.input.pack={options}: expected 1 or more of each, and a token for each image")
+    if packing.rows > packing.images or packing.tokens >= 1 << 31:
+        raise ConfigError(
+            f"config.input.pack={options}: expected at most as many rows as images, of less than 2³¹ tokens"
+        )
     return packing
 
 

@@ -269,11 +269,10 @@ def task_class(config: ConfigDict) -> type[Task]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StandIn:
+class StandIn(Source):
     """A source whose examples are all the same, in place of data that is not on this host."""
 
     row: dict[str, Any]
-    class_names: ClassVar[None] = None
 
     def __len__(self) -> int:
         return STAND_IN_EXAMPLES
@@ -289,10 +288,9 @@ class StandIn:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextStandIn(StandIn):
+class TextStandIn(StandIn, TokenSource):
     """A source of rows of tokens that are all the same, in place of text that is not on this host."""
 
     context: int
     vocab_size: int | None
-    end_of_text: ClassVar[int] = 0
-    token_bytes: ClassVar[None] = None
+    end_of_text: int | None = 0

@@ -2,16 +2,16 @@
 
 import numpy as np
 
+from input_pipeline import source as base
 from input_pipeline.errors import check_split
 from input_pipeline.optional import require
 from input_pipeline.shuffle import permutation
-from input_pipeline.source import Example
 
 SPLITS = {"train": slice(360, None), "test": slice(0, 360)}
 SPLIT_SEED = 0
 
 
-class Source:
+class Source(base.Source):
     """Handwritten digits: 1,437 training and 360 test images.
 
     An example is `image` (uint8, 8×8×1) and `label` (int32, 0 … 9). The split does not depend on a run's seed.
@@ -37,7 +37,7 @@ class Source:
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> base.Example:
         return {"image": self.images[index], "label": self.labels[index]}
 
     def describe(self, index: int) -> str:

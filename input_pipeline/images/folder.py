@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from input_pipeline import source as base
 from input_pipeline.errors import InputError, MissingDataError, nearest
 from input_pipeline.files import OpenedFiles, expand, files_below, named_errors
-from input_pipeline.source import Example
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", 
 SPLITS = {"train", "val", "test", "validation"}
 
 
-class Source:
+class Source(base.Source):
     """Image files of one split. An example is `image` (the bytes of the file) and `label` (int32).
 
     Classes are numbered in the order of their names. Hidden files and files with other suffixes are skipped. The log
@@ -28,6 +28,8 @@ class Source:
     """
 
     class_names: tuple[str, ...]
+    labels: np.ndarray
+    opened: OpenedFiles
 
     def __init__(
         self, data_dir: str, split: str = "train", val_fraction: float | None = None, classes_from: str | None = None
@@ -88,7 +90,7 @@ class Source:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> base.Example:
         return {"image": self.opened.read(index), "label": self.labels[index]}
 
     def describe(self, index: int) -> str:
@@ -98,10 +100,6 @@ class Source:
     def name(self, index: int) -> str:
         """Return the path of an example relative to the folder of its split."""
         return self.opened.name(index)
-
-    def nbytes(self) -> int:
-        """Return the size of all files in bytes."""
-        return self.opened.nbytes()
 
 
 def describe_classes(images: int, counts: np.ndarray, names: Sequence[str]) -> str:
@@ -119,12 +117,7 @@ def describe_classes(images: int, counts: np.ndarray, names: Sequence[str]) -> s
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """Return the sorted names of the class folders in a folder.
-
-    Raises:
-      MissingDataError: the folder does not exist.
-      InputError: the folder is not readable or has no class folders.
-    """
+    """Return the sorted names of the class folders in a folder. Raises InputError if there are none."""
     if not folder.is_dir():
         parent = folder.parent
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith(".")) if parent.is_dir() else []

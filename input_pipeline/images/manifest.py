@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from input_pipeline import source as base
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
 from input_pipeline.files import OpenedFiles, expand
 from input_pipeline.images.folder import describe_classes
-from input_pipeline.source import Example
 from input_pipeline.table import Table, read_table
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,13 @@ WHOLE = re.compile(r"-?\d+\.0")  # an integer as libraries write it where other 
 
 
 class Labels(NamedTuple):
-    """Labels of some rows, N or N C as `input_pipeline.source.labels_of` describes them, and the class names."""
+    """Labels of some rows, N or N C as `input_pipeline.source.Source.labels` describes them, and the class names."""
 
     array: np.ndarray
     class_names: tuple[str, ...]
 
 
-class Source:
+class Source(base.Source):
     """Images of a manifest: a file ending in .csv, .tsv or .parquet, with a row for each image.
 
     An example is `image` (the bytes of the image file), and for one label `label` (int32; -1 if it is unknown), for
@@ -40,6 +40,8 @@ class Source:
     """
 
     class_names: tuple[str, ...]
+    labels: np.ndarray
+    opened: OpenedFiles
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Source:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> base.Example:
         image, label = self.opened.read(index + 1), self.labels[index]
         return {"image": image, "labels": label.astype(np.float32)} if label.ndim else {"image": image, "label": label}
 
@@ -101,24 +103,19 @@ class Source:
         """Return the path of an example relative to the folder of the images."""
         return self.files[index].removeprefix(self.root)
 
-    def nbytes(self) -> int:
-        """Return the size of the manifest and of all image files in bytes."""
-        return self.opened.nbytes()
-
     def _log(self, what: object) -> None:
         """Log the numbers of images and classes, and of images with unknown labels."""
-        names, labels = self.class_names, self.labels
-        counts = (
-            (labels == 1).sum(axis=0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
-        )
-        unknown = (labels < 0).all(axis=1) if labels.ndim > 1 else labels < 0
+        names, several = self.class_names, self.labels.reshape(len(self), -1)
+        counts = (several == 1).sum(axis=0)
+        if self.labels.ndim == 1:
+            counts = np.bincount(self.labels[self.labels >= 0], minlength=len(names))
         shown = describe_classes(len(self), counts, names) if counts.any() else f"{len(self):,} images without labels"
-        parts = (
-            f"; {(labels < 0).mean():.1%} of the labels are unknown" if labels.ndim > 1 and (labels < 0).any() else ""
-        )
-        hidden = f"; {unknown.sum():,} image(s) without a known label" if unknown.any() else ""
-        logger.info("%s: %s%s%s", what, shown, parts, hidden)
-        if labels.ndim == 1 and (joined := [name for name in names if "|" in name]):
+        if self.labels.ndim > 1 and (several < 0).any():
+            shown += f"; {(several < 0).mean():.1%} of the labels are unknown"
+        if unknown := int((several < 0).all(axis=1).sum()):
+            shown += f"; {unknown:,} image(s) without a known label"
+        logger.info("%s: %s", what, shown)
+        if self.labels.ndim == 1 and (joined := [name for name in names if "|" in name]):
             logger.warning("%s: %r is one class; several classes in a cell need sep='|'", what, joined[0])
 
 
@@ -142,35 +139,33 @@ def _truths(table: Table, columns: Sequence[str], rows: Sequence[int]) -> Labels
 def _named(table: Table, column: str, sep: str | None, classes: Sequence[str] | None, rows: Sequence[int]) -> Labels:
     """Return the labels of `rows` in a column of class names or numbers, one in each cell, or several with `sep`.
 
-    Raises:
-      InputError: a cell of any row has an unknown class or a number below 0, or no cell has a class.
+    The classes are those of all rows, and InputError names the row of an invalid one.
     """
     if sep is not None and not sep.strip():  # a cell with the separator alone, for no class, would be an empty one
         raise InputError(f"sep={sep!r}: expected the text between two class names, such as '|'")
     cells = [_cell(cell) for cell in table.columns[column]]
-    listed = [[cell] if sep is None else [_cell(part) for part in cell.split(sep)] for cell in cells]
-    distinct = {name for cell, names in zip(cells, listed, strict=True) if cell not in IGNORED for name in names} - {""}
-    if negative := next(filter(NEGATIVE.fullmatch, distinct), None):
-        row = next(row for row, names in enumerate(listed) if negative in names and cells[row] not in IGNORED)
+    listed = [[cell] if sep is None else [name for name in map(_cell, cell.split(sep)) if name] for cell in cells]
+    listed = [[] if cell in IGNORED else names for cell, names in zip(cells, listed, strict=True)]
+    first = {name: row for row in reversed(range(len(cells))) for name in listed[row]}  # the first row of each name
+    if negative := next(filter(NEGATIVE.fullmatch, first), None):
         message = f"{negative[:40]!r} is no class; an unknown label is -1 alone, or nothing"
-        raise InputError(f"{table.location(row)}: {message}")
-    if not distinct:
+        raise InputError(f"{table.location(first[negative])}: {message}")
+    if not first:
         raise InputError(f"{table.file}: no row has a label in the column {column!r}")
-    class_names, numbers = _numbered(distinct, classes)
-    if unknown := distinct - numbers.keys():
-        row, name = next((row, name) for row, names in enumerate(listed) for name in names if name in unknown)
-        raise InputError(f"{table.location(row)}: no class {name[:40]!r}; {nearest(name, class_names)}")
+    class_names, numbers = _numbered(first, classes)
+    if unknown := first.keys() - numbers.keys():
+        name = min(unknown, key=first.__getitem__)
+        raise InputError(f"{table.location(first[name])}: no class {name[:40]!r}; {nearest(name, class_names)}")
     shape = (len(rows),) if sep is None else (len(rows), len(class_names))
     array = np.zeros(shape, np.int32 if sep is None else np.int8)
     for i, row in enumerate(rows):
+        found = [numbers[name] for name in listed[row]]
         if cells[row] in IGNORED:
             array[i] = -1
-            continue
-        for name in filter(None, listed[row]):
-            if sep is None:
-                array[i] = numbers[name]
-            else:
-                array[i, numbers[name]] = 1
+        elif sep is None:
+            array[i] = found[0]
+        else:
+            array[i, found] = 1
     return Labels(array, class_names)
 
 
@@ -196,12 +191,7 @@ def _numbered(names: Iterable[str], classes: Sequence[str] | None) -> tuple[tupl
 
 
 def _class_list(classes: str | Sequence[str] | None) -> Sequence[str] | None:
-    """Return the class names of a list, or of a file with a name in each line; None for None.
-
-    Raises:
-      MissingDataError: the file does not exist.
-      InputError: the file cannot be read, or the names are not distinct.
-    """
+    """Return the class names of a list, or of a file with a name in each line; None for None."""
     if classes is None:
         return None
     what, found = "classes", classes
@@ -233,11 +223,7 @@ def _rows_of_split(table: Table, split: str | None, column: str) -> list[int]:
 
 
 def _files(table: Table, path: str, root: str) -> list[str]:
-    """Return the image file of each row.
-
-    Raises:
-      InputError: a path is empty or invalid, leads out of the folder `root`, or occurs twice.
-    """
+    """Return the image file of each row. Raises InputError for one out of the folder `root`, or that occurs twice."""
     pieces = PLACEHOLDER.split(path) if PLACEHOLDER.search(path) else ["", path, ""]
     inside = root.rstrip(os.sep) + os.sep
     first: dict[str, int] = {}
@@ -259,12 +245,7 @@ def _files(table: Table, path: str, root: str) -> list[str]:
 
 
 def _opened(table: Table, files: Sequence[str], root: str, rows: Sequence[int]) -> OpenedFiles:
-    """Return the opened manifest and image files.
-
-    Raises:
-      MissingDataError: all image files are missing.
-      InputError: some are missing; the message has their number and the first.
-    """
+    """Return the opened manifest and image files. Raises InputError if files are missing."""
     manifest = os.path.abspath(table.file)  # noqa: PTH100 - links are not followed
     try:
         return OpenedFiles([manifest, *files], os.path.commonpath([root, os.path.dirname(manifest)]), whole=1)  # noqa: PTH120

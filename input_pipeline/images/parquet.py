@@ -6,13 +6,12 @@ so that each row group is read once in an epoch, and the row groups in use stay 
 """
 
 import functools
-import itertools
 import json
 import logging
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from input_pipeline import memory
-from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split, nearest
+from input_pipeline import source as base
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import open_parquet, read_batches
 from input_pipeline.shuffle import Blocks
-from input_pipeline.source import Example
+from input_pipeline.table import open_parquet, place, read_batches
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,33 +34,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARD_NUMBER = re.compile(r"-(\d{5}-of-(\d{5}))(-[0-9a-f]{16})?$")  # older files have a hash, too
-ROW_BYTES, VALUE_BYTES = 16, 144  # memory for each row, and for each image besides its bytes
+ROW_BYTES = 160  # memory for each row besides the bytes of its image
 RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts would read row groups repeatedly
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """A row group: rows of a Parquet file that are read together.
-
-    `columns` are the columns of images and labels, and `encoded` is that of the images' bytes, such as "image.bytes";
-    `nbytes` is the memory that it is expected to need.
-    """
+    """Rows of a Parquet file that are read together; `nbytes` is the memory that they are expected to need."""
 
     path: str
     state: FileState
     number: int
-    columns: tuple[str, str]
-    encoded: str
     first_row: int
     rows: int
-    nbytes: int
-
-
-class Columns(NamedTuple):
-    """The images and labels of a row group, and their memory in bytes."""
-
-    images: list[bytes | None]
-    labels: "pa.Array"
     nbytes: int
 
 
@@ -69,13 +54,20 @@ class File(NamedTuple):
     """A Parquet file: its columns' types, class names, row groups, and whether the first group has one label only."""
 
     path: str
-    types: tuple[object, object]
+    types: tuple["pa.DataType", "pa.DataType"]
     class_names: tuple[str, ...] | None
     groups: list[RowGroup]
     has_one_class: bool
 
 
-class Source:
+class Columns(NamedTuple):
+    """The images and labels of a row group."""
+
+    images: list[bytes | None]
+    labels: "pa.Array"
+
+
+class Source(base.Source):
     """Images of one split. An example is `image` (the bytes of the image file) and `label` (int).
 
     The label is -1 if it is unknown: null, or -1 in the file.
@@ -113,15 +105,15 @@ class Source:
                 raise InputError(
                     f"{file.path} and {files[0].path} differ in the types or class names of {image!r} and {label!r}"
                 )
-        self.files, self.label, self.window, self.class_names = files, label, window, files[0].class_names
+        self.files, self.columns, self.window, self.class_names = files, (image, label), window, files[0].class_names
         self.groups = [group for file in files for group in file.groups]
         self.ends = np.cumsum([group.rows for group in self.groups])
         classes = "unnamed classes" if self.class_names is None else f"{len(self.class_names):,} classes"
         logger.info("%s, %s: %s images of %s in Parquet files", expand(data_dir), split, f"{len(self):,}", classes)
-        self.cached = _RowGroups(self._limit(data_dir))
+        self.cached = _RowGroups(self._limit(data_dir), lambda group: _read(group, image, label))
 
     @functools.cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:  # type: ignore[override]  # an attribute of others
         """The row groups as blocks to shuffle; a warning is logged if their rows are sorted by class."""
         if sum(file.has_one_class for file in self.files) > len(self.files) / 2 and self.window < len(self):
             logger.warning(
@@ -131,21 +123,21 @@ class Source:
         return Blocks(np.array([group.rows for group in self.groups], np.int64), self.window)
 
     @functools.cached_property
-    def labels(self) -> np.ndarray:
+    def labels(self) -> np.ndarray:  # type: ignore[override]
         """The labels of all rows, int32, and -1 for null ones; the columns of labels are read when they are needed."""
         found = []
         for file in self.files:
             with open_parquet(file.path) as opened:
                 for group in file.groups:
                     check_unchanged(group.path, group.state)
-                    labels = _labels(opened, group.number, self.label)
+                    labels = _labels(opened, group.number, self.columns[1])
                     found.append(labels.cast("int64").fill_null(-1).to_numpy().astype(np.int32))
         return np.concatenate(found)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.groups else 0
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> base.Example:
         group, row = self._locate(index)
         columns = self.cached.get(group)
         image, label = columns.images[row], columns.labels[row].as_py()
@@ -153,9 +145,8 @@ class Source:
             raise InputError("the image is null")
         label = -1 if label is None else label
         if self.class_names is not None and not -1 <= label < len(self.class_names):
-            raise InputError(
-                f"{self.label}={label} is not one of the {len(self.class_names)} classes, from 0, or -1 for unknown"
-            )
+            classes = f"{len(self.class_names)} classes, from 0, or -1 for unknown"
+            raise InputError(f"{self.columns[1]}={label} is not one of the {classes}")
         return {"image": image, "label": label}
 
     def describe(self, index: int) -> str:
@@ -195,10 +186,9 @@ class _RowGroups:
     A row group is dropped after as many reads as it has rows, or when it was not used for the longest time.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.nbytes = limit, 0
+    def __init__(self, limit: int, read: Callable[[RowGroup], Columns]) -> None:
+        self.limit, self.read, self.nbytes = limit, read, 0
         self.entries: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
-        self.sizes: dict[RowGroup, int] = {}  # of those that are read
         self.reads: Counter[RowGroup] = Counter()
         self.lock = threading.Lock()
 
@@ -214,16 +204,11 @@ class _RowGroups:
             self.reads[group] += 1
             if self.reads[group] == group.rows:
                 self._drop(group)
-            self._shrink()
+            while self.nbytes > self.limit and len(self.entries) > 1:
+                self._drop(next(iter(self.entries)))
         if missing:
             try:
-                columns = _read(group)
-                with self.lock:
-                    if self.entries.get(group) is future:
-                        self.sizes[group] = columns.nbytes
-                        self.nbytes += columns.nbytes - group.nbytes
-                        self._shrink()
-                future.set_result(columns)
+                future.set_result(self.read(group))
             except BaseException as e:
                 future.set_exception(e)
                 if not isinstance(e, InputError) or isinstance(e, ReadingError):  # damage is there at the next read too
@@ -234,40 +219,26 @@ class _RowGroups:
     def _drop(self, group: RowGroup) -> None:
         """Release a row group; threads that already have it keep it."""
         if self.entries.pop(group, None) is not None:
-            self.nbytes -= self.sizes.pop(group, group.nbytes)
+            self.nbytes -= group.nbytes
         self.reads.pop(group, None)
-
-    def _shrink(self) -> None:
-        """Release the row groups that were not used for the longest time, until the others are within the limit."""
-        while self.nbytes > self.limit and len(self.entries) > 1:
-            self._drop(next(iter(self.entries)))
 
 
 def _shards(data_dir: str, split: str) -> list[str]:
-    """Return the files of a split in the order of their numbers.
-
-    Raises:
-      MissingDataError: the folder does not exist or has no Parquet files.
-      InputError: there is no such split, or a shard is missing.
-    """
+    """Return the files of a split in the order of their numbers. Raises InputError if one is missing."""
     root = expand(data_dir)
-    if not root.is_dir():
-        raise MissingDataError(f"no folder {root}")
     splits = _splits(root)
     if not splits:
-        raise MissingDataError(f"{root} and its folder `data` hold no Parquet files (*.parquet)")
+        raise MissingDataError(f"no folder {root}, or no Parquet files (*.parquet) in it and its folder `data`")
     check_split(str(root), split, splits)
     chosen = splits[split]
     numbers = [SHARD_NUMBER.search(file.stem) for file in chosen]
-    found = Counter(number[1] if number else "" for number in numbers)
     count = int(numbers[0][2]) if numbers[0] else 1
+    found = [number[1] if number else "" for number in numbers]
     expected = [f"{i:05}-of-{count:05}" for i in range(count)] if numbers[0] else [""]
-    if missing := next((number for number in expected if number not in found), None):
-        raise InputError(f"{chosen[0].parent}: the file {split}-{missing}.parquet is missing; download it")
-    if found.total() != count:
-        raise InputError(
-            f"{root}: split {split!r} has {found.total()} files, but {count} according to {chosen[0].name}"
-        )
+    if found != expected:
+        missing = sorted({*expected} - {*found})
+        reason = f"; the file {split}-{missing[0]}.parquet is missing, download it" if missing else ""
+        raise InputError(f"{root}: split {split!r} has {len(found)} files, but {count} by {chosen[0].name}{reason}")
     return [str(file) for file in chosen]
 
 
@@ -312,30 +283,23 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
     with open_parquet(path) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata
         for name in (image, label):
-            if schema.names.count(name) != 1:
-                raise InputError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
-        images, labels = schema.field(image).type, schema.field(label).type
+            place(path, name, schema.names)
+        types = images, labels = schema.field(image).type, schema.field(label).type
         encoded = images.field("bytes").type if pa.types.is_struct(images) and "bytes" in images.names else images
         if not pa.types.is_binary(encoded) and not pa.types.is_large_binary(encoded):
             raise InputError(f"{path}: the column {image!r} should contain the bytes of image files, not {images}")
         if not pa.types.is_integer(labels):
             raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
-        first = _labels(opened, 0, label).unique() if metadata.num_row_groups else []
-        column = image if encoded == images else f"{image}.bytes"
-    parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
-        raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
-    starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
-    groups = [
-        RowGroup(
-            path, state, number, (image, label), column, start, part.num_rows,
-            part.total_byte_size + ROW_BYTES * part.num_rows,
-        )
-        for number, (part, start) in enumerate(zip(parts, starts, strict=False))
-        if part.num_rows
-    ]  # fmt: skip
+        first = _labels(opened, 0, label).to_pylist() if metadata.num_row_groups else []
+    groups, start = [], 0
+    for number in range(metadata.num_row_groups):
+        part = metadata.row_group(number)
+        if part.num_rows:
+            nbytes = part.total_byte_size + ROW_BYTES * part.num_rows
+            groups.append(RowGroup(path, state, number, start, part.num_rows, nbytes))
+        start += part.num_rows
     class_names = _class_names(path, schema.metadata or {}, label)
-    return File(path, (images, labels), class_names, groups, len(first) == 1 < parts[0].num_rows)
+    return File(path, types, class_names, groups, len(first) > 1 and len({*first}) == 1)
 
 
 def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...] | None:
@@ -353,21 +317,13 @@ def _labels(opened: "ParquetFile", number: int, label: str) -> "pa.Array":
     return opened.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
 
 
-def _read(group: RowGroup) -> Columns:
-    """Return the images and labels of a row group.
-
-    Raises:
-      ReadingError: the file was changed after it was opened.
-      InputError: the row group is damaged.
-    """
+def _read(group: RowGroup, image: str, label: str) -> Columns:
+    """Return the images and labels of a row group. Raises InputError if it is damaged, or the file was changed."""
     check_unchanged(group.path, group.state)
     images: list[bytes | None] = []
     with open_parquet(group.path, f"row group {group.number}") as opened:
-        labels = _labels(opened, group.number, group.columns[1])
-        for batch in read_batches(opened, group.number, [group.encoded]):
-            column = batch.column(group.columns[0])
-            if column.type.num_fields:  # a struct
-                column = column.flatten()[column.type.get_field_index("bytes")]
-            images += column.to_pylist()
-    nbytes = sum(len(image or b"") + VALUE_BYTES for image in images) + ROW_BYTES * group.rows
-    return Columns(images, labels, nbytes)
+        is_struct = opened.schema_arrow.field(image).type.num_fields
+        for batch in read_batches(opened, group.number, [f"{image}.bytes" if is_struct else image]):
+            column = batch.column(image)
+            images += (column.flatten()[0] if is_struct else column).to_pylist()
+        return Columns(images, _labels(opened, group.number, label))

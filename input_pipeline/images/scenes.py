@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, UInt8
 
+from input_pipeline import source as base
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.images import digits
 from input_pipeline.shuffle import Draw, draws, take
-from input_pipeline.source import Example
 
 SPLITS = ("train", "validation", "test")
 VALIDATION_DIGITS = 240  # of the 1,437 training digits
@@ -50,7 +50,7 @@ class Scene(NamedTuple):
     label: int
 
 
-class Source:
+class Source(base.Source):
     """Scenes of up to eight digits: `image` (uint8, 27×27×1) and `label` (int32, 0 … 9).
 
     The splits have different handwritten digits: 1,197, 240 and 360. Example i is a function of (seed, split, i) only.
@@ -81,7 +81,7 @@ class Source:
     def __len__(self) -> int:
         return self.examples
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> base.Example:
         if not 0 <= index < self.examples:
             raise IndexError(index)
         scene, draw = self._scene(index)

@@ -14,7 +14,7 @@ from typing import Any
 
 from input_pipeline import stores
 from input_pipeline.errors import InputError, MissingDataError, first_line
-from input_pipeline.files import OpenedFiles, expand, store_errors
+from input_pipeline.files import expand, store_errors
 from input_pipeline.optional import require
 from input_pipeline.source import Example
 from input_pipeline.tfrecord import Records, Shard, open_files
@@ -69,8 +69,9 @@ class Source(Records):
         self.class_names: tuple[str, ...] | None = next(
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
-        super().__init__(_open_shards(folder, local, chosen.file_instructions) if chosen.num_examples > 0 else [])
-        self.opened = OpenedFiles([shard.file.path for shard in self.shards], folder)
+        super().__init__(
+            _open_shards(folder, local, chosen.file_instructions) if chosen.num_examples > 0 else [], folder
+        )
         self.decoders = {
             key: tfds.decode.SkipDecoding()
             for key, feature in self.features.items()
@@ -161,9 +162,7 @@ def _descriptions(folder: str) -> Iterator[str]:
 def _check_features(folder: str, local: Path) -> None:
     """Raise InputError if a feature class is not from tensorflow-datasets, which would import its module by name.
 
-    Args:
-      folder: the folder of the dataset, for messages.
-      local: the folder with its descriptions.
+    `folder` is that of the dataset, for messages, and `local` the one with its descriptions.
     """
     file = local / "features.json"
     if not file.is_file():
@@ -182,10 +181,7 @@ def _check_features(folder: str, local: Path) -> None:
 def _open_shards(folder: str, local: str, instructions: Sequence[Any]) -> list[Shard]:
     """Open the files of a split, and check that each has the number of records that dataset_info.json gives.
 
-    Args:
-      folder: the folder of the dataset.
-      local: the folder that the file names of the instructions are in.
-      instructions: `file_instructions` of a split, whose class tensorflow-datasets does not export.
+    `instructions` are the `file_instructions` of the split, whose file names are in the folder `local`.
     """
     shards = []
     files = open_files(f"{folder}/{os.path.relpath(i.filename, local)}" for i in instructions)

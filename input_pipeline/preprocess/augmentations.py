@@ -15,7 +15,7 @@ import numpy as np
 from input_pipeline.errors import InputError
 from input_pipeline.optional import Late
 from input_pipeline.preprocess import randaug as ops
-from input_pipeline.preprocess.change import Change
+from input_pipeline.preprocess.keys import Change
 
 if TYPE_CHECKING:
     from PIL import Image, ImageEnhance, ImageFilter, ImageOps

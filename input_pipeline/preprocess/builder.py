@@ -1,6 +1,7 @@
 """Parser of preprocessing strings "op|op(args)|…"; the ops are functions of `input_pipeline.preprocess.ops`.
 
-A string is parsed, never evaluated: arguments must be literals. Parts may be empty, as in "decode||pad(1)|".
+A string is parsed, never evaluated: arguments must be literals. Parts may be empty, as in "decode||pad(1)|". Every
+function raises InputError for a string that cannot be parsed, and for an op or an argument that is invalid.
 """
 
 import ast
@@ -15,8 +16,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
-from input_pipeline.preprocess.change import Change
-from input_pipeline.preprocess.keys import Op
+from input_pipeline.preprocess.keys import Change, Op
 from input_pipeline.source import Example
 
 MAX_SHOWN = 200  # characters of a string that an error message shows
@@ -60,9 +60,6 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     Returns:
       The string without `value_range`, and its arguments. If `value_range` is absent, clips, has numbers for each
       channel, or is not the last op that changes the image, the original string and None.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
     """
     steps = parsed(spec)
     for at, step in reversed([*enumerate(steps)]):
@@ -77,11 +74,7 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
 
 
 def decoding(spec: str) -> str:
-    """Return the text of the op that decodes an image in a preprocessing string, without a crop; "" if there is none.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
-    """
+    """Return the text of the op that decodes an image in a preprocessing string, without a crop, or ""."""
     for step in parsed(spec):
         if step.op == "decode":
             return step.text
@@ -91,21 +84,13 @@ def decoding(spec: str) -> str:
 
 
 def decoded_as(spec: str) -> tuple[int, str]:
-    """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
-    """
+    """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default."""
     found = next((step.arguments for step in parsed(spec) if step.op == "decode"), {})
     return found.get("channels", 3), found.get("dtype", "uint8")
 
 
 def checking(spec: str) -> str:
-    """Return the part of a preprocessing string that fails for a damaged example: `decoding`, and the ops on labels.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
-    """
+    """Return the part of a preprocessing string that fails for a damaged example: `decoding`, and the ops on labels."""
     steps = parsed(spec)
     made = {step.arguments.get("outkey") for step in steps if step.op != "copy"} - {"image"}
     kept = [
@@ -117,11 +102,7 @@ def checking(spec: str) -> str:
 
 
 def patch_sizes(spec: str) -> tuple[int, int] | None:
-    """Return the arguments `patch` and `max_tokens` of the op `patches` in a preprocessing string; None without it.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
-    """
+    """Return the arguments `patch` and `max_tokens` of the op `patches` in a preprocessing string; None without it."""
     return next(((s.arguments["patch"], s.arguments["max_tokens"]) for s in parsed(spec) if s.op == "patches"), None)
 
 
@@ -134,9 +115,6 @@ def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
     Returns:
       The part, and height, width and channels; None instead of them if images do not all get the same size. Before
       `patches`, they are those of the largest square.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
     """
     rest, size, channels = [], None, 3
     for step in parsed(spec):
@@ -197,11 +175,7 @@ def calls(spec: str) -> list[ast.Call]:
 
 
 def parsed(spec: str) -> list[Step]:
-    """Return the ops of a preprocessing string with all their arguments.
-
-    Raises:
-      InputError: the string cannot be parsed, or an op or argument is invalid.
-    """
+    """Return the ops of a preprocessing string with all their arguments."""
     nodes = _nodes(spec)
     steps = [_step(node) for node in nodes]
     wide = next((each.text for each in steps if each.op == "decode" and each.arguments["dtype"] != "uint8"), None)

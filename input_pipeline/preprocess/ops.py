@@ -17,8 +17,7 @@ from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images import stored
 from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
-from input_pipeline.preprocess.change import Change
-from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
+from input_pipeline.preprocess.keys import Change, copy, drop, flatten, keep, onehot
 from input_pipeline.preprocess.patches import patches
 
 __all__ = [
@@ -45,8 +44,8 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: 
       exif: rotate and mirror images as their EXIF orientation says.
       dtype: "uint8", "uint16", "int16" or "float32".
     """
-    if not 1 <= channels <= stored.MAX_CHANNELS:
-        raise InputError(f"decode(channels={channels}): expected 1 to {stored.MAX_CHANNELS}")
+    if channels < 1:
+        raise InputError(f"decode(channels={channels}): expected 1 or more")
     if dtype not in stored.DTYPES:
         raise InputError(f"decode(dtype={dtype!r}); {nearest(dtype, stored.DTYPES)}")
     converts = channels in (1, 3) and dtype == "uint8"

@@ -6,7 +6,6 @@ task, one per line. From the third on, the answer is between brackets. The brack
     {"task_id": "task0", "texts": "\\n< … >. Ruth owns a kind of fruit\\n< … >. John owns a kind of [ animal ]\\n"}
 """
 
-import array
 import re
 from typing import NamedTuple
 
@@ -15,14 +14,10 @@ import numpy as np
 from input_pipeline.errors import InputError
 from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import LINE_SUFFIXES, read_documents
-from input_pipeline.text.files import TokenizedFiles
+from input_pipeline.text.files import LineSource
 from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer
 
 MARK = re.compile(r"\[ (.+?) \]")
-ROW_BYTES = 512  # approximate memory of a row besides its arrays and its location
-TOKEN_CHARACTERS = 256  # a longer text has more tokens than this many characters allow, with any tokenizer in use
-PREFIXES = 32  # that are tokenized together
 
 
 class MarkedText(NamedTuple):
@@ -32,15 +27,7 @@ class MarkedText(NamedTuple):
     answers: tuple[tuple[int, int, int], ...]
 
 
-class Row(NamedTuple):
-    """The tokens of a line; `answers` is an array with a row (first token, last token + 1, shots) for each answer."""
-
-    tokens: np.ndarray
-    answers: np.ndarray
-    location: str
-
-
-class Source(TokenizedFiles):
+class Source(LineSource):
     """Lines of `.jsonl` and `.jsonl.zst` files, one row each; the loss counts only the answers between `[ ` and ` ]`.
 
     An answer includes the space before it. Besides `tokens` and `is_target`, a row has
@@ -70,45 +57,28 @@ class Source(TokenizedFiles):
         Raises:
           MissingDataError: the files or the tokenizer do not exist.
           InputError: a row has no answers, two of them without text between them, or more tokens than the context, the
-            rows do not fit in memory, the tokenizer joins an answer with the text around it, or a file is invalid (see
+            tokenizer joins an answer with the text around it, or a file is invalid (see
             `input_pipeline.text.documents`).
         """
-        files, opened = self.open_files(path, context, tokenizer, end_of_text, LINE_SUFFIXES)
-        self.rows: list[Row] = []
+        lines, opened = self.open_lines(path, context, tokenizer, end_of_text, (task, text))
+        self.answers: list[list[tuple[int, int, int]]] = []  # (first token, last token + 1, shots) of those of a row
+        self.tasks: list[int] = []
         names: dict[str, int] = {}
-        tasks, size = array.array("i"), 0
-        for document in read_documents(files, (task, text)):
-            found = _encode(document.texts[1], opened, document.location, context)
-            row = found._replace(tokens=found.tokens.astype(self.dtype))
-            if document.texts[0] not in names:
-                names[document.texts[0]] = len(names)
-                size += len(document.texts[0]) + ROW_BYTES
-            size += row.tokens.nbytes + row.answers.nbytes + len(row.location) + ROW_BYTES
-            self.check_memory(size)
-            self.rows.append(row)
-            tasks.append(names[document.texts[0]])
-        if not names:
-            raise InputError(f"{path} holds no lines")
-        self.task_names, self.tasks = tuple(names), np.array(tasks, np.int32)
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        for document in lines:
+            name, marked = document.texts
+            tokens, answers = _encode(marked, opened, document.location, context)
+            self.add(document.location, tokens.astype(self.dtype))
+            self.answers.append(answers)
+            self.tasks.append(names.setdefault(name, len(names)))
+        self.check_not_empty()
+        self.task_names = tuple(names)
 
     def __getitem__(self, index: int) -> Example:
-        row = self.rows[index]
-        tokens = packing.padded_row(row.tokens, self.context)["tokens"]
+        tokens = packing.padded_row(self.rows[index], self.context)["tokens"]
         is_target, shots = np.zeros(self.context + 1, bool), np.zeros(self.context + 1, np.int32)
-        for start, end, before in row.answers.tolist():
+        for start, end, before in self.answers[index]:
             is_target[start:end], shots[start:end] = True, before
-        return {"tokens": tokens, "is_target": is_target, "task": self.tasks[index], "shots": shots}
-
-    def describe(self, index: int) -> str:
-        """Return the file and line of a row."""
-        return self.rows[index].location
-
-    def nbytes(self) -> int:
-        """Return the size of all tokens in bytes."""
-        return sum(row.tokens.nbytes for row in self.rows)
+        return {"tokens": tokens, "is_target": is_target, "task": np.int32(self.tasks[index]), "shots": shots}
 
 
 def read_marks(text: str, location: str) -> MarkedText:
@@ -118,8 +88,7 @@ def read_marks(text: str, location: str) -> MarkedText:
     blank = len(text) - len(text.lstrip("\n"))  # lines before the first example
     for number, line in enumerate(text.split("\n")):
         read = 0
-        # No mark begins after the last end of a mark; without this bound, many beginnings take quadratic time.
-        for match in MARK.finditer(line, 0, line.rfind(" ]") + 2):
+        for match in MARK.finditer(line):
             before = line[read : match.start()]
             start = length + len(before) - before.endswith(" ")
             length += len(before) + len(match[1])
@@ -133,25 +102,21 @@ def read_marks(text: str, location: str) -> MarkedText:
     return MarkedText("".join(parts[:-1]), tuple(answers))
 
 
-def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row:
-    """Return the tokens and answers of a text with marks. Raises InputError for the reasons that `Source` lists."""
-    if len(text) > TOKEN_CHARACTERS * (context + 1):
-        raise InputError(f"{location}: {len(text):,} characters are more than the {context + 1} tokens of a row hold")
+def _encode(
+    text: str, tokenizer: Tokenizer, location: str, context: int
+) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Return the tokens of a text with marks, and its answers as (first token, last token + 1, shots)."""
     marked = read_marks(text, location)
-    (tokens,) = tokenizer.encode_batch([marked.text])
+    ends = [at for start, end, _ in marked.answers for at in (start, end)]
+    tokens, *prefixes = tokenizer.encode_batch([marked.text, *(marked.text[:at] for at in ends)])
     if len(tokens) > context + 1:
         raise InputError(f"{location}: {len(tokens)} tokens are more than the {context + 1} of a row")
-    ends = [at for start, end, _ in marked.answers for at in (start, end)]
-    places: list[int] = []
-    for first in range(0, len(ends), PREFIXES):
-        for prefix in tokenizer.encode_batch([marked.text[:at] for at in ends[first : first + PREFIXES]]):
-            if not np.array_equal(tokens[: len(prefix)], prefix):
-                raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
-            places.append(len(prefix))
+    if not all(np.array_equal(tokens[: len(prefix)], prefix) for prefix in prefixes):
+        raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
+    places = [len(prefix) for prefix in prefixes]
     if not places[0]:
         raise InputError(f"{location}: no text precedes the first answer")
     if any(end == start for end, start in zip(places[1::2], places[2::2], strict=False)):
         raise InputError(f"{location}: two answers without text between them would count as one; mark them as one")
     shots = [found[2] for found in marked.answers]
-    answers = np.array(list(zip(places[::2], places[1::2], shots, strict=True)), np.int32)
-    return Row(tokens, answers, location)
+    return tokens, list(zip(places[::2], places[1::2], shots, strict=True))

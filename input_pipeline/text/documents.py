@@ -17,7 +17,7 @@ import numpy as np
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
 from input_pipeline.optional import require
-from input_pipeline.row_groups import open_parquet, read_batches
+from input_pipeline.table import open_parquet, parquet_rows, place
 from input_pipeline.text.tokenizer import Tokenizer
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
@@ -208,18 +208,13 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...
     with open_parquet(str(file)) as opened:
         schema, total, size = opened.schema_arrow, opened.metadata.num_rows, file.stat().st_size
         for key in keys:
-            if schema.names.count(key) != 1:
-                raise InputError(f"{file}: no column {key!r}; {nearest(key, schema.names)}")
+            place(file, key, schema.names)
             if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
                 raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
-        number = 0
-        batches = (read_batches(opened, group, keys) for group in range(opened.num_row_groups))
-        for batch in itertools.chain.from_iterable(batches):
-            for texts in zip(*(batch.column(key).to_pylist() for key in keys), strict=True):
-                number += 1
-                if None in texts:
-                    raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
-                yield number, texts, size * number // max(1, total)
+        for number, texts in enumerate(parquet_rows(opened, keys), start=1):
+            if None in texts:
+                raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
+            yield number, tuple(map(str, texts)), size * number // max(1, total)
 
 
 def _pieces(file: Path) -> Iterator[tuple[bytes, int]]:

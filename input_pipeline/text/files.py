@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from input_pipeline import memory
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.files import OpenedFiles
-from input_pipeline.source import Example
+from input_pipeline.source import TokenSource
 from input_pipeline.text import documents as texts
 from input_pipeline.text import packing
 from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
@@ -22,10 +21,10 @@ SILENT_SECONDS = 2.0  # before the first progress message
 MESSAGE_SECONDS = 10.0  # between progress messages
 
 
-class TokenizedFiles:
-    """Base class of sources of text files: attributes of a token source, and tokenization when a source is opened."""
+class TokenizedFiles(TokenSource):
+    """Base class of sources of text files, which are tokenized when a source is opened."""
 
-    class_names = None
+    opened: OpenedFiles
 
     def open_files(
         self, path: str, context: int, tokenizer: str | None, end_of_text: str, suffixes: Sequence[str] = texts.SUFFIXES
@@ -38,35 +37,66 @@ class TokenizedFiles:
         """
         self.path, self.context = path, packing.check_context(context)
         opened = open_tokenizer(tokenizer, end_of_text)
-        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
-        self.end_of_text: int | None = opened.end_of_text
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)  # the smallest for all tokens
+        self.vocab_size, self.token_bytes, self.end_of_text = opened.vocab_size, opened.token_bytes, opened.end_of_text
+        self.dtype = np.dtype(np.uint16 if opened.vocab_size <= 1 << 16 else np.uint32)  # the smallest for all tokens
         files = texts.find_files(path, suffixes)
         check_size(files, path)
         self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
-        self.available = memory.available()  # before the first token
         return files, opened
 
     def encoded(self, documents: Iterator[texts.Document], tokenizer: Tokenizer) -> Iterator[texts.EncodedDocument]:
         """Yield documents and their tokens, and log the progress every MESSAGE_SECONDS after SILENT_SECONDS."""
         logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
-        for encoded in texts.encode_documents(documents, tokenizer):
+        for document, tokens in texts.encode_documents(documents, tokenizer):
             if time.monotonic() > logged + MESSAGE_SECONDS:
                 logged = time.monotonic()
-                read, size = encoded.document.bytes_read / 1e6, self.opened.nbytes() / 1e6
+                read, size = document.bytes_read / 1e6, self.opened.nbytes() / 1e6
                 logger.info("tokenizing %s: %.0f of %.0f MB", self.path, read, size)
-            yield encoded
-
-    def check_memory(self, nbytes: int) -> None:
-        """Raise InputError if `nbytes` bytes of tokens exceed 3/4 of the memory that was available at the start."""
-        if self.available is not None and nbytes > self.available * 3 // 4:
-            raise InputError(
-                f"{self.path}: its tokens do not fit in the {self.available / 1e9:.1f} GB of memory left; use fewer "
-                "files"
-            )
+            yield texts.EncodedDocument(document, [each.astype(self.dtype) for each in tokens])
 
 
-class Source(TokenizedFiles):
+class LineSource(TokenizedFiles):
+    """Base class of sources of `.jsonl` and `.jsonl.zst` files whose rows are lines.
+
+    Fields:
+      rows: the tokens of each row.
+      locations: its file and line.
+    """
+
+    rows: list[np.ndarray]
+    locations: list[str]
+
+    def open_lines(
+        self, path: str, context: int, tokenizer: str | None, end_of_text: str, keys: Sequence[str]
+    ) -> tuple[Iterator[texts.Document], Tokenizer]:
+        """Open files as `open_files` does, and return their lines, with the strings of `keys`, and the tokenizer."""
+        self.rows, self.locations = [], []
+        files, opened = self.open_files(path, context, tokenizer, end_of_text, texts.LINE_SUFFIXES)
+        return texts.read_documents(files, keys), opened
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def describe(self, index: int) -> str:
+        """Return the file and line of a row."""
+        return self.locations[index]
+
+    def nbytes(self) -> int:
+        """Return the size of all tokens in bytes."""
+        return sum(row.nbytes for row in self.rows)
+
+    def add(self, location: str, tokens: np.ndarray) -> None:
+        """Append a row."""
+        self.locations.append(location)
+        self.rows.append(tokens)
+
+    def check_not_empty(self) -> None:
+        """Raise InputError if there is no row."""
+        if not self.rows:
+            raise InputError(f"{self.path} holds no lines")
+
+
+class Source(packing.StreamSource, TokenizedFiles):
     """Documents of text files, packed into rows as `input_pipeline.text.packing` describes."""
 
     def __init__(
@@ -108,26 +138,11 @@ class Source(TokenizedFiles):
             if texts.in_validation(document.name, validation_fraction) == (split == "validation")
         )
         stream, end = bytearray(), np.array(end_token(opened), self.dtype).tobytes()
-        for _, tokens in self.encoded(documents, opened):
-            self.check_memory(len(stream))
-            stream += tokens[0].astype(self.dtype).tobytes() + end
+        for _, (tokens,) in self.encoded(documents, opened):
+            stream += tokens.tobytes() + end
         if not stream:
             raise InputError(f"{path} holds no text of split {split!r} with validation_fraction={validation_fraction}")
         self.tokens = np.frombuffer(stream, self.dtype)
-
-    def __len__(self) -> int:
-        return packing.row_count(len(self.tokens), self.context)
-
-    def __getitem__(self, index: int) -> Example:
-        return packing.row_at(self.tokens, index, self.context, self.vocab_size)
-
-    def describe(self, index: int) -> str:
-        """Return the path and the number of a row."""
-        return f"{self.path}, row {index}"
-
-    def nbytes(self) -> int:
-        """Return the size of all tokens in bytes."""
-        return self.tokens.nbytes
 
 
 def check_size(files: texts.Files, path: str) -> None:

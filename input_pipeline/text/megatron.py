@@ -9,13 +9,12 @@ import numpy as np
 from input_pipeline import huggingface
 from input_pipeline.errors import InputError
 from input_pipeline.files import OpenedFiles, check_unchanged, named_errors
-from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.megatron_format import Description, find_prefix, read_description, read_index
 from input_pipeline.text.tokenizer import vocabulary
 
 
-class Source:
+class Source(packing.StreamSource):
     """Tokens of a .bin/.idx pair as rows.
 
     If all sequences have the same length, such as Pythia's 2,049 tokens, each is a row, and the length must match the
@@ -23,7 +22,7 @@ class Source:
     adding tokens at their ends.
     """
 
-    class_names = None
+    opened: OpenedFiles
 
     def __init__(
         self,
@@ -86,13 +85,13 @@ class Source:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> packing.Row:
         check_unchanged(self.path, self.opened.state(0))
         return packing.row_at(self.tokens, self.rows[index], self.context, self.vocab_size)
 
     def describe(self, index: int) -> str:
         """Return the file and the number of a row in it."""
-        return f"{self.path}, row {self.rows[index]}"
+        return super().describe(self.rows[index])
 
     def nbytes(self) -> int:
         """Return the size of the selected rows in bytes."""

@@ -6,9 +6,10 @@ their offsets in bytes (int64), document index (int64). PREFIX.json is not part 
 """
 
 import json
+import os
 import struct
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
 
@@ -18,8 +19,6 @@ from input_pipeline.files import expand
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-CHUNK = 1 << 18  # lengths or offsets that are in memory at a time
-CHECKED = 1 << 14  # numbers at each end of an array that are checked
 
 
 class Description(TypedDict, total=False):
@@ -87,90 +86,41 @@ def read_description(prefix: str) -> Description:
 
 
 def read_index(prefix: str) -> MegatronIndex:
-    """Return what PREFIX.idx says about PREFIX.bin; check its first and last numbers, and the size of PREFIX.bin.
-
-    PREFIX.bin is not read, and most of PREFIX.idx only if its sequences have equal lengths.
+    """Return what PREFIX.idx says about PREFIX.bin, whose size must be that of the sequences; PREFIX.bin is not read.
 
     Raises:
       InputError: a file is not readable or damaged, or the files are not a pair.
     """
     path, data = f"{prefix}.idx", f"{prefix}.bin"
     try:
-        size, tokens_size = Path(path).stat().st_size, Path(data).stat().st_size
-        with Path(path).open("rb") as file:
-            code, sequences = _read_header(file, path, size)
+        tokens_size = Path(data).stat().st_size
+        code, sequences = _read_header(path)
         if not sequences or not tokens_size:
             raise InputError(f"{path} holds no sequences, or {data} no tokens")
-        numbers = np.memmap(path, np.uint8, "r", HEADER.size)
+        sizes = np.memmap(path, "<i4", "r", HEADER.size, sequences)
+        starts = np.memmap(path, "<i8", "r", HEADER.size + 4 * sequences, sequences)
     except (OSError, ValueError) as e:  # ValueError: the file became shorter
         raise InputError(f"cannot read {getattr(e, 'filename', None) or path}: {first_line(e)}") from None
-    sizes, starts, documents = np.split(numbers, [4 * sequences, 12 * sequences])
-    dtype, length = np.dtype(DTYPES[code]), _equal_length(sizes.view("<i4"))
-    end = _checked_end(sizes.view("<i4"), starts.view("<i8"), path, dtype.itemsize)
-    _check_documents(documents.view("<i8"), path, sequences)
+    dtype = np.dtype(DTYPES[code])
+    end = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+    if sizes.min() < 0 or starts[0] != 0 or starts[-1] + int(sizes[-1]) * dtype.itemsize != end:
+        raise InputError(f"{path} is damaged: its sequences do not follow each other from byte 0 on")
     if end != tokens_size:
         raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
-    if tokens_size % dtype.itemsize:
-        raise InputError(f"{data} has {tokens_size:,} bytes, which is not a multiple of {dtype.itemsize} bytes a token")
-    if length is not None and length * sequences * dtype.itemsize != tokens_size:
-        raise InputError(f"{path}: its {sequences:,} sequences of {length} tokens are not contiguous in {data}")
-    return MegatronIndex(dtype, sequences, length)
+    are_equal = sequences > 1 and bool((sizes == sizes[0]).all())
+    return MegatronIndex(dtype, sequences, int(sizes[0]) if are_equal else None)
 
 
-def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
-    """Return dtype code and number of sequences of an index of `size` bytes. Raises InputError if they are invalid."""
-    header = file.read(HEADER.size)
+def _read_header(path: str) -> tuple[int, int]:
+    """Return dtype code and number of sequences of an index. Raises InputError if they are invalid."""
+    with Path(path).open("rb") as file:
+        header, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
     if len(header) < HEADER.size or header[:9] != MAGIC:
         raise InputError(f"{path} is not a Megatron index: it does not begin with {MAGIC.decode()!r}")
     _, version, code, sequences, documents = HEADER.unpack(header)
-    if version != VERSION:
-        raise InputError(f"{path}: version {version}, expected {VERSION}")
-    if code not in DTYPES:
-        kind = "floats" if code in (6, 7) else "unknown"
-        raise InputError(f"{path}: dtype code {code} ({kind}), expected one of {', '.join(map(str, DTYPES))}")
+    if version != VERSION or code not in DTYPES:
+        raise InputError(f"{path}: version {version}, dtype code {code}; expected {VERSION} and one of {[*DTYPES]}")
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
         raise InputError(f"{path} has {size:,} bytes, its header needs {expected:,}: cut off or damaged")
     return code, sequences
-
-
-def _checked_end(all_sizes: np.ndarray, all_starts: np.ndarray, path: str, width: int) -> int:
-    """Return the end of the last sequence in bytes. Raises InputError if sequences do not follow each other from 0 on.
-
-    Only the first and the last CHECKED sequences are checked. `width` is the number of bytes of a token.
-    """
-    end = 0
-    for at in sorted({0, max(0, len(all_sizes) - CHECKED)}):
-        sizes, starts = all_sizes[at : at + CHECKED], all_starts[at : at + CHECKED]
-        ends = starts + sizes.astype("<i8") * width
-        expected = np.concatenate([starts[:1] if at else [0], ends[:-1]])
-        wrong = (sizes < 0) | (starts < 0) | (starts != expected)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise InputError(
-                f"{path} is damaged: sequence {at + i:,} has {sizes[i]:,} tokens from byte {starts[i]:,}, "
-                f"expected from byte {expected[i]:,}"
-            )
-        end = int(ends[-1])
-    return end
-
-
-def _check_documents(documents: np.ndarray, path: str, sequences: int) -> None:
-    """Raise InputError if the numbers of `documents`, the document index, do not ascend from 0 to `sequences` at most.
-
-    Only its first and its last CHECKED numbers are checked.
-    """
-    for at in sorted({0, max(0, len(documents) - CHECKED)}):
-        numbers = documents[at : at + CHECKED]
-        wrong = (numbers > sequences) | (np.diff(numbers, prepend=numbers[:1]) < 0)
-        if not at:
-            wrong[:1] |= numbers[:1] != 0
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise InputError(f"{path} is damaged: document {at + i:,} begins with sequence {numbers[i]:,}")
-
-
-def _equal_length(sizes: np.ndarray) -> int | None:
-    """Return the length that all sequences have, or None if there is only one sequence or the lengths differ."""
-    parts = (sizes[at : at + CHUNK] for at in range(0, len(sizes), CHUNK))
-    return int(sizes[0]) if len(sizes) > 1 and all((part == sizes[0]).all() for part in parts) else None

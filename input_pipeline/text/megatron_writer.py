@@ -13,7 +13,7 @@ import numpy as np
 from input_pipeline.errors import InputError
 from input_pipeline.files import named_errors
 from input_pipeline.text.documents import encode_documents, find_files, read_documents
-from input_pipeline.text.megatron_format import CHUNK, DTYPES, HEADER, MAGIC, VERSION, Description
+from input_pipeline.text.megatron_format import DTYPES, HEADER, MAGIC, VERSION, Description
 from input_pipeline.text.packing import check_tokens
 from input_pipeline.text.tokenizer import FileTokenizer, end_token, open_tokenizer
 
@@ -61,7 +61,7 @@ class MegatronWriter:
     """A context manager that writes a .bin/.idx pair document by document, and PREFIX.json.
 
     The files are renamed to their final names after everything is written, so files of an interrupted run cannot be
-    opened. The writer needs four bytes of memory per document.
+    opened.
     """
 
     def __init__(self, prefix: str, description: Description):
@@ -147,13 +147,8 @@ class MegatronWriter:
         file.write(HEADER.pack(MAGIC, VERSION, self.code, count, count + 1))
         sizes = np.frombuffer(self.sizes, np.int32)
         file.write(sizes.astype("<i4").tobytes())
-        start = 0
-        for at in range(0, count, CHUNK):
-            ends = start + np.cumsum(sizes[at : at + CHUNK], dtype=np.int64) * width
-            file.write(np.concatenate([[start], ends[:-1]]).astype("<i8").tobytes())
-            start = int(ends[-1])
-        for at in range(0, count + 1, CHUNK):
-            file.write(np.arange(at, min(at + CHUNK, count + 1)).astype("<i8").tobytes())
+        file.write(((np.cumsum(sizes, dtype=np.int64) - sizes) * width).astype("<i8").tobytes())
+        file.write(np.arange(count + 1, dtype="<i8").tobytes())
 
 
 def _flush_to_disk(file: BinaryIO) -> None:

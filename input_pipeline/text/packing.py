@@ -14,9 +14,36 @@ import numpy as np
 from jaxtyping import Integer
 
 from input_pipeline.errors import InputError
+from input_pipeline.source import TokenSource
 
 Tokens = Integer[np.ndarray, "tokens"]
 Row = dict[str, np.ndarray]
+
+
+class StreamSource(TokenSource):
+    """Base class of sources whose rows are those of one stream of tokens.
+
+    Fields:
+      path: the files, for messages.
+      tokens: the stream.
+    """
+
+    path: str
+    tokens: Tokens
+
+    def __len__(self) -> int:
+        return row_count(len(self.tokens), self.context)
+
+    def __getitem__(self, index: int) -> Row:
+        return row_at(self.tokens, index, self.context, self.vocab_size)
+
+    def describe(self, index: int) -> str:
+        """Return the path and the number of a row."""
+        return f"{self.path}, row {index}"
+
+    def nbytes(self) -> int:
+        """Return the size of all tokens in bytes."""
+        return self.tokens.nbytes
 
 
 def check_context(context: int) -> int:

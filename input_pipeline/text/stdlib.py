@@ -10,7 +10,6 @@ import numpy as np
 
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.files import OpenedFiles
-from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import in_validation
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, ByteTokenizer
@@ -20,7 +19,7 @@ VALIDATION_FRACTION = 0.05  # approximate fraction of the files, and of the pack
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Source:
+class Source(packing.StreamSource):
     """The `.py` files of Python's standard library, packed into rows as `input_pipeline.text.packing` describes.
 
     A file is one document. Files are in the order of their paths, and the split of a file follows from its path. With
@@ -28,8 +27,7 @@ class Source:
     one split as a whole. Files that are empty or not UTF-8 are skipped.
     """
 
-    class_names = None
-    end_of_text: int | None = BYTE_END_OF_TEXT
+    end_of_text = BYTE_END_OF_TEXT
     vocab_size = ByteTokenizer.vocab_size
 
     def __init__(self, split: str = "train", context: int = 256, packages: bool = False):
@@ -70,20 +68,10 @@ class Source:
         self.tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
         self.tokens[np.array(self.ends) - 1] = BYTE_END_OF_TEXT
 
-    def __len__(self) -> int:
-        return packing.row_count(len(self.tokens), self.context)
-
-    def __getitem__(self, index: int) -> Example:
-        return packing.row_at(self.tokens, index, self.context, self.vocab_size)
-
     def describe(self, index: int) -> str:
         """Return the number of a row and the file in which it starts."""
         file = self.files[bisect.bisect_right(self.ends, index * (self.context + 1))]
         return f"Python's standard library, row {index}, {file}"
-
-    def nbytes(self) -> int:
-        """Return the size of all tokens in bytes."""
-        return self.tokens.nbytes
 
 
 def _python_files(root: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, check_split, nearest
 from input_pipeline.shuffle import Draw, draws
-from input_pipeline.source import Example
+from input_pipeline.source import Example, TokenSource
 from input_pipeline.text.synthetic_tasks import DRAWS, TASKS, WORDS, Task, in_validation, make_example
 from input_pipeline.text.tokenizer import WordTokenizer
 
@@ -15,7 +15,7 @@ SPLITS = ("train", "validation")
 LONGEST = 14  # words of an example
 
 
-class Source:
+class Source(TokenSource):
     """Rows of in-context examples, each row of one task. A token is a word, and the loss counts only the answers.
 
     Row i is an example of task i modulo the number of tasks, and a function of (seed, split, i) only. Besides `tokens`
@@ -24,10 +24,6 @@ class Source:
         task: int32, the number of its task in `task_names`
         shots: int32 of shape (context + 1,), the number of examples before the one that a token belongs to
     """
-
-    class_names = None
-    end_of_text: int | None = None
-    token_bytes: np.ndarray | None = None
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class Source:
         self.tasks = _chosen([tasks] if isinstance(tasks, str) else tasks)
         self.task_names = tuple(task.name for task in self.tasks)
         self.tokenizer = WordTokenizer(WORDS)
-        self.vocab_size: int | None = self.tokenizer.vocab_size
+        self.vocab_size = self.tokenizer.vocab_size
 
     def __len__(self) -> int:
         return self.examples

@@ -3,9 +3,8 @@
 import numpy as np
 
 from input_pipeline.errors import InputError
-from input_pipeline.files import OpenedFiles
 from input_pipeline.optional import require, tensorflow
-from input_pipeline.source import Example
+from input_pipeline.source import Example, TokenSource
 from input_pipeline.text import packing
 from input_pipeline.text.documents import find_files
 from input_pipeline.text.tokenizer import vocabulary
@@ -14,10 +13,8 @@ from input_pipeline.tfrecord import Records, Shard, open_files
 KEY = "input_ids"
 
 
-class Source(Records):
+class Source(Records, TokenSource):
     """Records of TFRecord files, one row each, in the order of the file names."""
-
-    class_names = None
 
     def __init__(
         self,
@@ -43,8 +40,7 @@ class Source(Records):
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(tokenizer, vocab_size, end_of_text)
         found = find_files(path, contains="tfrecord")
         files = open_files(map(str, found.paths))
-        self.opened = OpenedFiles([file.path for file in files], found.root)
-        super().__init__([Shard(file, 0, len(file)) for file in files])
+        super().__init__([Shard(file, 0, len(file)) for file in files], found.root)
         if len(self):
             try:
                 self[0]

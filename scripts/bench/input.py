@@ -57,10 +57,8 @@ class Result(TypedDict):
     resident_megabytes: dict[str, float]
 
 
-class RepeatedSource:
+class RepeatedSource(ip.Source):
     """A source that repeats the examples of another source up to a given length."""
-
-    class_names = None
 
     def __init__(self, source: ip.Source, length: int):
         self.source, self.length = source, length

@@ -11,6 +11,7 @@ from sources import ListSource, evaluation_data, mesh_of
 
 from dcvit.evaluators import in_context
 from dcvit.models import lm, losses
+from input_pipeline import TokenSource
 
 VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
 
@@ -59,11 +60,15 @@ def expected(rows):
     return found
 
 
+class Rows(ListSource, TokenSource):
+    """Rows of tasks."""
+
+    task_names = TASKS
+
+
 def evaluator(batch_size, devices):
-    source = ListSource(make_rows())
-    source.task_names = TASKS
     options = in_context.Options(data={"kind": "rows"}, batch_size=batch_size)
-    return in_context.Evaluator(predict, evaluation_data(source, mesh_of(devices)), options)
+    return in_context.Evaluator(predict, evaluation_data(Rows(make_rows()), mesh_of(devices)), options)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from sklearn.model_selection import KFold, StratifiedKFold
 import input_pipeline as ip
 from input_pipeline.folds import rows_of_fold
 from input_pipeline.shuffle import Blocks
-from input_pipeline.source import labels_of
 
 FOLDS = 5
 
@@ -68,8 +67,8 @@ def test_a_folder_has_the_same_folds_at_another_place(tmp_path):
     files = [{source.describe(i)[len(str(root)) :] for i in range(len(source))} for source, root in
              zip(part, (tmp_path, tmp_path / "copies"), strict=True)]  # fmt: skip
     assert files[0] == files[1]
-    np.testing.assert_array_equal(np.bincount(labels_of(part[0])), [2, 2, 2])
-    assert [part[0][i]["label"] for i in range(6)] == labels_of(part[0]).tolist()
+    np.testing.assert_array_equal(np.bincount(part[0].labels), [2, 2, 2])
+    assert [part[0][i]["label"] for i in range(6)] == part[0].labels.tolist()
     assert part[0].class_names == ("cat", "dog", "fox")
 
 

@@ -1,6 +1,8 @@
 """Batches: deterministic, complete, resumable from any step, and equal for any number of threads and hosts."""
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -165,3 +167,14 @@ def test_closed_stream_ends_its_threads():
         if thread.name.startswith("input"):
             thread.join(60)
             assert not thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_stream_left_open_ends_with_the_process():
+    code = (
+        "import json, input_pipeline as ip\n"  # names of json outlive those of the library of the threads
+        "json.stream = ip.train_batches(ip.open_source('digits'), '', 64, seed=0, threads=2)\n"
+        "next(json.stream)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

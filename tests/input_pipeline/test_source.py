@@ -63,3 +63,8 @@ def test_parts_of_a_source_are_disjoint_and_complete():
 def test_invalid_options_are_errors_that_name_the_option(options, message):
     with pytest.raises(ip.InputError, match=message):
         ip.open_source(**options)
+
+
+def test_unknown_user_of_a_path_is_named():
+    with pytest.raises(ip.InputError, match="~nosuchuser/x: there is no user 'nosuchuser'"):
+        ip.open_source("folder", data_dir="~nosuchuser/x")

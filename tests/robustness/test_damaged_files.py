@@ -25,17 +25,12 @@ class TestTokens:
         with refused(ip.InputError, "a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
             megatron_format.read_index(str(prefix))
 
-    @pytest.mark.parametrize(
-        ("starts", "documents", "fact"),
-        [((2, 8), (0, 1, 2), "sequence 0 has 3 tokens from byte 2, expected from byte 0"),
-         ((0, 6), (1, 1, 2), "document 0 begins with sequence 1"),
-        ],
-    )  # fmt: skip
-    def test_offsets_that_do_not_ascend_within_the_tokens_are_refused(self, tmp_path, starts, documents, fact):
-        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 2, *starts, *documents)
+    @pytest.mark.parametrize(("sizes", "starts"), [((3, 2), (2, 8)), ((3, 2), (0, 8)), ((6, -1), (0, 12))])
+    def test_sequences_that_do_not_follow_each_other_are_refused(self, tmp_path, sizes, starts):
+        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, *sizes, *starts, 0, 1, 2)
         (tmp_path / "a.idx").write_bytes(index)
         (tmp_path / "a.bin").write_bytes(bytes(10))
-        with refused(ip.InputError, f"{tmp_path / 'a.idx'} is damaged: {fact}"):
+        with refused(ip.InputError, f"{tmp_path / 'a.idx'} is damaged: its sequences do not follow each other"):
             open_text(tmp_path / "a", "megatron", vocab_size=10)
 
 

@@ -13,7 +13,6 @@ import input_pipeline as ip
 from dcvit.errors import ConfigError
 from dcvit.runs import identity
 from input_pipeline import files
-from input_pipeline.source import files_of
 
 TEXTS = [f"text number {i} of several" for i in range(60)]
 LINES = [{"inputs": f"{i} + 1", "targets": f"{i + 1}", "texts": f"a\nis [ {i} ]", "task_id": "t"} for i in range(60)]
@@ -104,7 +103,7 @@ def test_file_that_is_changed_or_replaced_ends_the_run(tmp_path, kind, change):
     options, file = KINDS[kind](tmp_path / "data")
     source = opened(kind, options)
     replace(file, change)
-    for read in (lambda: [source[i] for i in range(len(source))], files_of(source).digests):
+    for read in (lambda: [source[i] for i in range(len(source))], source.opened.digests):
         with pytest.raises(ip.ReadingError, match=f"{file} was changed or replaced after it was opened") as error:
             read()
         assert "\n" not in str(error.value)

@@ -6,10 +6,10 @@ import numpy as np
 
 from dcvit.evaluators import EvaluationData
 from dcvit.parallel.sharding import make_mesh
-from input_pipeline import CorruptPolicy, InputError
+from input_pipeline import CorruptPolicy, InputError, Source
 
 
-class ListSource:
+class ListSource(Source):
     """Examples in a list, of which some cannot be read: they raise `error`."""
 
     def __init__(self, examples, corrupt=(), class_names=None, error=None):

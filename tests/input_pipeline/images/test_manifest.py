@@ -9,7 +9,6 @@ import pytest
 import input_pipeline as ip
 from dcvit.runs.identity import data_identity
 from input_pipeline.check import check_data
-from input_pipeline.source import labels_of
 
 COUNT = 12
 
@@ -43,7 +42,7 @@ def test_one_class_for_each_image(folder, listed):
     assert [int(source[i]["label"]) for i in range(3)] == [1, 0, 2]
     assert source[5]["image"] == (folder / listed[5][0]).read_bytes()
     assert source.describe(5) == str(folder / listed[5][0])
-    np.testing.assert_array_equal(labels_of(source), [[1, 0, 2][i % 3] for i in range(COUNT)])
+    np.testing.assert_array_equal(source.labels, [[1, 0, 2][i % 3] for i in range(COUNT)])
 
 
 def expected(listed):
@@ -78,7 +77,7 @@ def test_several_classes_are_names_with_a_separator_or_columns(folder, listed, s
     assert source.class_names == manifests.COLORS
     hot[7, slice(None) if joined else 2] = -1
     np.testing.assert_array_equal([source[i]["labels"] for i in range(COUNT)], hot)
-    np.testing.assert_array_equal(labels_of(source), hot)
+    np.testing.assert_array_equal(source.labels, hot)
     assert "label" not in source[0]
 
 

@@ -13,7 +13,6 @@ from refusals import refused
 import input_pipeline as ip
 from input_pipeline import shuffle
 from input_pipeline.images import parquet
-from input_pipeline.source import labels_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -58,7 +57,7 @@ def root(shared_root, tmp_path):
 def reads(monkeypatch):
     """The row groups that are read, each as (path, number)."""
     found, read = [], parquet._read
-    monkeypatch.setattr(parquet, "_read", lambda g: found.append((g.path, g.number)) or read(g))
+    monkeypatch.setattr(parquet, "_read", lambda g, *names: found.append((g.path, g.number)) or read(g, *names))
     return found
 
 
@@ -70,9 +69,9 @@ def test_labels_are_read_without_images_and_stratify_folds(tmp_path, reads):
     labels = [i % 3 for i in range(29)] + [None]
     root = write(tmp_path / "few", table([b"no image"] * 30, labels, names=["a", "b", "c"]), group=4)
     source = open_parquet(root)
-    np.testing.assert_array_equal(labels_of(source), [*labels[:-1], -1])
+    np.testing.assert_array_equal(source.labels, [*labels[:-1], -1])
     part = open_parquet(root, part="fold 1 of 5")
-    assert sorted(np.bincount(labels_of(part) + 1).tolist()) == [1, 1, 2, 2]  # of 1, 9, 10 and 10
+    assert sorted(np.bincount(part.labels + 1).tolist()) == [1, 1, 2, 2]  # of 1, 9, 10 and 10
     assert reads == []
     assert sum(part.blocks.sizes) == len(part) == 6
 
@@ -193,6 +192,19 @@ class TestOrder:
         assert "are sorted by class" in caplog.messages[0]
 
 
+IN_ANY_ORDER = [1] * 30 + [0] * 30
+IN_EACH_FILE = [label for _ in range(3) for label in range(6) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("labels", "part"), [(IN_ANY_ORDER, (0, 0.5)), (IN_EACH_FILE, (0.9, 1.0))])
+def test_a_part_without_some_classes_of_files_sorted_by_class_is_refused(tmp_path, labels, part):
+    root = write(tmp_path / "sorted", table([b""] * len(labels), labels))
+    with pytest.raises(ip.InputError, match="classes, because the examples are sorted by class; use a fold"):
+        open_parquet(root, part=part)
+    mixed = np.random.default_rng(0).permutation(labels).tolist()
+    assert len(open_parquet(write(tmp_path / "mixed", table([b""] * len(labels), mixed)), part=part)) > 0
+
+
 def shard(root, number=1):
     return root / "data" / f"train-{number:05}-of-00003.parquet"
 
@@ -253,7 +265,7 @@ def test_row_without_a_valid_value_is_named_and_can_be_skipped(tmp_path, image, 
 def test_an_unknown_label_is_that_of_a_manifest(tmp_path):
     """Null and -1 are unknown; without `ignore`, they are an error."""
     source = open_parquet(write(tmp_path, table([b"a"] * 4, [0, None, -1, 2], names=["a", "b", "c"]), shards=1))
-    assert [source[i]["label"] for i in range(4)] == labels_of(source).tolist() == [0, -1, -1, 2]
+    assert [source[i]["label"] for i in range(4)] == source.labels.tolist() == [0, -1, -1, 2]
     (batch,) = ip.eval_batches(source, "onehot(3, ignore=-1)|keep('labels')", 4)
     assert batch["labels"].min(axis=1).tolist() == [0, -1, -1, 0]
     with pytest.raises(ip.InputError, match=r"row 1: onehot\(3\): label=-1 is out of range; ignore=-1 ignores"):

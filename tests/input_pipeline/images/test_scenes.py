@@ -90,12 +90,6 @@ def test_splits_are_a_partition_of_scikit_learns_digits():
     assert min(len(part) for split in ("validation", "test") for part in Source(split).digits) >= 10
 
 
-def test_markers_differ_in_many_pixels():
-    pictures = [scenes.marker(*question) > 0 for question in QUESTIONS]
-    apart = [int((a ^ b).sum()) for a, b in itertools.combinations(pictures, 2)]
-    assert min(apart) >= 8
-
-
 def test_scenes_are_a_function_of_seed_split_and_index():
     def images(**options):
         source = ip.open_source("scenes", **options)

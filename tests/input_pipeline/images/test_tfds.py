@@ -1,13 +1,14 @@
 """Datasets of tensorflow-datasets: the stored examples of every split, and errors that name what is wrong."""
 
 import os
+from collections import Counter
 
 import image_datasets
 import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.tfrecord import TFRecordFile
+from input_pipeline import files, tfrecord
 
 
 def open_imagenet(root, split="train", **options):
@@ -95,9 +96,15 @@ class TestStores:
         return url
 
     @pytest.mark.slow
-    def test_examples_in_a_store_are_those_on_the_disk(self, imagenet, url):
+    def test_examples_in_a_store_are_those_on_the_disk(self, imagenet, url, monkeypatch):
+        """The state of a remote file takes a request: one when it is opened, and few while its records are read."""
+        asked, state = Counter(), files.file_state
+        for module in (files, tfrecord):
+            monkeypatch.setattr(module, "file_state", lambda path: asked.update([path]) or state(path))
         local, source = open_imagenet(imagenet[0]["tfrecord"], "train[35:85]"), open_imagenet(url, "train[35:85]")
+        assert {asked[path] for path in asked if "://" in path} == {1}
         assert [source[i] for i in range(50)] == [local[i] for i in range(50)]
+        assert max(asked[path] for path in asked if "://" in path) < 10
         assert source.class_names == local.class_names
         assert source.describe(0).startswith(f"{url}/imagenet2012/5.1.0/imagenet2012-train.tfrecord-0000")
 
@@ -155,7 +162,7 @@ class TestDamage:
     @pytest.mark.parametrize("imagenet_copy", ["tfrecord"], indirect=True)
     def test_file_cut_off_between_records_contradicts_dataset_info(self, imagenet_copy):
         path = second_shard(imagenet_copy)
-        complete = TFRecordFile(str(path))
+        complete = tfrecord.TFRecordFile(str(path))
         os.truncate(path, int(complete.offsets[-3]))
         message = f"-00001-of-00003 has {len(complete) - 2} records, but its dataset_info.json says {len(complete)}"
         with pytest.raises(ip.InputError, match=message):

@@ -88,8 +88,3 @@ def test_an_image_of_the_final_size_needs_only_the_other_ops(spec):
     for values in (whole, part):
         values["image"] = (values["image"].shape, values["image"].dtype)
     np.testing.assert_equal(part, whole)
-
-
-@pytest.mark.parametrize("spec", ["value_range", "decode|resize_small(8)"])
-def test_without_an_op_that_sets_the_size_of_all_images_it_is_not_known(spec):
-    assert ip.after_resizing(spec)[1] is None

@@ -21,11 +21,6 @@ def apply(spec, image=SMALL, seed=0, **example):
 class TestTable:
     """The exact result of each op, computed independently."""
 
-    @pytest.mark.parametrize(("shape", "size"), [((75, 100), (32, 43)), ((100, 75), (43, 32)), ((75, 75), (32, 32))])
-    def test_resize_small_sets_the_smaller_side(self, shape, size):
-        pytest.importorskip("tensorflow")
-        assert apply("resize_small(32)", np.zeros((*shape, 3), np.uint8))["image"].shape == (*size, 3)
-
     def test_resize_pillow_is_pillows(self):
         expected = np.asarray(Image.fromarray(PHOTO).resize((20, 30), Image.Resampling.BILINEAR))
         np.testing.assert_array_equal(apply("resize_pillow((30, 20))", PHOTO)["image"], expected)

@@ -47,7 +47,7 @@ def test_answers_are_targets_and_their_brackets_are_removed(tmp_path):
         {"task_id": "task7", "texts": authors_text()},
     )
     source = ip.open_source("answers", path=path, context=900)
-    assert isinstance(source, ip.TaskSource)
+    assert isinstance(source, ip.TokenSource)
     row = source[0]
     assert marked(row) == [(list(f" {answer}".encode()), 2 + i) for i, (_, answer) in enumerate((FACTS * 2)[2:])]
     plain = authors_text().replace("[ ", "").replace(" ]", "").encode()

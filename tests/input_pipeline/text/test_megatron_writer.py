@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.text import megatron_writer
 from input_pipeline.text.megatron_writer import MegatronWriter
 
 CONTEXT = 16
@@ -18,8 +17,7 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(("vocab_size", "code", "dtype"), [(65_536, 8, "<u2"), (65_537, 4, "<i4")])
-def test_files_have_megatrons_format_byte_for_byte(tmp_path, monkeypatch, vocab_size, code, dtype):
-    monkeypatch.setattr(megatron_writer, "CHUNK", 7)
+def test_files_have_megatrons_format_byte_for_byte(tmp_path, vocab_size, code, dtype):
     documents = corpora.sequences(RNG, vocab_size)
     corpora.written_megatron(tmp_path / "new" / "pile", documents, vocab_size, 0)
     expected = corpora.write_megatron(tmp_path / "expected", documents, code, dtype)

@@ -132,7 +132,7 @@ def test_rows_of_parquet_files_are_documents(tmp_path):
     ("texts", "damage", "message"),
     [
         (["a"], lambda data: data[:-9], "a.parquet cannot be read as Parquet: "),
-        (["a"], lambda data: data.replace(b"text", b"txet"), "a.parquet: no column 'text'; did you mean 'txet'?"),
+        (["a"], lambda data: data.replace(b"text", b"txet"), "a.parquet has no column 'text'; did you mean 'txet'?"),
     ],
 )
 def test_invalid_parquet_files_are_named(tmp_path, texts, damage, message):
