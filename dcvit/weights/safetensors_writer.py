@@ -11,7 +11,7 @@ import numpy as np
 from dcvit.errors import CheckpointError
 from dcvit.weights.tensors import INDEX_SUFFIX
 
-MAX_SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 FORMAT = {"format": "pt"}  # the layout of the tensors; transformers refuses a file that does not name it
 
 
@@ -19,7 +19,7 @@ def write_shards(
     folder: Path,
     tensors: Iterator[tuple[str, np.ndarray]],
     *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = FORMAT,
 ) -> None:
     """Write tensors into `model.safetensors`, or into shards `model-0000i-of-0000N.safetensors` with their index.

@@ -26,7 +26,7 @@ from dcvit.weights import hf_processor, lm_families, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.families import FAMILIES, Weights
 from dcvit.weights.family import Description, example
-from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.safetensors_writer import SHARD_BYTES, write_shards
 from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT
 
@@ -34,7 +34,6 @@ OURS, MODELING = "dcvit_hf", "modeling_dcvit.py"  # the family of models without
 # Families of transformers by our models; the first that can express a model is used.
 HF = {"vit": ("hf_vit", OURS), "lm": (*(name for name, row in lm_families.ROWS.items() if not row.dynamic), OURS)}
 DATA = "data.json"  # of a run; it names the classes
-SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = (TOKENIZER_CONFIG, "special_tokens_map.json")
@@ -143,7 +142,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
         _write_json(folder / GENERATION, {**tokens, "pad_token_id": ends[0]} if ends else {})
         write_tokenizer(weights, folder, ends)
     _write_json(folder / "config.json", config)
-    write_shards(folder, _theirs(name, weights), max_shard_bytes=SHARD_BYTES)
+    write_shards(folder, _theirs(name, weights))
 
 
 def _of_images(weights: Weights) -> Json:
