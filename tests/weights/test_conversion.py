@@ -227,12 +227,16 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
 
 
 @pytest.mark.slow
-def test_scanned_layers_are_written_one_by_one(tmp_path):
-    """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
+def test_scanned_layers_and_a_run_without_a_head_are_read(tmp_path):
+    """A scan over groups of layers, with a rest. Without a head num_classes is 0, for which descriptions have None."""
     _, params, model = conversion_models.language_model(window_pattern="1:1", depth=3)
     fields = {**model.description.fields, "scan": True}
-    write_run(tmp_path / "run", model, stack_blocks(params, 2), model=fields)
-    assert same_bits(values(tmp_path / "run"), dict(model.read()))
+    write_run(tmp_path / "text", model, stack_blocks(params, 2), model=fields)
+    assert same_bits(values(tmp_path / "text"), dict(model.read()))
+    _, params, model = conversion_models.image_model(depth=1)
+    write_run(tmp_path / "run", model, {name: x for name, x in params.items() if name != "head"}, num_classes=0)
+    assert conversion_models.convert(tmp_path / "run", tmp_path / "out", "safetensors").difference == 0
+    assert open_saved(tmp_path / "out").description.num_outputs is None
 
 
 def write_run(folder, source, params, **config):
@@ -254,15 +258,6 @@ def test_a_comparison_of_equal_logits_is_a_warning(tmp_path, caplog):
     source = conversion_models.write(model, tmp_path / "source")
     conversion_models.convert(source, tmp_path / "out", "npz")
     assert f"all logits of {source} are equal" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_run_without_a_head_is_converted(tmp_path):
-    """Its config has num_classes=0, which descriptions have None for."""
-    _, params, model = conversion_models.image_model(depth=1)
-    write_run(tmp_path / "run", model, {name: x for name, x in params.items() if name != "head"}, num_classes=0)
-    assert conversion_models.convert(tmp_path / "run", tmp_path / "out", "safetensors").difference == 0
-    assert open_saved(tmp_path / "out").description.num_outputs is None
 
 
 def write_other_values(model, folder):
@@ -346,13 +341,11 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
 
 
 def test_gray_images_stay_gray():
-    found = preprocessing.from_pp("decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)")
-    assert (found.channels, found.mean, found.std) == (1, [0.5], [0.5])
-    assert preprocessing.to_pp(found) == 'decode(1)|resize(8, "bilinear", True)|value_range(-1, 1)'
-    pp = "decode(1)|resize(8)|value_range(-1, 1)"
+    pp = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)"
     fields = dict(width=8, depth=1, mlp_dim=16, num_heads=2, pool_type="gap", patch_size=(4, 4))
-    description = Description("vit", 10, fields, pp)
-    assert timm_vit.config(description)["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert timm_vit.config(Description("vit", 10, fields, pp))["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    found = preprocessing.to_pp(preprocessing.from_pp(pp))
+    assert found == 'decode(1)|resize(8, "bilinear", True)|value_range(-1, 1)'
 
 
 def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_path, caplog):
