@@ -98,10 +98,10 @@ def convert(
     weights = combine(opened) if combine else opened[0]
     if weights.description.multilabel and to in LOGITS_ONLY:
         log.warning("%s cannot say that probabilities are sigmoids of the logits: programs may use a softmax", to)
-    options = {"prefix": f".{target.name}.unfinished-", "ignore_cleanup_errors": True}
+    prefix = f".{target.name}.unfinished-"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, **options) as name:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as name:
             report = _write(weights, Path(name), to, open_saved)
             rename(Path(name), target)
     except OSError as e:
