@@ -129,6 +129,8 @@ def by_transformers(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray
         model, report = load(folder, dtype=torch.float32, output_loading_info=True)
         with torch.no_grad():
             found = model.eval()(_for_torch(x))
+    except ImportError:  # an old release, or torchvision does not fit torch
+        return None
     except Exception as e:  # transformers has many types of errors, of values in config.json and of shapes
         raise CheckpointError(f"{folder}: transformers cannot evaluate the model: {first_line_with_type(e)}") from None
     missing = sorted(report["missing_keys"])  # which have random values
