@@ -1,8 +1,8 @@
 """Conversion: `python -m dcvit.convert SRC … DST --to npz|safetensors|hf|timm|onnx|stablehlo|dcvit`.
 
 SRC is a workdir, one of its checkpoints, or weights of another library; DST is a new folder. The command ends with a
-comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
-anything else fails, nothing is left at DST. A killed process leaves a temporary folder beside it, `.DST.unfinished-…`.
+comparison of the logits of both sides, and prints the largest difference. If the logits differ, or anything else fails,
+nothing is left at DST. A killed process leaves a temporary folder beside it, `.DST.unfinished-…`.
 
 With `--average`, several models SRC of the same architecture are averaged to one (`dcvit.hub.soup`).
 
@@ -12,11 +12,8 @@ With `--average`, several models SRC of the same architecture are averaged to on
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
 from dcvit import cli
 from dcvit.errors import ConfigError
@@ -47,7 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the Hugging Face Hub")
     parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     args = parser.parse_without_config(argv)
-    _check_sources(parser, args.sources, args.average)
+    count = len(set(args.sources))
+    if count < len(args.sources):
+        parser.error("a source is given twice")
+    if args.average and count == 1:
+        parser.error(f"--average averages two sources or more, found {args.sources[0]} only")
+    if not args.average and count > 1:
+        parser.error(f"{count} sources: --average averages them")
     if args.private and not args.push:
         raise ConfigError("--private needs --push")
 
@@ -59,36 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     place = repository.check_upload(args.push, args.to) if args.push else None
     runtime.configure()
-    # By default, these signals would leave a temporary folder. SIGHUP is ignored under `nohup`.
-    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, _exit) for number in signals}
-    try:
-        combine = soup.average if args.average else None
-        report = convert(args.sources, args.target, args.to, lambda path: as_weights(open_model(path)), combine)
-        print(f"{args.target}: {report}")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    combine = soup.average if args.average else None
+    report = convert(args.sources, args.target, args.to, lambda path: as_weights(open_model(path)), combine)
+    print(f"{args.target}: {report}")
     if place:
         print(f"uploaded as {repository.upload(args.target, place, args.private)}")
     return 0
-
-
-def _check_sources(parser: cli.Parser, sources: Sequence[Path], average: bool) -> None:
-    """Raise ConfigError if `--average` does not fit the number of sources, or one is given twice."""
-    if average and len(sources) == 1:
-        parser.error(f"--average averages two sources or more, found {sources[0]} only")
-    if not average and len(sources) > 1:
-        parser.error(f"{len(sources)} sources: --average averages them")
-    if twice := {source for source in sources if sources.count(source) > 1}:
-        parser.error(f"{min(twice)} is given twice")
-
-
-def _exit(number: int, _: object) -> NoReturn:
-    """Handle a signal: exit with status 128 + `number`; ignore further signals, so that files are removed."""
-    for other in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

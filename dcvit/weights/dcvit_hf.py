@@ -23,7 +23,6 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
     },
     TEXT: {
         "AutoConfig": "DCFormerConfig", "AutoModel": "DCFormerModel", "AutoModelForCausalLM": "DCFormerForCausalLM",
-        "AutoModelForSequenceClassification": "DCFormerForSequenceClassification",
     },
 }  # fmt: skip
 # The fields that the modeling file reads, with the defaults of `dcvit.models`.

@@ -27,7 +27,6 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
     ImageClassifierOutput,
-    SequenceClassifierOutput,
 )
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
@@ -57,7 +56,6 @@ TEXT_FIELDS = {
 }  # fmt: skip
 # The name of the cache in outputs: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-MULTILABEL = "multi_label_classification"  # problem type
 NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 
 
@@ -171,25 +169,6 @@ def pack(x: Tensor, tokens: Tensor) -> Tensor:
 def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
     """Invert `pack`: return the keys or values, B K N D, and the numbers, B N I."""
     return x[..., :head_dim], x[..., head_dim:].transpose(1, 2).flatten(2)[..., :numbers]
-
-
-def mean_loss(
-    logits: Tensor, labels: Tensor | None, count: Tensor | int | None, multilabel: bool = False
-) -> Tensor | None:
-    """Return the mean cross-entropy for `labels`, which are classes or their probabilities; None without labels.
-
-    `count` is the number of labels of all accumulated batches, by which the sum is divided; None: that of `labels`.
-    With `multilabel`, the cross-entropy is binary, for labels 1 and 0 of each class, B C.
-    """
-    if labels is None:
-        return None
-    labels = labels.to(logits.device)
-    entropy = functional.binary_cross_entropy_with_logits if multilabel else functional.cross_entropy
-    if count is None:
-        return entropy(logits.float(), labels)
-    each = labels.shape[-1] if labels.is_floating_point() and not multilabel else 1  # Trainer counts all probabilities
-    count = count.to(logits.device) if isinstance(count, Tensor) else count
-    return entropy(logits.float(), labels, reduction="sum") * each / count
 
 
 def rotate(x: Tensor, positions: Tensor, width: int, base: float, scaling: list[float] | None) -> Tensor:
@@ -360,7 +339,6 @@ class DCModel(PreTrainedModel):
     """Base class of both models: properties that transformers reads, and initial values of parameters."""
 
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # `num_items_in_batch`, so that accumulated gradients are those of one large batch
     _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012
 
@@ -510,10 +488,6 @@ class DCViTForImageClassification(DCViTBody):
 
     def __init__(self, config: DCViTConfig):
         super().__init__(config)
-        if config.problem_type not in (None, "single_label_classification", MULTILABEL):
-            raise ValueError(
-                f"the loss supports labels and probabilities of classes, not problem_type={config.problem_type!r}"
-            )
         if config.num_labels:
             self.head = nn.Linear(self.num_features, config.num_labels)
         self.post_init()
@@ -525,16 +499,16 @@ class DCViTForImageClassification(DCViTBody):
         labels: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
     ) -> ImageClassifierOutput:
-        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
+        """Return the logits, or the features of a model without a head, and the loss that `config.problem_type` says.
 
-        With problem_type="multi_label_classification", `labels` are 1 and 0, B C, and the cross-entropy is binary.
-        `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
+        `labels` are classes, B, or with "multi_label_classification" 1 and 0 of each class, B C.
         """
         encoded = super().forward(pixel_values, output_attentions, output_hidden_states, return_dict=True)
         logits = self.head(encoded.pooler_output) if hasattr(self, "head") else encoded.pooler_output
-        loss = mean_loss(logits, labels, num_items_in_batch, self.config.problem_type == MULTILABEL)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits.float(), config=self.config)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
@@ -581,7 +555,7 @@ class DCFormerBody(DCModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and self.config.end_of_text is not None:
             raise ValueError("inputs_embeds do not say where documents end; give input_ids")
-        before, wanted = self._cache(past_key_values, cache, use_cache)
+        before, wanted = self._cache(past_key_values if cache is None else cache, use_cache)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         ends = None if self.config.end_of_text is None else (input_ids == self.config.end_of_text)[..., None]
         masks, positions = self._masks(x.shape[1], ends, attention_mask, position_ids, before, x)
@@ -597,21 +571,14 @@ class DCFormerBody(DCModel):
         kept = {CACHE: before if wanted else None}
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=states, attentions=weights, **kept)
 
-    def _cache(
-        self, past_key_values: Cache | None, cache: Cache | None, use_cache: bool | None
-    ) -> tuple[Cache | None, bool]:
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
         """Return the given cache or, if one is wanted, an empty one, and whether the output should hold it."""
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if past_key_values is not None and cache is not None:
-            raise ValueError("cache and past_key_values are the same argument; give one of them")
-        given = past_key_values if cache is None else cache
         recomputes = self.training and any(layer.gradient_checkpointing for layer in self.layers)
         if given is not None and recomputes:
             raise ValueError("gradient checkpointing would add its tokens to the cache twice")
         if given is not None and not isinstance(given, DynamicCache | StaticCache):
             raise ValueError(f"the cache is a {type(given).__name__}; the model supports DynamicCache and StaticCache")
-        if getattr(given, "offloading", False) and self.config.end_of_text is not None:
-            raise ValueError("a model with end_of_text does not support an offloaded cache")
         return DynamicCache() if given is None and wanted and not recomputes else given, wanted
 
     def _masks(
@@ -669,7 +636,7 @@ class DCFormerBody(DCModel):
 class DCFormerModel(DCFormerBody):
     """A decoder-only language model without its head."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
 
     def __init__(self, config: DCFormerConfig):
         super().__init__(config)
@@ -679,6 +646,7 @@ class DCFormerModel(DCFormerBody):
 class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
     """A decoder-only language model with its head."""
 
+    accepts_loss_kwargs = True  # `num_items_in_batch`, so that accumulated gradients are those of one large batch
     _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
 
     def __init__(self, config: DCFormerConfig):
@@ -714,48 +682,8 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         x = encoded.last_hidden_state
         logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
-        following = None if labels is None else labels[:, 1:].flatten()
-        loss = mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch)
-        others = {name: getattr(encoded, name) for name in ("hidden_states", "attentions", CACHE)}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)
-
-
-class DCFormerForSequenceClassification(DCFormerBody):
-    """A decoder-only language model with a new linear layer over the last real token of each row."""
-
-    accepts_loss_kwargs = False
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
-
-    def __init__(self, config: DCFormerConfig):
-        super().__init__(config)
-        self.score = nn.Linear(config.width, config.num_labels, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> SequenceClassifierOutput:
-        """Return the logits of classes, B C, and with `labels` the loss that `config.problem_type` says.
-
-        Rows with padding need an `attention_mask`, B T.
-        """
-        inputs = input_ids, attention_mask, position_ids, None, inputs_embeds, False
-        encoded = super().forward(*inputs, return_dict=True)
-        x = encoded.last_hidden_state
-        last = x.new_full((len(x),), x.shape[1] - 1, dtype=torch.long)
-        if attention_mask is not None:
-            if attention_mask.ndim != 2:
-                raise ValueError("classification of rows supports an attention_mask B T only")
-            last = (attention_mask.bool() * torch.arange(x.shape[1], device=x.device)).argmax(-1)
-        logits = self.score(x[torch.arange(len(x), device=x.device), last])
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
-        )
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch)
+        others = {name: getattr(encoded, name) for name in ("hidden_states", "attentions", CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)

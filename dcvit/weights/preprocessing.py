@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
-from input_pipeline.preprocess.builder import Step, calls, decoding, parsed
+from input_pipeline.preprocess.builder import Step, calls, decoded_as, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
@@ -159,13 +159,12 @@ def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
       CheckpointError: it clips, has not exactly one `value_range` or `vgg_value_range`, of one or three channels, or
         images are not those of other libraries, gray or RGB of 8 bits.
     """
-    decoder: dict[str, object] = next((step.arguments for step in _steps(pp) if step.op in DECODERS), {})
-    channels, dtype = decoder.get("channels", 3), decoder.get("dtype", "uint8")
+    found = [step for step in _steps(pp) if step.op in RANGES]
+    channels, dtype = decoded_as(pp)
     if channels not in (1, 3) or dtype != "uint8":
         raise CheckpointError(
             f"pp={pp!r:.200} decodes {channels} channels of {dtype}; other libraries read 1 or 3 of uint8"
         )
-    found = [step for step in _steps(pp) if step.op in RANGES]
     try:
         ((_, op, given, _),) = found
         names = ("mean", "std") if op == "vgg_value_range" else ("in_min", "in_max")
@@ -183,7 +182,7 @@ def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
 
 def channels_of(pp: str) -> int:
     """Return the number of channels of the images that a preprocessing string decodes; 3 if it decodes none."""
-    return next((step.arguments.get("channels", 3) for step in _steps(pp) if step.op in DECODERS), 3)
+    return decoded_as(pp)[0]
 
 
 def size_of(pp: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Every command opens a trained model in every format and layout, with the results of its run."""
+"""Every format and layout of a trained model has the results of its run."""
 
 import functools
 import json
@@ -63,51 +63,23 @@ def evaluated(kind, call, place):
     return {name: value for name, value in row.items() if name != "step" and not name.endswith("per_second")}
 
 
-def explored(call, place, folder):
-    call(explore.main, "--workdir", place, SEVEN, "--out", folder / "page.html")
-    return facts_of((folder / "page.html").read_text())["samples"][0]["predictions"]
+@pytest.mark.parametrize("to", ["safetensors", *(pytest.param(to, marks=pytest.mark.exhaustive)
+                                                 for to in ("checkpoint", "hf", "npz", "dcvit"))])  # fmt: skip
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_format_has_the_metrics_of_the_run(kind, to, place_of, call):
+    assert evaluated(kind, call, place_of(kind, to)) == evaluated(kind, call, place_of(kind, "run"))
 
 
-def converted(call, place, folder):
-    call(convert.main, place, folder / "again", "--to", "npz")
-    (file,) = (folder / "again").glob("*.npz")
-    return {name: x.tobytes() for name, x in read(file).items() if name.startswith("params/")}
-
-
-TEXT_WORDS = ("--prompt", "def", "--tokens", "5")
-COMMANDS = {
-    "images": {
-        "predict": lambda call, place, _: call(predict.main, "--workdir", place, SEVEN, "--format", "csv"),
-        "evaluate": lambda call, place, _: evaluated("images", call, place),
-        "explore": explored,
-        "convert": converted,
-    },
-    "texts": {
-        "generate": lambda call, place, _: call(generate.main, *with_config("texts", place), *TEXT_WORDS),
-        "evaluate": lambda call, place, _: evaluated("texts", call, place),
-    },
-}
-CELLS = [
-    pytest.param(kind, to, command, marks=() if to == "safetensors" else pytest.mark.exhaustive)
-    for kind, commands in COMMANDS.items()
-    for command in commands
-    for to in ("checkpoint", *FORMATS)
-    if to == "safetensors" or command in ("convert", "evaluate")
-]
-
-
-@pytest.fixture(scope="module")
-def of_run():
-    """The result of each command for the run, by kind and command."""
-    return {}
-
-
-@pytest.mark.parametrize(("kind", "to", "command"), CELLS)
-def test_a_command_gives_the_results_of_the_run_for_every_format(kind, to, command, place_of, call, of_run, tmp_path):
-    def result(place):
-        (folder := tmp_path / place).mkdir()
-        return COMMANDS[kind][command](call, place_of(kind, place), folder)
-
-    if (kind, command) not in of_run:
-        of_run[kind, command] = result("run")
-    assert result(to) == of_run[kind, command]
+def test_commands_give_the_results_of_the_run_for_a_converted_model(place_of, call, tmp_path):
+    found = []
+    for to in ("run", "safetensors"):
+        image, text, out = place_of("images", to), place_of("texts", to), tmp_path / to
+        call(explore.main, "--workdir", image, SEVEN, "--out", out.with_suffix(".html"))
+        call(convert.main, image, out, "--to", "npz")
+        arrays = {name: x.tobytes() for name, x in read(out / "params.npz").items() if name.startswith("params/")}
+        found.append((
+            call(predict.main, "--workdir", image, SEVEN, "--format", "csv"), arrays,
+            facts_of(out.with_suffix(".html").read_text())["samples"][0]["predictions"],
+            call(generate.main, *with_config("texts", text), "--prompt", "def", "--tokens", "5"),
+        ))  # fmt: skip
+    assert found[0] == found[1]

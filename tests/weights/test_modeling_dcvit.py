@@ -334,21 +334,6 @@ def test_automatic_classes_load_the_folder_without_its_head(kind, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_row_is_classified_by_its_last_real_token(tmp_path):
-    """The same row has the same logits with padding on either side, and the loss is that of its class."""
-    _, folder = to_torch(text_case("both")[2], tmp_path)
-    classify = modeling.DCFormerForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
-    row, padding = torch.tensor([[5, 9, 2, 7]]), torch.zeros(1, 3, dtype=torch.long)
-    real, unreal = torch.ones_like(row), torch.zeros_like(padding)
-    with torch.no_grad():
-        expected = classify(row, labels=torch.tensor([2]))
-        for left, right in ((row, padding), (padding, row)):
-            mask = torch.cat([real if part is row else unreal for part in (left, right)], dim=1)
-            found = classify(torch.cat([left, right], dim=1), attention_mask=mask).logits
-            torch.testing.assert_close(found, expected.logits, rtol=0, atol=1e-5)
-    assert expected.loss.item() == pytest.approx(-expected.logits.log_softmax(-1)[0, 2].item(), rel=1e-5)
-
-
 def test_the_loss_of_several_labels_is_that_of_training(tmp_path):
     """`sigmoid_xent` is a sum over classes, transformers' loss a mean."""
     _, _, model = conversion_models.image_model()

@@ -1,4 +1,4 @@
-"""Comparison of a converted model with its source: logits for real inputs, and pixels of the preprocessing.
+"""Comparison of a converted model with its source: logits for random inputs, and pixels of the preprocessing.
 
 A language model of this project is applied layer by layer, with the parameters of one layer in memory. The libraries of
 other formats hold all of them, so that they evaluate models of up to `MAX_BYTES`.
@@ -11,66 +11,45 @@ import importlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 from PIL import Image
 
-import input_pipeline
 from dcvit.errors import CheckpointError, first_line_with_type
-from dcvit.models import lm, vit
+from dcvit.models import lm
 from dcvit.models.decoder import token_context
 from dcvit.parallel.trees import nested
-from dcvit.weights import preprocessing
+from dcvit.weights import dcvit_hf, preprocessing
 from dcvit.weights.families import Weights
-from dcvit.weights.family import build, example
+from dcvit.weights.family import Description, build, example
 from dcvit.weights.placement import place_params
 from dcvit.weights.preprocessing import Preprocessing
 from dcvit.weights.tensors import read_json
+from input_pipeline import Preprocess
 from input_pipeline.optional import require
 from input_pipeline.preprocess.builder import decoding
-from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES, ROWS = 4, 2
-DARKEST = 0.4  # brightness of the last channel of an image; that of the first is 1
 BEYOND = 32  # tokens of a row beyond the first window, as far as the context allows
 TOKENS = 128  # of a row without windows
 MAX_BYTES = 2 << 30  # of float32 parameters
 PHOTO, ROWS_OF_PHOTO = "china.jpg", 320  # of scikit-learn, cut to 320x640 pixels: libraries round other sides apart
-OURS = ("dcvit", "dcformer")  # model types of modeling_dcvit.py
 
 
 def inputs(weights: Weights) -> np.ndarray:
-    """Return real inputs: scikit-learn's digits at the model's resolution, or source code of Python as tokens."""
-    shape = example(weights.description, weights.params).shape
+    """Return random inputs: images with values in [-1, 1] at the model's resolution, or rows of tokens."""
+    rng = np.random.default_rng(0)
     if weights.description.model_name == "vit":
-        return _digits(*shape[1:])
+        shape = example(weights.description, weights.params).shape
+        return rng.uniform(-1, 1, (IMAGES, *shape[1:])).astype(np.float32)
     net = build(weights.description)
-    assert isinstance(net, lm.LM)
     length = net.window + BEYOND if net.window_pattern != "none" else TOKENS
-    return _text(min(length, net.context), net.vocab_size)
-
-
-def _digits(height: int, width: int, channels: int) -> np.ndarray:
-    """Return images of digits, with values in [-1, 1]; channels differ in brightness, so that their order matters."""
-    source = input_pipeline.open_source("digits", split="test")
-    images = []
-    for i in range(IMAGES):
-        gray = Image.fromarray(source[i]["image"][..., 0]).resize((width, height), Image.Resampling.BILINEAR)
-        images.append(np.asarray(gray)[..., None] * np.linspace(1, DARKEST, channels))
-    return np.stack(images).astype(np.float32) / 127.5 - 1
-
-
-def _text(length: int, vocab_size: int) -> np.ndarray:
-    """Return rows of `length` tokens: bytes of Python code, multiplied so that they spread over the vocabulary."""
-    source = input_pipeline.open_source("stdlib", split="validation", context=length)
-    rows = np.stack([source[i]["tokens"][:length] for i in range(ROWS)]).astype(np.int64)
-    spread = rows * max(vocab_size // ByteTokenizer.vocab_size, 1)
-    return (spread % vocab_size).astype(np.int32)
+    return rng.integers(net.vocab_size, size=(ROWS, min(length, net.context)), dtype=np.int32)
 
 
 def by_dcvit(weights: Weights, x: np.ndarray) -> np.ndarray:
@@ -79,21 +58,17 @@ def by_dcvit(weights: Weights, x: np.ndarray) -> np.ndarray:
     Raises:
       CheckpointError: a parameter is damaged or not finite.
     """
-    with jax.default_device(_host()), jax.default_matmul_precision("highest"):
+    host = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(host), jax.default_matmul_precision("highest"):
         net = build(weights.description)
-        read = functools.partial(_read, weights)
+        read = functools.partial(_read, weights, jax.sharding.SingleDeviceSharding(host))
         return _language_logits(net, read, x) if isinstance(net, lm.LM) else np.asarray(_compiled(net)(read(""), x))
 
 
-def _host() -> jax.Device:
-    return jax.local_devices(backend="cpu")[0]
-
-
-def _read(weights: Weights, path: str) -> PyTree:
+def _read(weights: Weights, place: jax.sharding.Sharding, path: str) -> PyTree:
     """Read the parameters at or below a path of the tree, "" for all, in float32."""
-    place = jax.sharding.SingleDeviceSharding(_host())
     below = f"{path}/" if path else ""
-    chosen = {name: x for name, x in weights.params.items() if name == path or name.startswith(below)}
+    chosen = {name: tensor for name, tensor in weights.params.items() if f"{name}/".startswith(below)}
     like = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=place) for name, tensor in chosen.items()}
     tree: PyTree = place_params(chosen, nested(like), str(weights.path))
     for part in path.split("/") if path else ():
@@ -101,72 +76,69 @@ def _read(weights: Weights, path: str) -> PyTree:
     return tree
 
 
-@functools.lru_cache(maxsize=1)  # of the source and of the result
-def _compiled(net: vit.ViT) -> Callable[..., jax.Array]:
-    return jax.jit(lambda params, x: net.apply({"params": params}, x)[0])
-
-
 def _language_logits(net: lm.LM, read: Callable[[str], PyTree], tokens: np.ndarray) -> np.ndarray:
     """Return logits from the embedding, each layer and the head in turn; `read` returns the parameters at a path."""
-    windows = lm.layer_windows(net)
+    windows, decoder = lm.layer_windows(net), net.decoder(jnp.dtype("float32"))
     context = token_context(jnp.asarray(tokens), net.end_of_text)
     x = jnp.take(read("embedding/embedding"), tokens, axis=0)
     if net.position == "learned":
         x = x + jnp.take(read("pos_embedding"), context.positions, axis=0, mode="clip")
     for i in range(net.depth):
-        layer = _compiled_layer(net, windows[i % len(windows)])
-        x = layer(read(f"Transformer/decoderblock_{i}"), x, context)
-    norm = net.decoder(jnp.dtype("float32")).norm()
-    hidden: Any = norm.apply({"params": read("Transformer/decoder_norm")}, x)
+        layer = decoder.layer(window=windows[i % len(windows)])
+        x = _compiled(layer)(read(f"Transformer/decoderblock_{i}"), x, context, None)
+    hidden: Any = decoder.norm().apply({"params": read("Transformer/decoder_norm")}, x)
     kernel = read("embedding/embedding").T if net.tied else read("head/kernel")
     return np.asarray(lm.unembed(hidden, kernel))
 
 
-@functools.lru_cache(maxsize=2)  # a layer with and without a window
-def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
-    block = net.decoder(jnp.dtype("float32")).layer(window=window)
-    return jax.jit(lambda params, x, context: block.apply({"params": params}, x, context, None)[0])
+@functools.lru_cache(maxsize=2)  # of the source and of the result; a layer with and without a window
+def _compiled(module: nn.Module) -> Callable[..., jax.Array]:
+    return jax.jit(lambda params, *inputs: module.apply({"params": params}, *inputs)[0])
+
+
+def auto_class(description: Description) -> str:
+    """Return the automatic class of transformers for a model, without a head for one that has none."""
+    if description.model_name == "lm":
+        return "AutoModelForCausalLM"
+    return "AutoModelForImageClassification" if description.num_outputs else "AutoModel"
 
 
 def by_transformers(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray | None:
     """Return the logits, or else the features, that transformers computes for a folder. Its code is not executed.
 
-    None if the library is absent, the model is larger than `MAX_BYTES`, or config.json does not name one class of its
-    model type whose outputs are logits, or for images also features.
+    None for a folder of another library, or if transformers is absent or the model is larger than `MAX_BYTES`.
 
     Raises:
-      CheckpointError: transformers cannot load the folder.
+      CheckpointError: transformers cannot load the folder, or a parameter is missing there.
     """
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    kind, names = config.get("model_type"), config.get("architectures")
-    if not kind or not names or not _can_evaluate(weights, "torch", "transformers"):
+    kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    if not kind or not _can_evaluate(weights, "torch", "transformers"):
         return None
     import torch
     import transformers
 
-    library: ModuleType = transformers
-    try:
-        if kind in OURS:
-            from dcvit.weights import modeling_dcvit as library
-        (model_class,) = (getattr(library, name) for name in names)
-        is_model = issubclass(model_class, transformers.PreTrainedModel) and model_class.config_class.model_type == kind
-    except Exception:  # an old release, or torchvision does not fit torch; or the names are no classes
-        return None
-    if not is_model:
-        return None
+    name = auto_class(weights.description)
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if kind in dcvit_hf.CLASSES:
+            from dcvit.weights import modeling_dcvit
+
+            load = getattr(modeling_dcvit, dcvit_hf.CLASSES[kind][name]).from_pretrained
+        else:
+            load = functools.partial(getattr(transformers, name).from_pretrained, trust_remote_code=False)
+        model, report = load(folder, dtype=torch.float32, output_loading_info=True)
         with torch.no_grad():
             found = model.eval()(_for_torch(x))
+    except ImportError:  # an old release, or torchvision does not fit torch
+        return None
     except Exception as e:  # transformers has many types of errors, of values in config.json and of shapes
         raise CheckpointError(f"{folder}: transformers cannot evaluate the model: {first_line_with_type(e)}") from None
-    if "logits" in found:
-        return np.asarray(found.logits.numpy())
-    if weights.description.model_name == "lm":
-        return None
-    has_pooler = not any("pooler" in name for name in report["missing_keys"])  # a missing one has random weights
-    return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
+    missing = sorted(report["missing_keys"])  # which have random values
+    if name == "AutoModel" and all("pooler" in key for key in missing):
+        return np.asarray((found.last_hidden_state[:, 0] if missing else found.pooler_output).numpy())
+    if missing:
+        raise CheckpointError(f"{folder}: transformers misses parameters of its class: {', '.join(missing):.200}")
+    return np.asarray(found.logits.numpy())
 
 
 def by_timm(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray | None:
@@ -214,7 +186,7 @@ def pixel_difference(pp: str) -> tuple[float, float]:
     photo = Image.fromarray(pixels).convert("RGB" if settings.channels == 3 else "L")
     photo.save(encoded := io.BytesIO(), "PNG")
     image = encoded.getvalue() if decoding(pp) else np.asarray(photo).reshape(*photo.size[::-1], -1)
-    ours = input_pipeline.Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"]
+    ours = Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"]
     levels = 255 * (ours * np.asarray(settings.std) + np.asarray(settings.mean))
     theirs = _by_pillow(settings, photo)
     if levels.shape != theirs.shape:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,19 +37,13 @@ EVALUATORS: dict[str, tuple[str, Callable[[Weights, Path, np.ndarray], np.ndarra
 }
 PREPROCESSED = ("hf", "timm")  # formats that hold settings of preprocessing instead of a string
 LOGITS_ONLY = ("timm", "onnx")  # formats that do not say whether probabilities are a softmax
-LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "npz"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
-    """Result of comparing a model before and after conversion.
-
-    Fields:
-      difference: the largest absolute difference of two logits.
-      allowed: the largest difference that is accepted.
-      source, result: names of the libraries that computed the logits before and after.
-      pixels: the largest and the mean difference of preprocessed pixels, in levels of 255; None if not compared.
+    """The largest difference of two logits before and after a conversion, the largest one that is accepted, and the
+    libraries that computed the logits; the largest and the mean difference of pixels in levels of 255, if compared.
     """
 
     difference: float
@@ -79,6 +72,8 @@ def convert(
 ) -> Report:
     """Convert a model, compare it with the result, move the result to `target`, and return a report.
 
+    A process that is killed leaves a folder `.TARGET.unfinished-…` beside the target.
+
     Args:
       sources: workdirs, their checkpoints, or weights of other libraries; one without `combine`.
       target: a new folder.
@@ -93,7 +88,7 @@ def convert(
       OSError: a file cannot be written; nothing is left at the target.
     """
     if to not in WRITERS:
-        raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS, '--to ')}")
+        raise ConfigError(f"--to {to}; {nearest(to, WRITERS, '--to ')}")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
     for place in sources:
@@ -103,54 +98,37 @@ def convert(
     weights = combine(opened) if combine else opened[0]
     if weights.description.multilabel and to in LOGITS_ONLY:
         log.warning("%s cannot say that probabilities are sigmoids of the logits: programs may use a softmax", to)
+    prefix = f".{target.name}.unfinished-"
     try:
-        with _new_folder(target) as folder:
-            _write(weights, folder, to)
-            formats.write_thresholds(weights, folder)
-            report = compare(weights, folder, to, open_saved)
-            if not report.difference <= report.allowed:
-                raise CheckpointError(f"{sources[0]} to {to}: {report}")
-            card.write(weights, folder, to, str(report))
-            if to != "dcvit":  # whose checkpoint has its own; training changes the other files
-                checksums.write(folder, (card.CARD,), checksums.WEIGHTS)  # its author edits the card
-            folder.chmod(0o755)  # `mkdtemp` allows only the owner
-            rename(folder, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as name:
+            report = _write(weights, Path(name), to, open_saved)
+            rename(Path(name), target)
     except OSError as e:
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
+    except (CheckpointError, ConfigError, InputError):
+        raise
+    except Exception as e:  # each library has error types of its own
+        raise CheckpointError(f"{weights.path} to {to}: {first_line_with_type(e)}") from e
     return report
 
 
-def _write(weights: Weights, folder: Path, to: str) -> None:
-    """Write a model in a format. A library's failure to write, for instance to a full disk, becomes an OSError."""
-    try:
-        WRITERS[to](weights, folder)
-    except (CheckpointError, ConfigError, InputError, OSError):
-        raise
-    except Exception as e:  # TensorStore and safetensors have error types of their own
-        raise OSError(first_line_with_type(e)) from e
-
-
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside the target; remove it at the end, and after an error also parents made for it.
-
-    A process that is killed leaves its folder, `.TARGET.unfinished-…`.
-    """
-    created = [parent for parent in target.parents if not parent.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{target.name}.unfinished-", dir=target.parent, ignore_cleanup_errors=True
-        ) as folder:
-            yield Path(folder)
-    finally:
-        with contextlib.suppress(OSError):  # a parent with other content, such as the target
-            for parent in created:
-                parent.rmdir()
+def _write(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
+    """Write all files of a conversion into a folder, and return the comparison."""
+    WRITERS[to](weights, folder)
+    formats.write_thresholds(weights, folder)
+    report = compare(weights, folder, to, open_saved)
+    if not report.difference <= report.allowed:
+        raise CheckpointError(f"{weights.path} to {to}: {report}")
+    card.write(weights, folder, to, str(report))
+    if to != "dcvit":  # whose checkpoint has its own; training changes the other files
+        checksums.write(folder, (card.CARD,), checksums.WEIGHTS)  # its author edits the card
+    folder.chmod(0o755)  # `mkdtemp` allows only the owner
+    return report
 
 
 def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
-    """Return a comparison of a model with a folder in the format `to`, for real inputs.
+    """Return a comparison of a model with a folder in the format `to`.
 
     Raises:
       CheckpointError: the format cannot express the model, or some logits are not finite.
@@ -158,14 +136,9 @@ def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Repo
     x = check.inputs(weights)
     expected, by = _source_logits(weights, x)
     result_by, evaluate = EVALUATORS.get(to, ("", lambda *_: None))
-    try:
-        found = evaluate(weights, folder, x)
-        if found is None:
-            result_by, found = "dcvit, which read the files back", check.by_dcvit(open_saved(folder), x)
-    except (CheckpointError, InputError, OSError):
-        raise
-    except Exception as e:  # each library has error types of its own
-        raise CheckpointError(f"{to} cannot express the model: {first_line_with_type(e)}") from None
+    found = evaluate(weights, folder, x)
+    if found is None:
+        result_by, found = "dcvit, which read the files back", check.by_dcvit(open_saved(folder), x)
     for side, values, library in (("source", expected, by), ("result", found, result_by)):
         if not np.isfinite(values).all():
             raise CheckpointError(f"{weights.path} to {to}: the logits of the {side}, by {library}, are not finite")
@@ -179,13 +152,13 @@ def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Repo
 
 def _source_logits(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the logits of the source, and the library that computed them: transformers for its folders if possible."""
-    found = None
     if weights.family != "dcvit":
         try:
-            found = check.by_transformers(weights, weights.path, x)
-        except Exception as e:  # it has many types of exceptions for a file that it does not read
-            log.warning("transformers cannot evaluate %s, so dcvit does: %s", weights.path, first_line_with_type(e))
-    return (check.by_dcvit(weights, x), "dcvit") if found is None else (found, "transformers")
+            if (found := check.by_transformers(weights, weights.path, x)) is not None:
+                return found, "transformers"
+        except CheckpointError as e:
+            log.warning("dcvit evaluates the source, because transformers does not: %s", e)
+    return check.by_dcvit(weights, x), "dcvit"
 
 
 def _pixels(weights: Weights, to: str) -> tuple[float, float] | None:

@@ -26,16 +26,15 @@ from dcvit.runs.workdir import numbered
 from dcvit.weights import hf_processor, lm_families, names, own, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.families import FAMILIES, Weights
-from dcvit.weights.family import example
-from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.family import Description, example
+from dcvit.weights.safetensors_writer import SHARD_BYTES, write_shards
 from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT
 
+OURS, MODELING = "dcvit_hf", "modeling_dcvit.py"  # the family of models without a native class, and its code
 # Families of transformers by our models; the first that can express a model is used.
-NATIVE = {"vit": ("hf_vit",), "lm": tuple(name for name, row in lm_families.ROWS.items() if not row.dynamic)}
-OURS, MODELING = "dcvit_hf", "modeling_dcvit.py"  # the family of other models, and its code
+HF = {"vit": ("hf_vit", OURS), "lm": (*(name for name, row in lm_families.ROWS.items() if not row.dynamic), OURS)}
 DATA = "data.json"  # of a run; it names the classes
-SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = (TOKENIZER_CONFIG, "special_tokens_map.json")
@@ -100,18 +99,23 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
         checkpointer.close()
 
 
-def native_family(weights: Weights, families: Sequence[str]) -> tuple[str, Json]:
-    """Return the name of the first of `families` that can express a model, and the content of its config.json.
+def _hf_class(description: Description) -> tuple[str, Json]:
+    """Return the first family of `HF` that can express a model, and the content of its config.json.
 
     Raises:
       CheckpointError: none can; the message has the reason of each.
     """
     reasons = []
-    for name in families:
+    for name in HF[description.model_name]:
         try:
-            return name, FAMILIES[name].config(weights.description)
+            found = FAMILIES[name].config(description)
         except CheckpointError as e:
             reasons.append(f"{name}: {e}")
+            continue
+        if name == OURS:
+            log.info("transformers has no class for the model: %s", "; ".join(reasons))
+        log.info("class of the model: %s", found["architectures"][0])
+        return name, found
     raise CheckpointError("; ".join(reasons))
 
 
@@ -122,16 +126,9 @@ def write_hf(weights: Weights, folder: Path) -> None:
       CheckpointError: neither can express the model; the message names the field.
     """
     description = weights.description
-    try:
-        name, config = native_family(weights, NATIVE[description.model_name])
-    except CheckpointError as native:
-        try:
-            name, config = OURS, FAMILIES[OURS].config(description)
-        except CheckpointError as e:
-            raise CheckpointError(f"{e} ({native})") from None
+    name, config = _hf_class(description)
+    if name == OURS:
         shutil.copyfile(Path(own.__file__).with_name(MODELING), folder / MODELING)
-        log.info("transformers has no class for the model: %s", native)
-    log.info("class of the model: %s", config["architectures"][0])
     if description.model_name == "vit":
         config |= _of_images(weights)
         try:
@@ -146,7 +143,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
         _write_json(folder / GENERATION, {**tokens, "pad_token_id": ends[0]} if ends else {})
         write_tokenizer(weights, folder, ends)
     _write_json(folder / "config.json", config)
-    write_shards(folder, _theirs(name, weights), max_shard_bytes=SHARD_BYTES)
+    write_shards(folder, _theirs(name, weights))
 
 
 def _of_images(weights: Weights) -> Json:
@@ -164,10 +161,10 @@ def write_timm(weights: Weights, folder: Path) -> None:
     Raises:
       CheckpointError: timm cannot express the model; the message names the field.
     """
-    name, config = native_family(weights, ("timm",))
-    labels = {"label_names": list(weights.description.class_names)} if weights.description.class_names else {}
-    _write_json(folder / "config.json", {**config, **labels})
-    write_shards(folder, _theirs(name, weights), max_shard_bytes=ONE_FILE)
+    description = weights.description
+    labels = {"label_names": list(description.class_names)} if description.class_names else {}
+    _write_json(folder / "config.json", {**FAMILIES["timm"].config(description), **labels})
+    write_shards(folder, _theirs("timm", weights), max_shard_bytes=ONE_FILE)
 
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
@@ -176,9 +173,9 @@ def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
 
 def write_thresholds(weights: Weights, folder: Path) -> None:
     """Write the thresholds that the workdir of a run of several labels holds for the converted step, but of no step."""
-    description = weights.description
-    if weights.workdir and description.multilabel and not weights.averaged:
-        classes = numbered(description.class_names, description.num_outputs or 0)
+    about = weights.description
+    if weights.workdir and about.multilabel and not weights.averaged:
+        classes = numbered(about.class_names, about.num_outputs or 0)
         found = thresholds.read(weights.workdir, classes)
         if found and steps.step_folder(weights.path).name == str(found.step):
             thresholds.write(folder, found._replace(step=None), classes)

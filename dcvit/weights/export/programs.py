@@ -1,13 +1,12 @@
-"""Writers of traced programs: ONNX, and StableHLO of `jax.export`."""
+"""Writers of traced programs of image models: ONNX, and StableHLO of `jax.export`."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel.trees import nested
 from dcvit.weights.export import formats
-from dcvit.weights.families import Weights, open_weights, verified
+from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import build, example
 from input_pipeline.optional import require
 
@@ -26,71 +25,72 @@ IMPLEMENTATION = "reference"  # plain operations, which every format has
 ONNX, STABLEHLO = "model.onnx", "model.stablehlo"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 ONNX_BYTES = 1 << 31  # of a protobuf
-Apply = Callable[[Any, jax.Array], jax.Array]
+PRIMITIVE = re.compile(r"primitive[:\s'\"]+([\w-]+)")
 
 
-def _apply(weights: Weights) -> Apply:
+def _function(weights: Weights, to: str) -> tuple[Callable[[Any, jax.Array], jax.Array], tuple[int, ...]]:
+    """Return a model's function of parameters and images, and the height, width and channels of these.
+
+    Raises:
+      CheckpointError: the model is a language model.
+    """
+    if weights.description.model_name != "vit":
+        raise CheckpointError(f"{to} is for models of images; a language model: --to hf")
     net = build(weights.description).clone(implementation=IMPLEMENTATION)
-    return lambda params, x: net.apply({"params": params}, x)[0]
+    size = example(weights.description, weights.params).shape[1:]
+    return lambda params, x: net.apply({"params": params}, x)[0], size
 
 
-def _tail(weights: Weights) -> tuple[int, ...]:
-    """Return the sizes of the fixed axes of an input after the batch axis: those of an image, none for tokens."""
-    return example(weights.description, weights.params).shape[1:] if weights.description.model_name == "vit" else ()
+def _refusal(to: str, error: Exception) -> CheckpointError:
+    """Return an error that names the primitive that a library's error names, or else has the error's first line."""
+    found = PRIMITIVE.search(str(error))
+    reason = f"{found[1]} is not supported" if found else first_line(error)
+    return CheckpointError(f"{to} cannot express the model: {reason}")
 
 
 def write_onnx(weights: Weights, folder: Path) -> None:
-    """Write `model.onnx`, a model of images with the parameters inside.
+    """Write `model.onnx`, with the parameters inside.
 
     Raises:
-      CheckpointError: the model is a language model, an operation or its size cannot be expressed, or jax2onnx is not
-        installed.
+      CheckpointError: the model is a language model, or an operation or its size cannot be expressed.
+      InputError: jax2onnx is not installed.
     """
-    if weights.description.model_name != "vit":
-        raise CheckpointError("onnx is for models of images; a language model: --to stablehlo or hf")
-    jax2onnx, weights = require("jax2onnx"), weights.in_float32()
+    apply, size = _function(weights, "onnx")
+    jax2onnx, params = require("jax2onnx"), weights.in_float32().tree()
     if weights.size * 4 >= ONNX_BYTES:
         raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
-    images = SimpleNamespace(shape=("B", *_tail(weights)), dtype=np.dtype(np.float32))
-    apply, params = _apply(weights), nested(dict(weights.read()))
+    images = SimpleNamespace(shape=("B", *size), dtype=np.dtype(np.float32))
+    for library in ("jax2onnx", "onnx_ir"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
-        # Nested jitted functions are inlined: jax2onnx 0.13 copies them by private names that JAX 0.12 changed.
-        with _silent(), jax.disable_jit():
+        # The library prints. Nested jitted functions are inlined: 0.13 copies them by names that JAX 0.12 changed.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), jax.disable_jit():
             proto = jax2onnx.to_onnx(
                 lambda x: apply(params, x), inputs=[images], model_name="dcvit", input_names=["images"],
                 output_names=["logits"],
             )  # fmt: skip
     except Exception as e:  # the library has no error type of its own
-        raise CheckpointError(f"onnx cannot express the model: {_operation(e)}") from None
+        raise _refusal("onnx", e) from None
     (folder / ONNX).write_bytes(proto.SerializeToString())
 
 
 def write_stablehlo(weights: Weights, folder: Path) -> None:
-    """Write `model.stablehlo`, a function of the parameters and the inputs, and the parameters as safetensors.
+    """Write `model.stablehlo`, a function of the parameters and the images, and the parameters as safetensors.
 
     Raises:
-      CheckpointError: an operation cannot be exported, or flatbuffers is not installed.
+      CheckpointError: the model is a language model, or an operation cannot be exported.
+      InputError: flatbuffers is not installed.
     """
+    apply, size = _function(weights, "stablehlo")
     require("flatbuffers")  # writes the file, and JAX does not require it
-    weights = weights.in_float32()
-    tail = _tail(weights)
-    limit = [] if tail else [f"t <= {build(weights.description).context}"]
-    free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)
-    x = jax.ShapeDtypeStruct((*free, *tail), np.float32 if tail else np.int32)
+    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *size), np.float32)
     flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in weights.params.items()}
-    apply = _apply(weights)
     try:
         exported = jax.export.export(jax.jit(lambda p, x: apply(nested(p), x)), platforms=PLATFORMS)(flat, x)
     except Exception as e:
-        raise CheckpointError(f"stablehlo cannot express the model: {_operation(e)}") from None
+        raise _refusal("stablehlo", e) from None
     (folder / STABLEHLO).write_bytes(exported.serialize())
-    formats.write_safetensors(weights, folder, formats.ONE_FILE)
-
-
-def _operation(error: Exception) -> str:
-    """Return "NAME is not supported" for the primitive that an error names, or else its first line."""
-    found = re.search(r"primitive[:\s'\"]+([\w-]+)", str(error))
-    return f"{found[1]} is not supported" if found else first_line(error)
+    formats.write_safetensors(weights.in_float32(), folder, formats.ONE_FILE)
 
 
 def run_onnx(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray:
@@ -103,23 +103,7 @@ def run_onnx(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray:
 
 
 def run_stablehlo(weights: Weights, folder: Path, x: np.ndarray) -> np.ndarray:
-    """Return the outputs of a StableHLO file, for the parameters beside it and inputs `x`."""
+    """Return the outputs of a StableHLO file, for the parameters beside it and images `x`."""
     exported = jax.export.deserialize(bytearray((folder / STABLEHLO).read_bytes()))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(exported.call(dict(verified(open_weights(folder)).read()), x))
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Context manager that discards a library's output, logs and warnings, and allows implicit promotion in JAX."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()),
-            warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"),
-        ):  # fmt: skip
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
+        return np.asarray(exported.call(dict(open_weights(folder).read()), x))
