@@ -9,7 +9,7 @@ from explorer_pages import facts_of
 from trained_workdirs import DIGITS, TEXT
 
 from dcvit import cli, convert, evaluate, explore, generate, predict
-from dcvit.weights.npz import read
+from dcvit.weights.tensors import open_npz
 
 SEVEN = Path(__file__).parents[1] / "data" / "seven.png"
 FORMATS = {"safetensors": "a.safetensors", "hf": "hf", "npz": "a.npz", "dcvit": "converted"}
@@ -71,7 +71,7 @@ def explored(call, place, folder):
 def converted(call, place, folder):
     call(convert.main, place, folder / "again", "--to", "npz")
     (file,) = (folder / "again").glob("*.npz")
-    return {name: x.tobytes() for name, x in read(file).items() if name.startswith("params/")}
+    return {name: x.read().tobytes() for name, x in open_npz(file).items() if name.startswith("params/")}
 
 
 TEXT_WORDS = ("--prompt", "def", "--tokens", "5")
