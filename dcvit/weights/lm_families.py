@@ -337,8 +337,6 @@ WINDOW = 256  # of every named pattern
 def _read_dcformer(config: Json, found: Json) -> Json:
     """Return the fields of DCFormer or DCPythia. A prompt's tokens see one token more than generated tokens do."""
     heads, name, window = found["num_heads"], config["window_type"], config["window_size"]
-    if config.get("n_local_heads") not in (None, -1, heads):
-        raise CheckpointError(f"config.json: n_local_heads={config['n_local_heads']!r} is not supported, only n_head")
     if name not in PATTERNS or (name and window != WINDOW):
         raise CheckpointError(
             f"config.json: window_type={name!r} with window_size={window!r} is not supported; supported: null with any "

@@ -130,18 +130,14 @@ class VisionModels(Row):
         head = next((name for name in self.pools if f"{name}.weight" in tensors), None)
         classes = shape_of(tensors, f"{head}.weight")[0] if head else None
         fields["pool_type"] = self.pools[head]
-        if fields["pool_type"] == "map" and not any(name.startswith(f"{prefix}head.") for name in tensors):
-            fields["pool_type"] = "none"
-        shapes = [tensors[f"{prefix}{name}"].shape for name in self.tokens[1:] if f"{prefix}{name}" in tensors]
-        registers = sum(shape[1] for shape in shapes if len(shape) == 3)
-        check_only(config, num_register_tokens=registers)
+        more = [f"{prefix}{name}" for name in self.tokens[1:]]
+        registers = sum(shape_of(tensors, name, 3)[1] for name in more if name in tensors)
         fields |= {"registers": registers} if registers else {}
         pooler = f"{prefix}pooler.dense.weight"
         if "pooler.dense" in self.modules and not head and pooler in tensors:
             size = shape_of(tensors, pooler)[0]
             fields["rep_size"] = True if size == fields["width"] else size
         channels = shape_of(tensors, f"{prefix}{self.patches}.weight", 4)[1]
-        check_only({"num_channels": 3, **config}, num_channels=channels)
         pp = hf_processor.read(config, self.processors[config["model_type"]], image_size, channels)
         return Description("vit", classes, fields, pp)
 
@@ -214,18 +210,15 @@ def _class_of_vit(description: Description) -> tuple[str, str]:
     return f"{kind}{head if classes else 'Model'}", kind.lower()
 
 
-def _read_vit(config: Json, _: Json) -> Json:
-    check_only(config, pooler_act="tanh")
+def _qkv_bias(config: Json, _: Json) -> Json:
     return {"qkv_bias": "qkv" if config["qkv_bias"] else ""}
 
 
 def _write_vit(fields: Json, _: str) -> Json:
     """Return further keys; the pooler is a layer before the head, `pre_logits` here."""
     found = {"qkv_bias": fields["qkv_bias"] == "qkv", "patch_size": square(fields["patch_size"])}
-    if not fields["rep_size"]:
-        return found
     size = fields["width"] if fields["rep_size"] is True else fields["rep_size"]
-    return {**found, "pooler_act": "tanh", "pooler_output_size": size}
+    return {**found, "pooler_output_size": size} if size else found
 
 
 VIT = VisionModels(  # and DeiT; if a file has a classifier for the distillation token, pool_type is "tok+reg"
@@ -248,7 +241,8 @@ VIT = VisionModels(  # and DeiT; if a file has a classifier for the distillation
     unused=re.compile(r".*(embeddings\.mask_token|pooler\.dense\.(weight|bias))"),
     defaults={"vit": VIT_DEFAULTS, "deit": VIT_DEFAULTS},
     keys=MLP_KEYS,
-    read=_read_vit,
+    fixed={"pooler_act": "tanh"},
+    read=_qkv_bias,
     write=_write_vit,
     class_of=_class_of_vit,
 )  # fmt: skip
@@ -290,7 +284,7 @@ SIGLIP = VisionModels(  # its vision tower; the patch embedding of CLIP's has no
 def _read_dinov2(config: Json, found: Json) -> Json:
     """Return MLP and biases. SwiGLU changes what `mlp_ratio` and `hidden_act` mean."""
     hidden = found["width"] * config["mlp_ratio"]
-    fields = {"qkv_bias": "qkv" if config["qkv_bias"] else ""}
+    fields = _qkv_bias(config, found)
     if config["use_swiglu_ffn"]:
         return {**fields, "mlp_dim": (int(hidden * 2 / 3) + 7) // 8 * 8, "mlp": "swiglu"}
     return {**fields, "mlp_dim": hidden, "mlp": activation(config, "hidden_act")}

@@ -287,7 +287,7 @@ GENERATION = "generation_config.json"
         (families.end_tokens, {"eos_token_id": 2}, (2,)),
         (families.end_tokens, {"eos_token_id": 2, GENERATION: {"eos_token_id": [1, 0, 70]}}, (1, 0)),
         (families.end_tokens, {"eos_token_id": 2, GENERATION: {}}, (2,)),
-        (families.end_tokens, {"eos_token_id": "</s>"}, "config.json: eos_token_id='</s>'; expected a token"),
+        (families.end_tokens, {"eos_token_id": "</s>"}, "eos_token_id='</s>'; expected a token"),
     ],
 )
 def test_class_names_and_end_tokens_of_other_libraries(function, config, expected):
