@@ -234,8 +234,8 @@ def config_of(description: Description, tokenizer: Path | None) -> Json:
 def end_tokens(config: Json, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a text, from generation_config.json or else config.json; () if neither has them."""
     values = [part.get("eos_token_id") for part in (config.get(GENERATION, {}), config)]
-    found: Any = next((value for value in values if value is not None and value != []), [])
-    tokens = found if isinstance(found, list) else [found]
+    given = [value for value in values if value is not None and value != []][:1]
+    tokens: list[int] = given[0] if given and isinstance(given[0], list) else given
     if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise CheckpointError(f"eos_token_id={found!r:.100}; expected a token or a list of tokens")
+        raise CheckpointError(f"eos_token_id={given[0]!r:.100}; expected a token or a list of tokens")
     return tuple(token for token in tokens if token < vocab_size)  # others are never generated

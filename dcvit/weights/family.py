@@ -192,7 +192,7 @@ def errors_name_file(path: PurePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
 
 
-def check_only(config: Json, **supported: Any) -> None:
+def check_only(config: Json, **supported: object) -> None:
     """Raise CheckpointError unless each key in `supported` is absent or has the value given there."""
     for name, value in supported.items():
         if config.get(name, value) != value:

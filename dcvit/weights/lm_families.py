@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import TRAINING_ONLY_FIELDS, WINDOW_PATTERNS
@@ -37,7 +36,7 @@ WITHOUT_EFFECT: dict[tuple[str, object], Sequence[str]] = {
 }
 
 
-def canonical(fields: Mapping[str, Any]) -> Json:
+def canonical(fields: Mapping[str, object]) -> Json:
     """Return all fields of a language model: sizes are explicit, and fields without effect have their defaults.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
@@ -178,7 +177,7 @@ def _type_of(config: Json) -> Json:
     return {"model_type": config["model_type"]} if "model_type" in config else {}
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: int | list[int]) -> tuple[int, int]:
     """Return a height and width from a config.json, in which one number may stand for both."""
     height, width = value if isinstance(value, list) else (value, value)
     return height, width
