@@ -130,7 +130,7 @@ class VisionModels(Row):
         classes = shape_of(tensors, f"{head}.weight")[0] if head else None
         fields["pool_type"] = self.pools[head]
         more = [f"{prefix}{name}" for name in self.tokens[1:]]
-        registers = sum(shape_of(tensors, name, 3)[1] for name in more if name in tensors)
+        registers = sum(tensors[name].shape[1] for name in more if name in tensors)  # without any, the shape is 1 0 M
         fields |= {"registers": registers} if registers else {}
         pooler = f"{prefix}pooler.dense.weight"
         if "pooler.dense" in self.modules and not head and pooler in tensors:
