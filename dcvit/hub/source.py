@@ -16,10 +16,10 @@ from dcvit.models.upcycling import gained_compositions, has_compositions, identi
 from dcvit.parallel.trees import Tensors, shapes_of
 from dcvit.runs import restoring, steps, workdir
 from dcvit.runs.files import Folder, folder
-from dcvit.weights import big_vision_files, preprocessing
+from dcvit.weights import preprocessing
 from dcvit.weights.families import Weights, recognized, stated
 from dcvit.weights.placement import in_layout, place_params
-from dcvit.weights.tensors import WeightsFile, open_file
+from dcvit.weights.tensors import WeightsFile, locate, open_file
 from input_pipeline import huggingface
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
@@ -94,7 +94,7 @@ def find(place: str | Folder) -> Source:
         with contextlib.suppress(ConfigError):  # a damaged config.json of weights
             if values.run_config(str(path)):
                 raise CheckpointError(f"no checkpoint in {path}") from None
-        is_absent = not path.exists() and not big_vision_files.locate(path)
+        is_absent = not path.exists() and not locate(path)
         raise CheckpointError(f"{e}{pretrained.hint(path)}" if is_absent else str(e)) from None
     found = stated(file)
     return Source(path, path, found.params if found else file.tensors, found, file)

@@ -1,47 +1,72 @@
-"""Vision Transformers of big_vision, and files of this project without a description, which have the same names.
+"""Families with the names of parameters of this project: its own files, those of big_vision, and the authors' ViT.
 
-Files are read by `dcvit.weights.big_vision_files`, which also renames the parameters of earlier releases. Sizes and
-modules are inferred from the tensors. The activation of MLPs, the epsilon of norms and a pooling without parameters
-cannot be; they are big_vision's defaults.
+A layer's attention in the authors' ViT, a fork of big_vision, has the dynamic weights of all four sides c (pre-compose
+by query and by key, then post-compose) in one module: `dyn_w_proj/dw1` (M, 1, c, I), `qkw` (1, c, I, 2R, H), whose
+first R rows are the down projection, and `dd` (M, 1, c·H), with I = 2·R·H. The static projections are `pre_proj/w` and
+`post_proj/w`. R is 2, and G is 1. https://arxiv.org/abs/2405.08553, Section 4.5.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import vit_links
-from dcvit.weights.family import Description, shapes_of
-from dcvit.weights.links import Link, depth_of, in_all_layers, shape_of, stacked, tensor
-from dcvit.weights.tensors import Json, Tensors
+from dcvit.models.upcycling import has_compositions
+from dcvit.parallel.trees import Tensors
+from dcvit.weights.family import Description, from_json, shapes_of, to_json
+from dcvit.weights.links import Link, compositions, depth_of, in_all_layers, shape_of, stacked, tensor
+from dcvit.weights.tensors import OWN_KEY, ROOTS, Json
+from dcvit.weights.vit_families import ATTENTION, DEFAULTS
 
 BLOCK = "Transformer/encoderblock"
-ATTENTION = vit_links.ATTENTION
+DENSE = {"query": "query_dense", "key": "key_dense", "value": "value_dense", "out": "o_dense"}  # ours -> theirs
+QK_NORMS = {"query_norm": "query_ln", "key_norm": "key_ln"}
 log = logging.getLogger(__name__)
 
 
-def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True if the tensors include the kernel of the patch embedding and a first layer, scanned or unrolled."""
-    return "embedding/kernel" in tensors and first_block(tensors) is not None
+class Functions(NamedTuple):
+    """A family that is not a row of a table; see `dcvit.weights.families.Family`."""
+
+    matches: Callable[[Tensors, Json], bool]
+    describe: Callable[[Tensors, Json], Description]
+    links: Callable[..., list[Link]]
+    config: Callable[[Description], Json] = lambda description: {}  # big_vision has no such file
+    unused: None = None
 
 
-def describe(tensors: Tensors, config: Json) -> Description:
-    inferred = infer(tensors)
-    classes = shape_of(tensors, "head/kernel")[1] if "head/kernel" in tensors else None
-    if "qk_norm" in inferred:
+def own_links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    """Return a link for each parameter, whose path is the name of the tensor, optionally below `params/`."""
+    names = {name.removeprefix(ROOTS[0]): name for name in tensors or ()}
+    same = in_all_layers([tensor(path, path, shape) for path, shape in shapes_of(description).items()], description)
+    return [link._replace(theirs=(names.get(link.ours[0], link.ours[0]),)) for link in same]
+
+
+OWN = Functions(
+    lambda tensors, config: OWN_KEY in config,
+    lambda tensors, config: from_json(config[OWN_KEY]),
+    own_links,
+    lambda description: {OWN_KEY: to_json(description)},
+)
+
+
+def _describe(tensors: Tensors, config: Json) -> Description:
+    if has_compositions(tensors) or any(name.endswith(f"{ATTENTION}/query_norm/scale") for name in tensors):
         raise CheckpointError(
-            "the tensors do not tell whether qk_norm is 'layernorm' or 'rmsnorm'; put the config.json of the export "
-            "beside the file, or give the model in a config"
+            "the tensors do not tell how attention is composed, or whether qk_norm is 'layernorm' or 'rmsnorm'; put "
+            "the config.json of the export beside the file, or give the model in a config"
         )
-    known = vit_links.DEFAULTS | inferred
+    fields = _inferred(tensors)
+    known = DEFAULTS | fields
     log.info("no description of the model; assumed: mlp=%r, norm_epsilon=%g", known["mlp"], known["norm_epsilon"])
-    return Description("vit", classes, inferred)
+    return Description("vit", _classes(tensors), fields)
 
 
-def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+def _links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     shapes = shapes_of(description)
     if tensors is None or f"{BLOCK}_0/LayerNorm_0/scale" in tensors:
-        return in_all_layers([tensor(name, name, shape) for name, shape in shapes.items()], description)
+        return own_links(description)
     depth, found = description.fields["depth"], []
     for name, shape in shapes.items():
         layers = [name.format(layer) for layer in range(depth)]
@@ -51,29 +76,28 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     return found
 
 
-def config(description: Description) -> Json:
-    """Return {}: files of big_vision have no config.json."""
-    return {}
-
-
-def first_block(tensors: Tensors) -> str | None:
+def _first_block(tensors: Tensors) -> str | None:
     """Return the path of the first layer, or of the stack of scanned layers; None if there is no layer."""
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)
 
 
-def infer(tensors: Tensors, num_heads: int | None = None) -> Json:
-    """Return the fields of a model, inferred from its tensors; those of a composition only in this project's layout.
+def _classes(tensors: Tensors) -> int | None:
+    return shape_of(tensors, "head/kernel")[1] if "head/kernel" in tensors else None
 
-    `num_heads` is by default that of the query kernel.
+
+def _inferred(tensors: Tensors, query: str = "query") -> Json:
+    """Return the fields of a model, inferred from its tensors; `query` is the module of queries.
+
+    The activation of MLPs, the epsilon of norms and a pooling without parameters are big_vision's defaults.
     """
-    at = first_block(tensors)
-    attention = f"{at}/{ATTENTION}"
+    at = _first_block(tensors)
     scan = at == BLOCK
     p_h, p_w, _, width = shape_of(tensors, "embedding/kernel", 4)
-    heads = num_heads or shape_of(tensors, f"{attention}/query/kernel", 3 + scan)[-2]
+    attention = _module(tensors) or ATTENTION
     dense = shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", 2 + scan)
     fields: Json = {
-        "width": width, "num_heads": heads, "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
+        "width": width, "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
+        "num_heads": shape_of(tensors, f"{at}/{attention}/{query}/kernel", 3 + scan)[-2],
         "depth": dense[0] if scan else depth_of(tensors, f"{BLOCK}_"),
         "pool_type": "tok" if "cls" in tensors else "gap",
         "posemb": "learn" if "pos_embedding" in tensors else "sincos2d",
@@ -92,30 +116,60 @@ def infer(tensors: Tensors, num_heads: int | None = None) -> Json:
         fields["layer_scale"] = 1e-5
     if f"{at}/MlpBlock_0/gate/kernel" in tensors:
         fields["mlp"] = "swiglu"
-    if f"{attention}/query_norm/scale" in tensors:
-        fields["qk_norm"] = None
-    inside = {name: x.shape[scan:] for name, x in tensors.items() if name.startswith(f"{attention}/")}
-    stages = [stage for stage in ("pre", "post") if any(name.startswith(f"{attention}/{stage}/w_") for name in inside)]
-    if not stages:
-        return fields
-    first = f"{attention}/{stages[0]}/"
-    weights = {name.removeprefix(first): shape for name, shape in inside.items() if name.startswith(first)}
-    compose = "both" if len(stages) == 2 else stages[0]
-    return {**fields, "compose": compose, **_composition(weights, fields["num_heads"])}
-
-
-def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
-    """Return the fields of a composition, inferred from the shapes of one compose's parameters by name."""
-    sides = "".join(side for side in "qk" if f"w_{side}1" in shapes or f"w_{side}g" in shapes)
-    down = next((shapes[f"w_{side}1"] for side in sides if f"w_{side}1" in shapes), None)
-    static = shapes.get("w_b")
-    groups = down[1] if down and len(down) == 3 else static[0] if static and len(static) == 3 else 1
-    if groups < 1 or heads % groups:
-        raise CheckpointError(f"compositions in {groups} groups, which do not divide {heads} heads")
-    fields: Json = {
-        "branches": sides or "qk", "projection": down is not None, "static": static is not None,
-        "gate": any(f"w_{side}g" in shapes for side in sides), "groups": groups,
-    }  # fmt: skip
-    if down:
-        fields["rank"] = max(1, down[-1] * groups // (2 * heads))
     return fields
+
+
+BIG_VISION = Functions(
+    lambda tensors, config: "embedding/kernel" in tensors and _first_block(tensors) is not None, _describe, _links
+)
+
+
+def _describe_authors(tensors: Tensors, config: Json) -> Description:
+    at = f"{BLOCK}_0/{_module(tensors)}"
+    if _first_block(tensors) != f"{BLOCK}_0":
+        raise CheckpointError("the authors' ViT with scanned layers is not supported, only with unrolled ones")
+    fields = _inferred(tensors, DENSE["query"])
+    sides, heads = shape_of(tensors, f"{at}/{_dynamic(tensors, 'dw1')}", 4)[2:], fields["num_heads"]
+    if sides != (4, 4 * heads):
+        raise CheckpointError(f"the authors' ViT: {at}/dyn_w_proj/dw1 ends with {sides}; expected {(4, 4 * heads)}")
+    fields |= {
+        "compose": "both", "rank": 2, "groups": 1, "projection": True, "gate": True, "branches": "qk",
+        "static": f"{at}/pre_proj/w" in tensors,
+        "qk_norm": "layernorm" if f"{at}/{QK_NORMS['query_norm']}/scale" in tensors else None,
+    }  # fmt: skip
+    return Description("vit", _classes(tensors), fields)
+
+
+def _authors_links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    shapes = shapes_of(description)
+    ours, theirs = (f"{BLOCK}_{{}}/{module}" for module in (ATTENTION, _module(tensors or {}) or ATTENTION))
+    found = []
+    for path, shape in shapes.items():
+        part, end = path.removeprefix(f"{ours}/").rpartition("/")[::2]
+        if not path.startswith(ours):
+            found.append(tensor(path, path, shape))
+        elif part in (names := DENSE | QK_NORMS):
+            found.append(tensor(f"{theirs}/{names[part]}/{end}", path, shape))
+        elif end == "w_b":
+            found.append(tensor(f"{theirs}/{part}_proj/w", path, shape))
+    dynamic = [f"{theirs}/{_dynamic(tensors or {}, end)}" for end in ("dw1", "qkw", "dd")]
+    return in_all_layers([*found, *compositions(dynamic, ours, shapes)], description)
+
+
+def _module(tensors: Tensors) -> str | None:
+    """Return the name of the attention module in the authors' file, the parent of `dyn_w_proj`; None in other files."""
+    found = (name.split("/") for name in tensors if "/dyn_w_proj/" in name)
+    return next((parts[parts.index("dyn_w_proj") - 1] for parts in found), None)
+
+
+def _dynamic(tensors: Tensors, name: str) -> str:
+    """Return the path of the parameter `name` of the dynamic weights: NAME, or NAME/kernel in some files."""
+    path = f"dyn_w_proj/{name}"
+    return f"{path}/kernel" if any(found.endswith(f"{path}/kernel") for found in tensors) else path
+
+
+AUTHORS = Functions(
+    lambda tensors, config: "embedding/kernel" in tensors and _module(tensors) is not None,
+    _describe_authors,
+    _authors_links,
+)

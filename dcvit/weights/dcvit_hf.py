@@ -5,13 +5,15 @@ Its modules have the structure of the models of this project, so that any of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, names
+from dcvit.parallel.trees import Tensors
 from dcvit.weights.family import Description, defaults
 from dcvit.weights.links import Link, Table, from_table, shape_of
 from dcvit.weights.lm_families import BLOCK as LAYER
-from dcvit.weights.tensors import Json, Tensors
-from dcvit.weights.vit_links import ATTENTION, BLOCK
+from dcvit.weights.tensors import Json
+from dcvit.weights.vit_families import ATTENTION, BLOCK
 
 MODULE = "modeling_dcvit"
 IMAGE, TEXT = "dcvit", "dcformer"  # model types in config.json
@@ -64,15 +66,12 @@ def describe(tensors: Tensors, config: Json) -> Description:
     name = "vit" if config["model_type"] == IMAGE else "lm"
     known = {**config, "tied": config.get("tie_word_embeddings", False)}
     fields = {key: known[key] for key, value in FIELDS[name].items() if key in known and known[key] != value}
-    pp = hf_config.text(config, "pp", "")
     if name == "lm":
-        return Description(name, hf_config.size(config, "vocab_size"), fields, pp)
+        return Description(name, config["vocab_size"], fields)
     labels = config.get("id2label") or {}
-    if not isinstance(labels, dict):
-        raise CheckpointError(f"config.json: id2label={labels!r:.100}; expected an object")
     # The file decides: transformers writes no `id2label` for two classes without names.
     classes = shape_of(tensors, "head.weight")[0] if "head.weight" in tensors else len(labels) or None
-    return Description(name, classes, fields, pp)
+    return Description(name, classes, fields, config.get("pp", ""))
 
 
 def config(description: Description) -> Json:
@@ -92,8 +91,14 @@ def config(description: Description) -> Json:
     }  # fmt: skip
     if kind == IMAGE:
         labels = [f"LABEL_{i}" for i in range(description.num_outputs or 0)]
-        return {**found, **names.id2label(labels), "pp": description.pp}
+        return {**found, **id2label(labels), "pp": description.pp}
     return {**found, "vocab_size": description.num_outputs, "tie_word_embeddings": found.pop("tied")}
+
+
+def id2label(names: Sequence[str]) -> Json:
+    """Return the entries `id2label` and `label2id`, which hold class names in a config.json of transformers."""
+    numbers = {name: i for i, name in enumerate(names)}
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": numbers}
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:

@@ -1,13 +1,14 @@
-"""Description of a model, and its module, inputs and parameter shapes."""
+"""Description of a model: its module, inputs and parameter shapes, and its form in config files."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import importlib
+import json
+import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,14 +16,19 @@ import jax
 import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
-from dcvit.models import trees
+from dcvit.models import lm, trees, vit
 from dcvit.models.fields import TRAINING_ONLY_FIELDS
+from dcvit.parallel.trees import Tensors
 from dcvit.parallel.trees import shapes_of as shapes_of_tree
 from dcvit.weights import preprocessing
-from dcvit.weights.tensors import Json, Tensors
+from dcvit.weights.tensors import OWN_KEY, Json
 
-MODELS = ("vit", "lm")  # modules of `dcvit.models`
+MODELS: dict[str, Any] = {"vit": vit.Model, "lm": lm.Model}
 Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
+# Activations by their names in transformers. "gelu_new" and the like are all the approximation by a tanh.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_layers", "parent", "name")
 
 
@@ -43,21 +49,43 @@ class Description(NamedTuple):
     num_outputs: int | None
     fields: Mapping[str, Any]
     pp: str = ""
-    class_names: tuple[str, ...] = ()
-    end_tokens: tuple[int, ...] = ()
+    class_names: Sequence[str] = ()
+    end_tokens: Sequence[int] = ()
     multilabel: bool = False
+
+
+def to_json(description: Description) -> Json:
+    """Return a description as JSON data, for the entry `OWN_KEY` of this project's files."""
+    found: Json = {**description._asdict(), "fields": dict(description.fields)}
+    return {key: value for key, value in found.items() if key != "multilabel" or value}
+
+
+def metadata(description: Description) -> dict[str, str]:
+    """Return the metadata, with the description, for the header of a safetensors file."""
+    return {"format": "np", OWN_KEY: json.dumps(to_json(description))}
+
+
+def from_json(found: object) -> Description:
+    """Return the description in JSON data. Raises CheckpointError if it is none, or describes no model."""
+    given: Json = found if isinstance(found, dict) else {"": found}
+    values: Json = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items()}
+    try:
+        check_call(Description, values, OWN_KEY)
+        description = Description(**values)
+    except ConfigError as e:
+        raise CheckpointError(f"the description of the model is invalid: {e}") from None
+    names, outputs = description.class_names, description.num_outputs
+    if names and len(names) != outputs:
+        raise CheckpointError(f"{OWN_KEY} has {len(names)} class_names; expected {outputs}, a name per class")
+    build(description)  # checks the fields
+    return description
 
 
 def defaults(model_name: str, *others: str) -> Json:
     """Return the defaults of the fields that determine the function of a model, except `others`, as JSON data."""
-    fields = dataclasses.fields(typing.get_type_hints(_constructor(model_name))["return"])
+    fields = dataclasses.fields(typing.get_type_hints(MODELS[model_name])["return"])
     values = {field.name: field.default for field in fields if field.name not in (*NOT_IN_FILES, *others)}
     return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-
-
-def _constructor(model_name: str) -> Any:
-    """Import and return the function `Model` of a module of `dcvit.models` (late, because it imports this package)."""
-    return importlib.import_module(f"dcvit.models.{model_name}").Model
 
 
 def build(description: Description) -> Any:
@@ -69,14 +97,13 @@ def build(description: Description) -> Any:
     if description.model_name not in MODELS:
         raise CheckpointError(f"model_name={description.model_name!r:.100}; expected {' or '.join(MODELS)}")
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in description.fields.items()}
-    model, outputs = _constructor(description.model_name), description.num_outputs
+    model, outputs = MODELS[description.model_name], description.num_outputs
     heads = fields.pop("heads", None)  # in files of 0.2.0: the name of attention that the model no longer has
     try:
         check_call(typing.get_type_hints(model)["return"], fields, "fields", args=(outputs,))
-        net = model(outputs, heads=heads, **fields)
+        return model(outputs, heads=heads, **fields)
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"the description of the model is invalid: {first_line(e):.200}") from None
-    return net
 
 
 def shapes_of(description: Description) -> Mapping[str, Shape]:
@@ -163,3 +190,82 @@ def errors_name_file(path: PurePath) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError) as e:
         raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
+
+
+def check_only(config: Json, **supported: object) -> None:
+    """Raise CheckpointError unless each key in `supported` is absent or has the value given there."""
+    for name, value in supported.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(f"config.json: {name}={config[name]!r} is not supported, only {value!r}")
+
+
+def activation(config: Json, key: str) -> str:
+    """Return the activation that a key of config.json names. Raises CheckpointError for another one than GELU."""
+    if config[key] not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise CheckpointError(f"config.json: {key}={config[key]!r} is not supported; supported: {known}")
+    return ACTIVATIONS[config[key]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A family of transformers: the names of its tensors, and how the keys of its config.json are fields of a model.
+
+    Fields:
+      marks: tensors of which all files of the family have one, and those of other families have none.
+      prefixes: beginnings of the names, by release or for models inside of others.
+      defaults: the values of absent keys, by `model_type`; a key without one is required.
+      keys: the field of a model that has the value of a key; of the field `mlp`, the activation.
+      fixed: keys with one supported value.
+      constants: fields that are the same for all models.
+      read: function (config.json with defaults, fields read from `keys`) -> further fields.
+      write: function (fields, `model_type`) -> further keys.
+      unused: matches the names of tensors that are not parameters of the model, such as buffers.
+    """
+
+    marks: Sequence[str]
+    prefixes: Sequence[str] = ("",)
+    defaults: Mapping[str, Json]
+    keys: Mapping[str, str]
+    fixed: Json = dataclasses.field(default_factory=dict)
+    constants: Json = dataclasses.field(default_factory=dict)
+    read: Callable[[Json, Json], Json] = lambda config, found: {}
+    write: Callable[[Json, str], Json] = lambda fields, kind: {}
+    unused: re.Pattern[str] | None = None
+
+    def prefix(self, tensors: Tensors) -> str | None:
+        """Return the beginning of the names in a file; None for a file of another family."""
+        return next((x for x in self.prefixes if any(f"{x}{mark}" in tensors for mark in self.marks)), None)
+
+    def matches(self, tensors: Tensors, config: Json) -> bool:
+        """Return True if the tensors have the family's names."""
+        return self.prefix(tensors) is not None
+
+    def fields_of(self, config: Json) -> tuple[Json, Json]:
+        """Return the content of config.json with defaults, and the fields of its model.
+
+        Raises:
+          CheckpointError: there is no config.json, or a value that the models of this project lack.
+        """
+        if not config:
+            raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
+        kind = str(config.get("model_type"))
+        if kind not in self.defaults:
+            known = ", ".join(self.defaults)
+            raise CheckpointError(f"config.json: model_type={kind!r} is not supported; supported: {known}")
+        check_only(config, quantization_config=None, **self.fixed)
+        config = {**self.defaults[kind], **config}
+        found = dict(self.constants)
+        for key, ours in self.keys.items():
+            value = self.defaults[kind].get(key) if config.get(key) is None else config[key]
+            if value is None and key not in self.defaults[kind]:
+                raise CheckpointError(f"config.json has no {key}")
+            found[ours] = activation(config, key) if ours == "mlp" else value
+        return config, {**found, **self.read(config, found)}
+
+    def keys_of(self, fields: Json, kind: str) -> Json:
+        """Return the content of config.json for the fields of a model."""
+        values = {key: fields[ours] for key, ours in self.keys.items()}
+        names = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+        values |= {key: names.get(fields["mlp"]) for key, ours in self.keys.items() if ours == "mlp"}
+        return {"model_type": kind, **values, **self.fixed, **self.write(fields, kind)}

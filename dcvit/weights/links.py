@@ -21,9 +21,8 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.models.trees import matrix_axes
-from dcvit.parallel.trees import check_tree
+from dcvit.parallel.trees import Tensor, Tensors, check_tree
 from dcvit.weights.family import Description, Shape, build, shapes_of
-from dcvit.weights.tensors import Tensor, Tensors
 
 Arrays: TypeAlias = Sequence[np.ndarray]
 Table = Mapping[str, str | Sequence[str]]  # several modules here: one linear layer there computes their outputs
@@ -40,7 +39,6 @@ class Link(NamedTuple):
       to_ours: function from the arrays of `theirs` to those of `ours`, both in order.
       to_theirs: its inverse.
       shapes: the shapes of the tensors, in order; None in a shape stands for any size.
-      check: function of the tensors' arrays that raises CheckpointError if their values contradict each other.
     """
 
     theirs: tuple[str, ...]
@@ -48,20 +46,11 @@ class Link(NamedTuple):
     to_ours: Callable[..., Arrays]
     to_theirs: Callable[..., Arrays]
     shapes: tuple[Shape, ...]
-    check: Callable[..., None] | None = None
 
 
-def tensor(theirs: str, ours: str, shape: Shape, our_shape: Shape | None = None) -> Link:
-    """Link a tensor to a parameter with the same values in the same order.
-
-    Args:
-      theirs, ours: the names of tensor and parameter.
-      shape: expected shape of the tensor; sizes of None are not checked.
-      our_shape: shape of the parameter; None means that of the tensor.
-    """
-    if our_shape in (None, shape):
-        return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), (shape,))
-    return Link((theirs,), (ours,), lambda x: (x.reshape(our_shape),), lambda x: (x.reshape(shape),), (shape,))
+def tensor(theirs: str, ours: str, shape: Shape) -> Link:
+    """Link a tensor to the parameter with the same values and shape; sizes of None are not checked."""
+    return Link((theirs,), (ours,), lambda x: (x,), lambda x: (x,), (shape,))
 
 
 def stacked(theirs: str, ours: Sequence[str], shape: Sequence[int], axis: int, there: Sequence[int] = ()) -> Link:
@@ -93,10 +82,8 @@ def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
         if (number, path) not in held:
             held.clear()
             link = links[number]
-            arrays = [tensors[name].read() for name in link.theirs]
-            if link.check:
-                link.check(*arrays)
-            held.update(((number, path), x) for path, x in zip(link.ours, link.to_ours(*arrays), strict=True))
+            values = link.to_ours(*(tensors[name].read() for name in link.theirs))
+            held.update(((number, path), x) for path, x in zip(link.ours, values, strict=True))
         return held.pop((number, path))
 
     zero = np.zeros((), np.float32)
@@ -210,17 +197,17 @@ def embedding_and_head(
     embedding: str, head: str, description: Description, tensors: Tensors | None = None
 ) -> list[Link]:
     """Link the modules of embedding and head; a tied head is absent from the file, or equal to the embedding."""
-    shapes = shapes_of(description)
     (first,) = from_table({embedding: "embedding"}, description)
     weight, copy = first.theirs[0], f"{head}.weight"
-    if "head/kernel" in shapes or copy not in (tensors or ()):
+    if "head/kernel" in shapes_of(description) or copy not in (tensors or ()):
         return [first, *from_table({head: "head"}, description)]
 
-    def check_equal(x: np.ndarray, y: np.ndarray) -> None:
+    def to_ours(x: np.ndarray, y: np.ndarray) -> Arrays:
         if not np.array_equal(x, y):
             raise CheckpointError(f"{copy} differs from {weight}, but tie_word_embeddings is true")
+        return (x,)
 
-    return [Link((weight, copy), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]
+    return [Link((weight, copy), first.ours, to_ours, lambda x: (x, x), first.shapes * 2)]
 
 
 def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) -> list[Link]:
@@ -243,6 +230,59 @@ def compositions(theirs: Sequence[str], ours: str, shapes: Mapping[str, Shape]) 
         stacked(second, paths("2"), (1, 4, inner, inner), 1, (1, 4, inner, inner // max(heads, 1), heads)),
         stacked(gates, paths("g"), (width, 4, heads), 1, (width, 1, 4 * heads)),
     ]
+
+
+def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
+    """Link two linear layers, whose outputs are averaged, to one linear layer here of their concatenated inputs."""
+    weights, biases = (tuple(f"{name}.{end}" for name in theirs) for end in ("weight", "bias"))
+    return [
+        Link(
+            weights, (f"{ours}/kernel",),
+            lambda *arrays: (np.concatenate([x.T / np.array(2, x.dtype) for x in arrays]),),
+            lambda x: [part.T * np.array(2, x.dtype) for part in np.split(x, 2)], ((outputs, inputs),) * 2,
+        ),
+        Link(
+            biases, (f"{ours}/bias",), lambda *arrays: (np.asarray(np.mean(arrays, axis=0, dtype=np.float32)),),
+            lambda x: (x, x), ((outputs,),) * 2,
+        ),
+    ]  # fmt: skip
+
+
+def tokens_in_front(positions: str, before: Mapping[str, int], embedded: int, description: Description) -> Link:
+    """Link the tokens before the patches, and the position embeddings, which this project has for patches only.
+
+    A token's position embedding is added to the token, which gives the same model; when writing, it is zero.
+
+    Args:
+      positions: the tensor of position embeddings; without a first axis of length 1 if it is the weight of a module.
+      before: the number of tokens in each tensor, in order; the first is the class token if the model has one.
+      embedded: number of these tokens with a position embedding; their rows precede those of the patches.
+      description: the model.
+    """
+    module = build(description)
+    width, has_cls, batched = module.width, module.pool_type.startswith("tok"), not positions.endswith(".weight")
+    count = sum(before.values())
+    ours = ["cls"] * has_cls + ["registers"] * (count > has_cls)
+
+    def to_ours(*arrays: np.ndarray) -> Arrays:
+        table = arrays[-1].reshape(1, -1, width)
+        if not count:
+            return [table]
+        tokens = np.concatenate([array.reshape(1, -1, width) for array in arrays[:-1]], axis=1, dtype=np.float32)
+        tokens[:, :embedded] += table[:, :embedded]
+        return [*[tokens[:, :1]] * has_cls, *[tokens[:, has_cls:]] * (count > has_cls), table[:, embedded:]]
+
+    def to_theirs(*arrays: np.ndarray) -> Arrays:
+        table = np.concatenate([np.zeros((1, embedded, width), arrays[-1].dtype), arrays[-1]], axis=1)
+        tokens = np.concatenate(arrays[:-1], axis=1) if count else table[:, :0]
+        parts = np.split(tokens, np.cumsum([*before.values()]), axis=1)[:-1]
+        return [*parts, table if batched else table[0]]
+
+    table_shape: Shape = (1, None, width) if batched else (None, width)
+    return Link(
+        (*before, positions), (*ours, "pos_embedding"), to_ours, to_theirs,
+        (*((1, size, width) for size in before.values()), table_shape),
+    )  # fmt: skip
 
 
 def shape_of(tensors: Tensors, name: str, axes: int = 2) -> tuple[int, ...]:

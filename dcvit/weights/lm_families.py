@@ -7,18 +7,15 @@ describes, reads and writes all of them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import TRAINING_ONLY_FIELDS, WINDOW_PATTERNS
-from dcvit.weights import hf_config as hf
-from dcvit.weights.family import Description, defaults, shapes_of
-from dcvit.weights.hf_config import ABSENT, Key, field, only, written
+from dcvit.parallel.trees import Tensors
+from dcvit.weights.family import Description, Row, check_only, defaults, shapes_of
 from dcvit.weights.links import Link, Table, compositions, embedding_and_head, from_table, in_all_layers
-from dcvit.weights.tensors import Json, Tensors
+from dcvit.weights.tensors import Json
 
 BLOCK = "Transformer/decoderblock_{}"
 ATTENTION, MLP = f"{BLOCK}/MultiHeadDotProductAttention_0", f"{BLOCK}/MlpBlock_0"
@@ -29,8 +26,17 @@ LAST_NORM = "Transformer/decoder_norm"
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "end_of_text")
 DEFAULTS = defaults("lm", "end_of_text")  # of the others, which determine the parameters and the function
 
+# Fields that have no effect if another field has a value.
+WITHOUT_EFFECT: dict[tuple[str, object], Sequence[str]] = {
+    ("position", "learned"): ("rotary_fraction", "rotary_base", "rotary_scaling"),
+    ("window_pattern", "none"): ("window", "prefill_window"),
+    ("qk_norm", None): ("qk_norm_epsilon",),
+    ("compose", None): ("branches", "projection", "gate", "static", "rank", "groups", "compose_gelu"),
+    ("projection", False): ("rank", "compose_gelu"),
+}
 
-def canonical(fields: Mapping[str, Any]) -> Json:
+
+def canonical(fields: Mapping[str, object]) -> Json:
     """Return all fields of a language model: sizes are explicit, and fields without effect have their defaults.
 
     Raises:
@@ -51,73 +57,42 @@ def canonical(fields: Mapping[str, Any]) -> Json:
         "rotary_scaling": found["rotary_scaling"] and list(found["rotary_scaling"]),
         "qkv_bias": None if found["qkv_bias"] == "qkv" * found["use_bias"] else found["qkv_bias"],
     }  # fmt: skip
-    without_effect: list[str] = []
-    if found["position"] == "learned":
-        without_effect += ["rotary_fraction", "rotary_base", "rotary_scaling"]
-    if found["window_pattern"] == "none":
-        without_effect += ["window", "prefill_window"]
-    if found["qk_norm"] is None:
-        without_effect += ["qk_norm_epsilon"]
-    if found["compose"] is None:
-        without_effect += ["branches", "projection", "gate", "static", "rank", "groups", "compose_gelu"]
-    elif not found["projection"]:
-        without_effect += ["rank", "compose_gelu"]
-    return found | {name: DEFAULTS[name] for name in without_effect}
+    idle = [name for (field, value), names in WITHOUT_EFFECT.items() if found[field] == value for name in names]
+    return found | {name: DEFAULTS[name] for name in idle}
 
 
-@dataclasses.dataclass(frozen=True)
-class LanguageModels:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModels(Row):
     """A family of language models.
 
     Fields:
-      marks: tensors that all files of the family have, and those of other families do not.
       ends: names of the embedding and of the head. The head is named without prefix.
       table: names of the other modules; see `dcvit.weights.links.from_table`.
-      classes: the class of the other library by `model_type`.
-      keys: function from the `model_type` to its keys, without `vocab_size`, in the order in which they are written.
-      constants: function from the `model_type` to the fields that are the same for all its models.
-      vocab_sizes: the default of `vocab_size` by `model_type`; without one, the key is required.
-      type_of: function from the fields of a model to the `model_type` that is written; by default the first.
-      prefixes: beginnings of the names, by release; the first is written.
+      classes: the class of the other library by `model_type`; written is the first whose config.json has all fields.
       in_out, by_head: how linear layers are stored; see `dcvit.weights.links.from_table`.
       dynamic: names of the weights of compositions; see `dcvit.weights.links.compositions`.
       shown: tensors by keys of config.json; without the key, the tensor shows if its value is true.
-      unused: matches the names of tensors that are not parameters, such as buffers.
     """
 
-    marks: Sequence[str]
     ends: tuple[str, str]
     table: Table
     classes: Mapping[str, str]
-    keys: Callable[[str], Sequence[Key]]
-    constants: Callable[[str], Json]
-    vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    type_of: Callable[[Json], str] | None = None
-    prefixes: Sequence[str] = ("",)
     in_out: bool = False
     by_head: bool = False
     dynamic: Sequence[str] = ()
     shown: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    unused: re.Pattern[str] | None = None
-
-    def _prefix(self, tensors: Tensors) -> str | None:
-        return next((x for x in self.prefixes if all(f"{x}{mark}" in tensors for mark in self.marks)), None)
-
-    def matches(self, tensors: Tensors, config: Json) -> bool:
-        """Return True if the tensors have the family's names."""
-        return self._prefix(tensors) is not None
 
     def describe(self, tensors: Tensors, config: Json) -> Description:
         """Return the description of the model of a config.json."""
         known = {key: name in tensors for key, name in self.shown.items()} if config else {}
-        fields = self._read({**known, **config})
-        vocab_size = hf.size(config, "vocab_size", self.vocab_sizes.get(config["model_type"]))
-        return Description("lm", vocab_size, {name: x for name, x in fields.items() if x != DEFAULTS[name]})
+        config, fields = self._read({**known, **config})
+        differing = {name: value for name, value in fields.items() if value != DEFAULTS[name]}
+        return Description("lm", config["vocab_size"], differing)
 
     def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
         """Return the links of a model; `tensors` are those of a file, or None for writing."""
-        prefix = self._prefix(tensors or {})
-        prefix = self.prefixes[0] if prefix is None else prefix
+        found_prefix = self.prefix(tensors or {})
+        prefix = self.prefixes[0] if found_prefix is None else found_prefix
         embedding, head = self.ends
         table = {f"{prefix}{theirs}": ours for theirs, ours in self.table.items()}
         found = embedding_and_head(f"{prefix}{embedding}", head, description, tensors)
@@ -128,26 +103,25 @@ class LanguageModels:
 
     def config(self, description: Description) -> Json:
         """Return the content of config.json. Raises CheckpointError if no key can express a field's value."""
-        if description.model_name != "lm":
-            raise CheckpointError(f"a model {description.model_name!r} is not a language model")
+        if description.model_name != "lm" or description.num_outputs is None:
+            raise CheckpointError("expected a language model with a vocabulary")
         fields = canonical({name: x for name, x in description.fields.items() if name not in NOT_IN_FILES})
-        kind = self.type_of(fields) if self.type_of else next(iter(self.classes))
-        if description.num_outputs is None:
-            raise CheckpointError("a language model needs a vocabulary, found num_outputs=None")
-        values = {
-            "architectures": [self.classes[kind]], "model_type": kind, "vocab_size": description.num_outputs,
-            **hf.write(self.keys(kind), fields),
-        }  # fmt: skip
-        theirs = self._read(values)
-        lacking = [f"{name}={x!r} (only {theirs[name]!r})" for name, x in fields.items() if x != theirs[name]]
-        if lacking:
-            raise CheckpointError(f"{self.classes[kind]} cannot express {', '.join(lacking)}")
-        return values
+        lacking: list[str] = []
+        for kind, name in self.classes.items():
+            values = {"architectures": [name], "vocab_size": description.num_outputs, **self.keys_of(fields, kind)}
+            _, theirs = self._read(values)
+            different = [f"{key}={x!r} (only {theirs[key]!r})" for key, x in fields.items() if x != theirs[key]]
+            if not different:
+                return values
+            lacking = min(lacking or different, different, key=len)
+        raise CheckpointError(f"{next(iter(self.classes.values()))} cannot express {', '.join(lacking)}")
 
-    def _read(self, config: Json) -> Json:
-        kind = hf.check_type(config, *self.classes)
-        hf.check_only(config, is_causal=True)
-        return canonical({**self.constants(kind), **hf.read(self.keys(kind), config)})
+    def _read(self, config: Json) -> tuple[Json, Json]:
+        config, fields = self.fields_of(config)
+        width, heads = fields["width"], fields["num_heads"]
+        if (config.get("head_dim") or width // heads) * heads != width:
+            raise CheckpointError(f"config.json: head_dim={config['head_dim']!r} is not {width}/{heads}")
+        return config, canonical(fields)
 
 
 GPT2 = LanguageModels(
@@ -167,41 +141,72 @@ GPT2 = LanguageModels(
     },
     unused=re.compile(r"(.*\.)?attn\.(masked_)?bias"),
     classes={"gpt2": "GPT2LMHeadModel"},
-    vocab_sizes={"gpt2": 50_257},
-    constants=lambda _: {"position": "learned", "norm": "layernorm", "use_bias": True},
-    keys=lambda _: [
-        field("n_embd", "width", default=768),
-        field("n_layer", "depth", default=12),
-        field("n_head", "num_heads", default=12),
-        field("n_inner", "mlp_dim", default=lambda found: 4 * found["width"]),
-        field("n_positions", "context", default=1024),
-        field("layer_norm_epsilon", "norm_epsilon", hf.number, 1e-5),
-        field("activation_function", "mlp", hf.activation, "gelu_new", hf.activation_name),
-        field("tie_word_embeddings", "tied", hf.flag, True),
-        *(written(name, 0.0) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")),
-        only("scale_attn_weights", True, written=False),
-        only("scale_attn_by_inverse_layer_idx", False, written=False),
-        only("add_cross_attention", False, written=False),
-    ],
-)
+    defaults={
+        "gpt2": {
+            "vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True,
+        }
+    },
+    keys={
+        "n_embd": "width", "n_layer": "depth", "n_head": "num_heads", "n_inner": "mlp_dim", "n_positions": "context",
+        "layer_norm_epsilon": "norm_epsilon", "activation_function": "mlp", "tie_word_embeddings": "tied",
+    },
+    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    constants={"position": "learned", "norm": "layernorm", "use_bias": True},
+    write=lambda *_: dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+)  # fmt: skip
+
+ORIGINAL = "original_max_position_embeddings"
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 
 
-def _rotary_pct(config: Json, found: Json) -> Json:
+def _rope(config: Json, context: int, base: str = "rope_theta") -> tuple[Json, Json]:
+    """Return the object of config.json about rotary embeddings, and `rotary_base` and `rotary_scaling` of a model.
+
+    Args:
+      config: the content of config.json, in the form of transformers 5 or of earlier releases.
+      context: the context before scaling (of pretraining), unless the file says it.
+      base: the key of the base in earlier releases.
+
+    Raises:
+      CheckpointError: the scaling is neither by a factor ("linear") nor that of LLaMA 3.
+    """
+    rope: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"config.json: rope_type={kind!r} is not supported, only default, linear and llama3")
+    found: Json = {"rotary_base": float(rope.get("rope_theta") or config.get(base) or 10_000.0)}
+    if kind == "linear":
+        found["rotary_scaling"] = [float(rope["factor"])]
+    elif kind == "llama3":
+        original = config.get(ORIGINAL) or rope.get(ORIGINAL) or context
+        found["rotary_scaling"] = [*(float(rope[name]) for name in SCALING[:3]), original]
+    return rope, found
+
+
+def _rope_parameters(fields: Json, **others: float) -> Json:
+    """Return the entry `rope_parameters` of transformers 5 for the fields of a model."""
+    numbers = fields["rotary_scaling"] or []
+    kind = {0: "default", 1: "linear"}.get(len(numbers), "llama3")
+    scaling = zip(SCALING, [*numbers[:3], *map(int, numbers[3:])], strict=False)
+    found = {"rope_type": kind, "rope_theta": fields["rotary_base"], **dict(scaling), **others}
+    return {"rope_parameters": found}
+
+
+def _read_neox(config: Json, found: Json) -> Json:
     """Return the fields of GPT-NeoX's rotary embedding; its width, a fraction of D, is rounded down to an integer."""
+    rope, fields = _rope(config, found["context"], "rotary_emb_base")
     head_dim = found["width"] // found["num_heads"]
-    rotary = int(head_dim * hf.rotary_fraction(config, "rotary_pct", 0.25))
+    rotary = int(head_dim * rope.get("partial_rotary_factor", config["rotary_pct"]))
     if rotary < 2 or rotary % 2:
-        raise CheckpointError(
-            f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers; expected pairs"
-        )
-    return {"rotary_fraction": rotary / head_dim, **hf.rotary(config, found["context"], "rotary_emb_base")}
+        raise CheckpointError(f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers, not pairs")
+    return {**fields, "rotary_fraction": rotary / head_dim}
 
 
-SIZES = [
-    field("hidden_size", "width"),
-    field("num_hidden_layers", "depth"),
-    field("num_attention_heads", "num_heads"),
-]
+SIZES = {
+    "hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads",
+    "intermediate_size": "mlp_dim", "max_position_embeddings": "context", "tie_word_embeddings": "tied",
+}  # fmt: skip
 GPT_NEOX = LanguageModels(  # and Pythia
     marks=["layers.0.attention.query_key_value.weight"],
     prefixes=("gpt_neox.",),
@@ -218,106 +223,84 @@ GPT_NEOX = LanguageModels(  # and Pythia
     },
     unused=re.compile(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
     classes={"gpt_neox": "GPTNeoXForCausalLM"},
-    vocab_sizes={"gpt_neox": 50_432},
-    constants=lambda _: {"norm": "layernorm", "use_bias": True},
-    keys=lambda _: [
-        *SIZES,
-        Key("head_dim", hf.check_head_dim),
-        field("intermediate_size", "mlp_dim"),
-        field("max_position_embeddings", "context", default=2048),
-        field("layer_norm_eps", "norm_epsilon", hf.number, 1e-5),
-        field("hidden_act", "mlp", hf.activation, "gelu", hf.activation_name),
-        only("attention_bias", True),
-        field("use_parallel_residual", "parallel", hf.flag, True),
-        field("tie_word_embeddings", "tied", hf.flag, False),
-        Key(
-            "rope_parameters",
-            _rotary_pct,
-            lambda fields: hf.rope_parameters(fields, partial_rotary_factor=fields["rotary_fraction"]),
-        ),
-    ],
-)
+    defaults={
+        "gpt_neox": {
+            "vocab_size": 50_432, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+            "use_parallel_residual": True, "tie_word_embeddings": False, "rotary_pct": 0.25,
+        }
+    },
+    keys={**SIZES, "layer_norm_eps": "norm_epsilon", "hidden_act": "mlp", "use_parallel_residual": "parallel"},
+    fixed={"attention_bias": True},
+    constants={"norm": "layernorm", "use_bias": True},
+    read=_read_neox,
+    write=lambda fields, _: _rope_parameters(fields, partial_rotary_factor=fields["rotary_fraction"]),
+)  # fmt: skip
 
-CONTEXTS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}  # defaults of transformers
-QWEN = ("qwen2", "qwen3")
 TYPES = {"G": "full_attention", "L": "sliding_attention"}  # by the letters of `WINDOW_PATTERNS`
 
 
-def _llama_keys(kind: str) -> list[Key]:
-    """Return the table of config.json for a `model_type`. Only llama may have all biases; qwen2 those of q, k, v."""
-
-    def bias(config: Json, _: Json) -> Json:
-        use_bias = kind == "llama" and hf.flag(config, "attention_bias", False)
-        hf.check_only(config, attention_bias=use_bias, mlp_bias=use_bias)
-        return {"use_bias": use_bias, "qkv_bias": "qkv" if kind == "qwen2" else None}
-
-    def epsilon(config: Json, _: Json) -> Json:
-        return dict.fromkeys(("norm_epsilon", "qk_norm_epsilon"), hf.number(config, "rms_norm_eps", 1e-6))
-
-    def rope(config: Json, found: Json) -> Json:
-        if hf.rotary_fraction(config, "partial_rotary_factor", 1.0) != 1:
-            raise CheckpointError("config.json: partial_rotary_factor is not supported, only 1")
-        return hf.rotary(config, found["context"])
-
-    return [
-        *SIZES,
-        field("num_key_value_heads", "num_key_heads", default=lambda found: found["num_heads"]),
-        Key("head_dim", hf.check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),
-        field("intermediate_size", "mlp_dim"),
-        field("max_position_embeddings", "context", default=CONTEXTS[kind]),
-        Key("rms_norm_eps", epsilon, lambda fields: fields["norm_epsilon"]),
-        only("hidden_act", "silu"),
-        Key("attention_bias", bias, lambda fields: fields["use_bias"] and kind == "llama"),
-        written("mlp_bias", lambda fields: fields["use_bias"] and kind == "llama"),
-        field("tie_word_embeddings", "tied", hf.flag, False),
-        Key("rope_parameters", rope, hf.rope_parameters),
-        Key(
-            "sliding_window",
-            functools.partial(_llama_windows, kind),
-            lambda fields: fields["window"] if _is_local(fields) and kind != "llama" else None,
-        ),
-        *([written("use_sliding_window", _is_local), written("layer_types", _layer_types)] if kind in QWEN else []),
-    ]
+def _read_llama(config: Json, found: Json) -> Json:
+    """Return biases, windows and rotary embedding. Only llama may have all biases; qwen2 those of q, k, v."""
+    kind = config["model_type"]
+    use_bias = kind == "llama" and config.get("attention_bias", False)
+    check_only(config, attention_bias=use_bias, mlp_bias=use_bias)
+    rope, rotary = _rope(config, found["context"])
+    check_only({**config, **rope}, partial_rotary_factor=1)
+    return {
+        "use_bias": use_bias, "qkv_bias": "qkv" if kind == "qwen2" else None, "qk_norm_epsilon": found["norm_epsilon"],
+        "qk_norm": "rmsnorm" if kind == "qwen3" else None, **rotary, **_read_windows(config, found["depth"]),
+    }  # fmt: skip
 
 
-def _llama_windows(kind: str, config: Json, found: Json) -> Json:
+def _read_windows(config: Json, depth: int) -> Json:
     """Return the fields of the windows: mistral's window is in all layers, Qwen's in the layers that the file lists."""
-    window = config.get("sliding_window", None if kind == "llama" else 4096)
-    if kind == "llama":
-        hf.check_only(config, sliding_window=None)
-    elif kind in QWEN and not hf.flag(config, "use_sliding_window", False):
-        window = None
-    first = hf.size(config, "max_window_layers", 28) if kind in QWEN and config.get("max_window_layers") != 0 else 0
-    types = [TYPES["G" if window is None or layer < first else "L"] for layer in range(found["depth"])]
-    if kind in QWEN:
-        types = config.get("layer_types") or types
+    kind, window, first = config["model_type"], config["sliding_window"], 0
+    if kind.startswith("qwen"):
+        window, first = window if config["use_sliding_window"] else None, config["max_window_layers"]
+    found = [TYPES["G" if window is None or layer < first else "L"] for layer in range(depth)]
+    if kind.startswith("qwen"):
+        found = config.get("layer_types") or found
     else:
-        hf.check_only(config, layer_types=types)
-    pattern = next((x for x in WINDOW_PATTERNS if types == _layer_types({**found, "window_pattern": x})), None)
+        check_only(config, layer_types=found, **({"sliding_window": None} if kind == "llama" else {}))
+    pattern = next((name for name in WINDOW_PATTERNS if found == _layer_types(name, depth)), None)
     if pattern is None:
-        shown = f"layer_types={types!r:.200}, of sliding_window={window!r} and max_window_layers={first}"
+        shown = f"layer_types={found!r:.200}, of sliding_window={window!r} and max_window_layers={first}"
         raise CheckpointError(f"config.json: {shown} is not supported; supported: {', '.join(WINDOW_PATTERNS)}")
-    size = {} if pattern == "none" else {"window": hf.size({"sliding_window": window}, "sliding_window")}
-    return {"window_pattern": pattern, **size}
+    if pattern == "none":
+        return {"window_pattern": pattern}
+    if window is None:
+        raise CheckpointError("config.json: layer_types has windows, but use_sliding_window is false")
+    return {"window_pattern": pattern, "window": window}
 
 
-def _is_local(fields: Json) -> bool:
-    return bool(fields["window_pattern"] != "none")
+def _layer_types(pattern: str, depth: int) -> list[str]:
+    letters = WINDOW_PATTERNS[pattern]
+    return [TYPES[letters[layer % len(letters)]] for layer in range(depth)]
 
 
-def _layer_types(fields: Json) -> list[str]:
-    pattern = WINDOW_PATTERNS[fields["window_pattern"]]
-    return [TYPES[pattern[layer % len(pattern)]] for layer in range(fields["depth"])]
+def _write_llama(fields: Json, kind: str) -> Json:
+    is_local, bias = fields["window_pattern"] != "none", fields["use_bias"] and kind == "llama"
+    found = {
+        "head_dim": fields["width"] // fields["num_heads"], "attention_bias": bias, "mlp_bias": bias,
+        "sliding_window": fields["window"] if is_local and kind != "llama" else None, **_rope_parameters(fields),
+    }  # fmt: skip
+    if kind.startswith("qwen"):
+        found["use_sliding_window"] = is_local
+        found["layer_types"] = _layer_types(fields["window_pattern"], fields["depth"])
+    return found
 
 
-def _llama_type(fields: Json) -> str:
-    if fields["qk_norm"] or fields["qkv_bias"]:
-        return "qwen3" if fields["qk_norm"] else "qwen2"
-    return "mistral" if fields["window_pattern"] == "1:0" else "llama"
-
-
+BASE: Json = {
+    "vocab_size": 32_000, "max_position_embeddings": 2048, "num_key_value_heads": None, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+MISTRAL = {**BASE, "max_position_embeddings": 131_072, "sliding_window": 4096}
+QWEN = {
+    **MISTRAL, "vocab_size": 151_936, "max_position_embeddings": 32_768, "use_sliding_window": False,
+    "max_window_layers": 28,
+}  # fmt: skip
 LLAMA = LanguageModels(  # and Mistral, Qwen2 and Qwen3, of the same layout
-    marks=["layers.0.self_attn.q_proj.weight", "layers.0.mlp.gate_proj.weight"],
+    marks=["layers.0.mlp.gate_proj.weight"],
     prefixes=("model.",),
     ends=("embed_tokens", "lm_head"),
     table={
@@ -332,17 +315,16 @@ LLAMA = LanguageModels(  # and Mistral, Qwen2 and Qwen3, of the same layout
     },
     unused=re.compile(r".*\.rotary_emb\.inv_freq"),
     classes={
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
+        "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
     },
-    vocab_sizes={"llama": 32_000, "mistral": 32_000, "qwen2": 151_936, "qwen3": 151_936},
-    constants=lambda kind: {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": "rmsnorm" if kind == "qwen3" else None},
-    keys=_llama_keys,
-    type_of=_llama_type,
-)
-
+    defaults={"llama": BASE, "mistral": MISTRAL, "qwen2": QWEN, "qwen3": QWEN},
+    keys={**SIZES, "num_key_value_heads": "num_key_heads", "rms_norm_eps": "norm_epsilon"},
+    fixed={"hidden_act": "silu"},
+    constants={"norm": "rmsnorm", "mlp": "swiglu"},
+    read=_read_llama,
+    write=_write_llama,
+)  # fmt: skip
 
 # Window patterns of DCFormer by its `window_type`. A pattern of local and global layers in turn needs no name, and may
 # then have any window.
@@ -351,74 +333,49 @@ NAMED = {ours: theirs for theirs, ours in PATTERNS.items() if theirs != "LG"}
 WINDOW = 256  # of every named pattern
 
 
-def _dcformer_keys(kind: str) -> list[Key]:
-    """Return the table of config.json for a `model_type`, "dcformer" or "dcpythia"."""
-    pythia = kind == "dcpythia"
-
-    def qk_norm(config: Json, _: Json) -> Json:
-        return {"qk_norm": "rmsnorm" if hf.flag(config, "use_qk_norm", False) else None}
-
-    def rotary_fraction(config: Json, found: Json) -> Json:
-        head_dim = found["width"] // found["num_heads"]
-        return {"rotary_fraction": int(head_dim * hf.number(config, "rotary_pct", 0.25)) / max(head_dim, 1)}
-
-    def mlp_groups(config: Json, _: Json) -> Json:
-        return {"mlp_groups": hf.size(config, "mgate_dim", 44) if hf.flag(config, "mgate", False) else None}
-
-    keys = [
-        field("dim", "width"),
-        field("n_layer", "depth"),
-        field("n_head", "num_heads"),
-        Key("n_local_heads", _check_key_heads, lambda fields: fields["num_heads"]),
-        written("head_dim", lambda fields: fields["width"] // fields["num_heads"]),
-        field("intermediate_size", "mlp_dim", default=lambda found: 4 * found["width"] if pythia else None),
-        field("block_size", "context", default=2048),
-        field("norm_eps", "norm_epsilon", hf.number, 1e-5),
-        field("rope_base", "rotary_base", hf.number),
-        only("tie_word_embeddings", False),
-        only("use_dcmha", True),
-        only("query_wise", False),
-        written("is_training", False),
-        Key("use_qk_norm", qk_norm, lambda fields: fields["qk_norm"] is not None),
-        Key("window_type", _dcformer_windows, lambda fields: NAMED.get(fields["window_pattern"])),
-        written("window_size", lambda fields: fields["window"] if _is_local(fields) else None),
-    ]
-    if pythia:
-        return [
-            *keys,
-            Key("rotary_pct", rotary_fraction, lambda fields: fields["rotary_fraction"]),
-            field("use_linear_bias", "use_bias", hf.flag, True),
-            field("use_parallel_residual", "parallel", hf.flag, True),
-        ]
-    return [
-        *keys,
-        Key("mgate", mlp_groups, lambda fields: True if fields["mlp_groups"] else ABSENT),
-        written("mgate_dim", lambda fields: fields["mlp_groups"] or ABSENT),
-    ]
+def _read_dcformer(config: Json, found: Json) -> Json:
+    """Return the fields of DCFormer or DCPythia. A prompt's tokens see one token more than generated tokens do."""
+    heads, name, window = found["num_heads"], config["window_type"], config["window_size"]
+    if name not in PATTERNS or (name and window != WINDOW):
+        raise CheckpointError(
+            f"config.json: window_type={name!r} with window_size={window!r} is not supported; supported: null with any "
+            f"size, and LG, LGLL and LGL6 with {WINDOW}"
+        )
+    size = window or WINDOW
+    fields = {
+        "window_pattern": PATTERNS[name] if window else "none", "window": size, "prefill_window": size + 1,
+        "qk_norm": "rmsnorm" if config["use_qk_norm"] else None, "rotary_base": float(config["rope_base"]),
+    }  # fmt: skip
+    if config["model_type"] == "dcformer":
+        groups = config["mgate_dim"] if config["mgate"] else None
+        return {**fields, "norm": "rmsnorm", "mlp": "swiglu", "mlp_groups": groups}
+    head_dim = found["width"] // heads
+    return {
+        **fields, "norm": "layernorm", "mlp": "gelu", "use_bias": config["use_linear_bias"],
+        "parallel": config["use_parallel_residual"], "rotary_fraction": int(head_dim * config["rotary_pct"]) / head_dim,
+    }  # fmt: skip
 
 
-def _check_key_heads(config: Json, found: Json) -> Json:
-    if config.get("n_local_heads") not in (None, -1, found["num_heads"]):
-        raise CheckpointError(f"config.json: n_local_heads={config['n_local_heads']!r} is not supported, only n_head")
-    return {}
+def _write_dcformer(fields: Json, kind: str) -> Json:
+    heads, pattern, groups = fields["num_heads"], fields["window_pattern"], fields["mlp_groups"]
+    found: Json = {
+        "n_local_heads": heads, "head_dim": fields["width"] // heads, "use_qk_norm": fields["qk_norm"] is not None,
+        "window_type": NAMED.get(pattern), "window_size": fields["window"] if pattern != "none" else None,
+        "is_training": False,
+    }  # fmt: skip
+    if kind == "dcformer":
+        return found | ({"mgate": True, "mgate_dim": groups} if groups else {})
+    return found | {
+        "rotary_pct": fields["rotary_fraction"], "use_linear_bias": fields["use_bias"],
+        "use_parallel_residual": fields["parallel"],
+    }  # fmt: skip
 
 
-def _dcformer_windows(config: Json, _: Json) -> Json:
-    """Return the fields of the windows. A prompt's tokens see one token more than generated tokens do."""
-    kind, size = config.get("window_type"), config.get("window_size", WINDOW)
-    if kind not in (*PATTERNS,):
-        raise CheckpointError(f"config.json: window_type={kind!r} is not supported; supported: LG, LGLL, LGL6, null")
-    if kind is not None and size != WINDOW:
-        raise CheckpointError(f"config.json: window_size={size!r} with window_type={kind!r} is not supported")
-    window = WINDOW if size is None else hf.size(config, "window_size", WINDOW)
-    pattern = "none" if size is None else PATTERNS[kind]
-    return {"window_pattern": pattern, "window": window, "prefill_window": window + 1}
-
-
+WINDOWED = {"block_size": 2048, "norm_eps": 1e-5, "use_qk_norm": False, "window_type": None, "window_size": WINDOW}
 # DCFormer and DCPythia, in PyTorch (github.com/Caiyun-AI/DCFormer). Their rotary embedding has float16 tables, that of
 # this project float32.
 DCFORMER = LanguageModels(
-    marks=["tok_embeddings.weight", "layers.0.attention.dyn_w_proj.qkw"],
+    marks=["layers.0.attention.dyn_w_proj.qkw"],
     ends=("tok_embeddings", "output"),
     table={
         "layers.{}.attention_norm": f"{BLOCK}/attention_norm",
@@ -438,12 +395,21 @@ DCFORMER = LanguageModels(
     # Copies of other weights for decoding, the identity in place of a static projection, and caches.
     unused=re.compile(r".*\.attention\.((dyn_w_proj\.)?((pre|post)_proj\.w|dw_m|qkw_m|sw)|kv_cache\.\w+)"),
     classes={"dcformer": "DCFormer", "dcpythia": "DCPythia"},
-    constants=lambda kind: {
-        "compose": "both", "compose_gelu": "exact",
-        **({"norm": "rmsnorm", "mlp": "swiglu"} if kind == "dcformer" else {"norm": "layernorm", "mlp": "gelu"}),
+    defaults={
+        "dcformer": {**WINDOWED, "mgate": False, "mgate_dim": 44},
+        "dcpythia": {
+            **WINDOWED, "intermediate_size": None, "rotary_pct": 0.25, "use_linear_bias": True,
+            "use_parallel_residual": True,
+        },
     },
-    keys=_dcformer_keys,
-    type_of=lambda fields: "dcpythia" if fields["norm"] == "layernorm" else "dcformer",
+    keys={
+        "dim": "width", "n_layer": "depth", "n_head": "num_heads", "intermediate_size": "mlp_dim",
+        "block_size": "context", "norm_eps": "norm_epsilon", "rope_base": "rotary_base",
+    },
+    fixed={"tie_word_embeddings": False, "use_dcmha": True, "query_wise": False},
+    constants={"compose": "both", "compose_gelu": "exact"},
+    read=_read_dcformer,
+    write=_write_dcformer,
 )  # fmt: skip
 
 # In the order in which exports try them; DCFormer's is the authors' own code, which transformers does not have.

@@ -2,7 +2,7 @@
 
 https://github.com/huggingface/pytorch-image-models. The shapes of the tensors give the sizes. Properties that they do
 not show (heads, activation, pooling) come from config.json; without one, from the sizes that timm has, which a warning
-says.
+says. The original DINOv2 of facebookresearch has almost the same names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 import re
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, preprocessing, vit_links
-from dcvit.weights.family import Description
-from dcvit.weights.links import Link, depth_of, shape_of
-from dcvit.weights.preprocessing import Preprocessing
-from dcvit.weights.tensors import Json, Tensors
+from dcvit.parallel.trees import Tensors
+from dcvit.weights import preprocessing
+from dcvit.weights.family import Description, check_only
+from dcvit.weights.links import Link, depth_of, from_table, shape_of, tokens_in_front
+from dcvit.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from dcvit.weights.tensors import Json
+from dcvit.weights.vit_families import NORM, POOL, POOL_OUT, POOL_QKV, check_expressible, head_links, layer, settings
 
 SIZES = "tiny|wee|little|small|medium|mediumd|betwixt|base|large|huge|giant|giantopt|gigantic|so150m|so400m"
 # timm has many more ViTs, some with the same names and shapes of tensors and another computation.
@@ -47,101 +49,95 @@ ARGUMENTS = {
     "strict_img_size",
 }  # fmt: skip
 ACTIVATIONS = ("gelu", "gelu_tanh")  # with the same names here
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",), "act_layer": (None, *ACTIVATIONS),
+}  # fmt: skip
 NORMS = {"pre_norm": "norm_pre", "pool_norm": "fc_norm"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
 NAMES = {ours: theirs for theirs, ours in POOLS.items()}
-QUERY, *KEY_VALUE = vit_links.MAP_QKV
 MODULES = {
-    "patch_embed.proj": "embedding", "norm": "Transformer/encoder_norm",
-    **{theirs: ours for ours, theirs in NORMS.items()},
-    "attn_pool.latent": "MAPHead_0/probe", "attn_pool.q": QUERY, "attn_pool.kv": KEY_VALUE,
-    "attn_pool.proj": vit_links.MAP_OUT,
-    "attn_pool.norm": "MAPHead_0/LayerNorm_0", "attn_pool.mlp.fc1": "MAPHead_0/MlpBlock_0/Dense_0",
-    "attn_pool.mlp.fc2": "MAPHead_0/MlpBlock_0/Dense_1",
+    "patch_embed.proj": "embedding", "norm": NORM, **{theirs: ours for ours, theirs in NORMS.items()},
+    "attn_pool.latent": f"{POOL}/probe", "attn_pool.q": POOL_QKV[0], "attn_pool.kv": POOL_QKV[1:],
+    "attn_pool.proj": POOL_OUT, "attn_pool.norm": f"{POOL}/LayerNorm_0",
+    "attn_pool.mlp.fc1": f"{POOL}/MlpBlock_0/Dense_0", "attn_pool.mlp.fc2": f"{POOL}/MlpBlock_0/Dense_1",
 }  # fmt: skip
-ROTARY = "blocks.0.gamma_1"
+MASK = "mask_token"  # of the original DINOv2, for masked patches in pretraining
+unused = re.compile(MASK)
 log = logging.getLogger(__name__)
-# Tensors of properties that this project's ViT lacks, by the end of their names.
-FOREIGN = {
-    ROTARY: "rotary embeddings, as EVA and timm's DINOv3; of DINOv3, files of transformers are read",
-    "blocks.0.attn.q_norm.weight": "a norm of queries and keys with bias",
-    "blocks.0.attn.norm.weight": "a norm inside attention",
-    "patch_embed.backbone.stem.conv.weight": "a convolutional stem",
-}
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
-    """Return True if the tensors have the names of timm's VisionTransformer, but are not facebookresearch's DINOv2."""
-    return (
-        ("pos_embed" in tensors or ROTARY in tensors)
-        and any(name.startswith("patch_embed.") for name in tensors)
-        and any(name.startswith("blocks.0.") for name in tensors)
-        and "mask_token" not in tensors
-    )
+    """Return True if the tensors have the names of timm's VisionTransformer."""
+    return {"pos_embed", "patch_embed.proj.weight", "blocks.0.norm1.weight"} <= tensors.keys()
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    for name, what in FOREIGN.items():
-        if name in tensors:
-            raise CheckpointError(f"timm model with {what} ({name}), which dcvit's ViT lacks")
+    """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
+    is_original = MASK in tensors
+    config = _original_dinov2(tensors) if is_original else config
     architecture, arguments = config.get("architecture", ""), config.get("model_args", {})
-    if not isinstance(architecture, str) or not isinstance(arguments, dict):
-        raise CheckpointError("config.json: architecture should be a string, model_args an object")
     if architecture and not KNOWN.fullmatch(architecture):
         raise CheckpointError(f"config.json: architecture {architecture!r} is not a ViT that dcvit can express")
-    _check_arguments(arguments)
+    for name, value in arguments.items():
+        if name not in ARGUMENTS or value not in SUPPORTED.get(name, (value,)):
+            raise CheckpointError(f"config.json: model_args.{name}={value!r} is not supported")
     width, _, *patch = shape_of(tensors, "patch_embed.proj.weight", 4)
-    fc1 = shape_of(tensors, "blocks.0.mlp.fc1.weight")
-    fc2 = shape_of(tensors, "blocks.0.mlp.fc2.weight")
+    first, last = _mlp(tensors)
+    mlp_dim = shape_of(tensors, f"blocks.0.{last}.weight")[1]
+    is_gated = shape_of(tensors, f"blocks.0.{first}.weight")[0] == 2 * mlp_dim
     pool = _pool(tensors, config.get("global_pool") or arguments.get("global_pool"))
-    if "dist_token" in tensors:
-        if pool != "tok" or "head_dist.weight" not in tensors:
-            raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
-        pool = "tok+reg"
     named_heads = next((heads for start, heads in HEADS_OF.items() if architecture.startswith(start)), None)
-    heads = named_heads or HEADS.get(width, max(1, width // 64))
+    heads = arguments.get("num_heads") or named_heads or HEADS.get(width, max(1, width // 64))
     activation = arguments.get("act_layer") or ("gelu_tanh" if TANH.fullmatch(architecture) else "gelu")
     fields: Json = {
-        "width": width, "depth": depth_of(tensors, "blocks."),
-        "num_heads": hf_config.size(arguments, "num_heads", heads), "mlp_dim": fc2[1], "patch_size": tuple(patch),
-        "pool_type": pool, "mlp": activation,
+        "width": width, "depth": depth_of(tensors, "blocks."), "num_heads": heads, "mlp_dim": mlp_dim,
+        "patch_size": tuple(patch), "pool_type": pool, "mlp": "swiglu" if is_gated else activation,
     }  # fmt: skip
     if "_clip_" in architecture or (not architecture and "norm_pre.weight" in tensors):
         fields["norm_epsilon"] = 1e-5
     fields |= {ours: True for ours, theirs in NORMS.items() if f"{theirs}.weight" in tensors}
-    if fc1[0] == 2 * fc2[1]:
-        fields["mlp"] = "swiglu"
     if "blocks.0.attn.qkv.bias" not in tensors:
         fields["qkv_bias"] = ""
     if "blocks.0.ls1.gamma" in tensors:
         fields["layer_scale"] = float(arguments.get("init_values") or 1e-5)
-    registers = sum(count for _, count in _tokens(tensors)) - pool.startswith("tok")
+    registers = sum(_tokens(tensors).values()) - pool.startswith("tok")
     if registers:
         fields["registers"] = registers
-    if not architecture:
+    if not architecture and not is_original:
         quick = "; CLIP's models with QuickGELU have other outputs" if "pre_norm" in fields else ""
         shown = ", ".join(f"{name}={fields.get(name, 1e-6)!r}" for name in ("num_heads", "mlp", "norm_epsilon"))
         log.warning("a ViT of timm without config.json; assumed: %s%s", shown, quick)
     classes = shape_of(tensors, "head.weight")[0] if "head.weight" in tensors else None
-    return Description("vit", classes, fields, _pp(config.get("pretrained_cfg")))
+    return Description("vit", classes, fields, _pp(config.get("pretrained_cfg") or {}))
+
+
+def _original_dinov2(tensors: Tensors) -> Json:
+    """Return what config.json would hold for a model of facebookresearch: a crop of 224 of 256 pixels."""
+    _, channels, *patch = shape_of(tensors, "patch_embed.proj.weight", 4)
+    side = round((shape_of(tensors, "pos_embed", 3)[1] - 1) ** 0.5)
+    size = [channels, *(side * length for length in patch)]
+    return {"pretrained_cfg": {"input_size": size, "crop_pct": 224 / 256, "mean": IMAGENET_MEAN, "std": IMAGENET_STD}}
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
-    fields = vit_links.settings(description)
+    """Return the links of a model; `tensors` are those of a file, or None for writing."""
+    fields = settings(description)
     if tensors is None:
         has_cls, distilled = fields["pool_type"].startswith("tok"), fields["pool_type"] == "tok+reg"
-        registers = ("dist_token" if distilled else "reg_token", fields["registers"])
-        tokens = [("cls_token", 1)] * has_cls + [registers] * (fields["registers"] > 0)
+        counts = {"cls_token": has_cls, "dist_token" if distilled else "reg_token": fields["registers"]}
+        tokens = {name: count for name, count in counts.items() if count}
         embedded = 2 * distilled  # timm's class for it needs their position embeddings
     else:
         tokens = _tokens(tensors)
-        embedded = _embedded(tensors, sum(count for _, count in tokens), description)
-    block = vit_links.layer(
-        "blocks.{}", ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma"),
-        gated=fields["mlp"] == "swiglu",
+        embedded = _embedded(tensors, sum(tokens.values()), description)
+    first, last = _mlp(tensors or {})
+    block = layer(
+        "blocks.{}", ("norm1", "norm2"), ("attn.qkv", "attn.proj"), (first + "+" * (fields["mlp"] == "swiglu"), last),
+        ("ls1.gamma", "ls2.gamma"),
     )  # fmt: skip
-    in_front = vit_links.Tokens("pos_embed", tuple(tokens), embedded)
-    return vit_links.model_links(description, {**MODULES, **block}, in_front, ("head", "head_dist"))
+    in_front = tokens_in_front("pos_embed", tokens, embedded, description)
+    modules = from_table({**MODULES, **block}, description)
+    return [in_front, *modules, *head_links(description, ("head", "head_dist"))]
 
 
 def config(description: Description) -> Json:
@@ -149,12 +145,12 @@ def config(description: Description) -> Json:
     given = description.fields
     one_register = given.get("registers") == 1 and bool(description.num_outputs)
     clip, distilled = given.get("norm_epsilon") == 1e-5, given.get("pool_type") == "tok+reg"
-    vit_links.check_expressible(
+    check_expressible(
         description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register),
         norm_epsilon=(1e-6, *[1e-5] * (not distilled)), qkv_bias=("qkv", ""), pre_norm=(False, True),
         mlp=(*ACTIVATIONS, *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
     )  # fmt: skip
-    fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
+    fields, pp = settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
     gated = fields["mlp"] == "swiglu"
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
@@ -220,82 +216,53 @@ def _crop_pct(pp: Preprocessing) -> float:
     return fraction
 
 
-def _check_arguments(arguments: Json) -> None:
-    """Raise CheckpointError if an argument of the model is unknown or has a value that changes the computation."""
-    for name in arguments:
-        if name not in ARGUMENTS:
-            raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r} is not supported")
-    supported: dict[str, tuple[object, ...]] = {
-        "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
-        "act_layer": (None, *ACTIVATIONS),
-    }  # fmt: skip
-    for name, values in supported.items():
-        if arguments.get(name, values[0]) not in values:
-            shown = ", ".join(map(repr, values))
-            raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r}; supported: {shown}")
-
-
-def _pool(tensors: Tensors, named: object) -> str:
+def _pool(tensors: Tensors, named: str | None) -> str:
     """Return `pool_type` from its name in config.json or, without one, from the tensors that exist."""
-    if named is None:
-        named = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
-    if not isinstance(named, str) or named not in POOLS:
+    named = named or ("map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg")
+    if named not in POOLS:
         raise CheckpointError(f"config.json: global_pool={named!r} is not supported; supported: {', '.join(POOLS)}")
-    return POOLS[named]
+    if "dist_token" not in tensors:
+        return POOLS[named]
+    if named != "token" or "head_dist.weight" not in tensors:
+        raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
+    return "tok+reg"
 
 
-def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
-    """Return pairs (tensor, number of tokens) of the tokens before the patches."""
-    names = [name for name in ("cls_token", "dist_token", "reg_token") if name in tensors]
-    return [(name, shape_of(tensors, name, 3)[1]) for name in names]
+def _mlp(tensors: Tensors) -> tuple[str, str]:
+    """Return the names of the layers of an MLP, of which the first also computes the gate of SwiGLU."""
+    return ("mlp.w12", "mlp.w3") if "blocks.0.mlp.w12.weight" in tensors else ("mlp.fc1", "mlp.fc2")
+
+
+def _tokens(tensors: Tensors) -> dict[str, int]:
+    """Return the number of tokens before the patches in each of their tensors."""
+    names = [name for name in ("cls_token", "dist_token", "reg_token", "register_tokens") if name in tensors]
+    return {name: shape_of(tensors, name, 3)[1] for name in names}
 
 
 def _embedded(tensors: Tensors, before: int, description: Description) -> int:
-    """Return how many of the `before` tokens ahead of the patches have a position embedding: none or all."""
+    """Return how many of the `before` tokens ahead of the patches have a position embedding."""
     rows = shape_of(tensors, "pos_embed", 3)[1]
     if description.pp:
         height, width = preprocessing.size_of(description.pp)
         p_h, p_w = description.fields["patch_size"]
-        patches = (height // p_h) * (width // p_w)
-        if rows not in (patches, patches + before):
-            raise CheckpointError(f"pos_embed has {rows} rows, but images of {height}x{width} have {patches} patches")
-        return rows - patches
-    if round(rows**0.5) ** 2 == rows:
-        return 0
-    if round((rows - before) ** 0.5) ** 2 != rows - before:
-        raise CheckpointError(f"pos_embed has {rows} rows, which is no square grid and {before} tokens")
-    return before
+        embedded = rows - (height // p_h) * (width // p_w)
+        return embedded if 0 <= embedded <= before else 0  # a wrong number of rows is refused with the model's
+    return 0 if math.isqrt(rows) ** 2 == rows else before
 
 
-def _pp(found: object) -> str:
+def _pp(found: Json) -> str:
     """Return the preprocessing string for timm's `pretrained_cfg`; "" without one or for 2 or 4 channels."""
-    if not found:
+    channels, *size = found.get("input_size", (3, 224, 224)) if found else (0,)
+    if channels not in (1, 3):
         return ""
-    mode = found.get("crop_mode", "center") if isinstance(found, dict) else None
-    if mode not in ("center", "squash", None):
-        raise CheckpointError(f"config.json: crop_mode={mode!r} is not supported; supported: center, squash")
-    try:
-        assert isinstance(found, dict)
-        channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
-        if channels not in (1, 3):
-            return ""
-        crop = _fraction(found.get("crop_pct") or 0.875)
-        squash = (preprocessing.resized(height, crop), preprocessing.resized(width, crop))
-        is_squashed = mode == "squash"
-        return preprocessing.to_pp(
-            Preprocessing(
-                (height, width), None if is_squashed else min(squash), found.get("interpolation", "bicubic"),
-                tuple(map(float, found.get("mean", preprocessing.HALF))),
-                tuple(map(float, found.get("std", preprocessing.HALF))), channels,
-                squash if is_squashed and crop < 1 else None,
-            )
-        )  # fmt: skip
-    except (AssertionError, TypeError, ValueError, KeyError, ArithmeticError):
-        raise CheckpointError(f"config.json: pretrained_cfg is not as timm writes it: {str(found)[:100]}") from None
-
-
-def _fraction(found: object) -> float:
-    """Return `found` as a float. Raises ValueError if it is not a number in [0.001, 1]."""
-    if not isinstance(found, int | float) or not 1e-3 <= found <= 1:
-        raise ValueError(found)
-    return float(found)
+    if not (is_squashed := found.get("crop_mode") == "squash"):
+        check_only(found, crop_mode="center")
+    crop = found.get("crop_pct") or 0.875
+    height, width = (preprocessing.resized(side, crop) for side in size)
+    return preprocessing.to_pp(
+        Preprocessing(
+            (size[0], size[1]), None if is_squashed else min(height, width), found.get("interpolation", "bicubic"),
+            found.get("mean", preprocessing.HALF), found.get("std", preprocessing.HALF), channels,
+            (height, width) if is_squashed and crop < 1 else None,
+        )
+    )  # fmt: skip

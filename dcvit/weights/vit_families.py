@@ -12,134 +12,159 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.errors import CheckpointError
 from dcvit.models.fields import QKV_BIASES
-from dcvit.weights import hf_config as hf
+from dcvit.parallel.trees import Tensors
 from dcvit.weights import hf_processor
-from dcvit.weights.family import Description
-from dcvit.weights.hf_config import ABSENT, Key, field, only, written
-from dcvit.weights.links import Link, Table, depth_of, shape_of
-from dcvit.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, channels_of, resized, size_of, square
-from dcvit.weights.tensors import PROCESSOR, Json, Tensors
-from dcvit.weights.vit_links import (
-    MAP_OUT,
-    MAP_QKV,
-    NORM,
-    Tokens,
-    check_expressible,
-    layer,
-    model_links,
-    settings,
-)
+from dcvit.weights.family import Description, Row, activation, check_only, defaults
+from dcvit.weights.links import Link, Table, averaged, from_table, shape_of, tokens_in_front
+from dcvit.weights.preprocessing import channels_of, size_of, square
+from dcvit.weights.tensors import Json
 
+BLOCK = "Transformer/encoderblock_{}"
+ATTENTION = "MultiHeadDotProductAttention_0"
+NORM = "Transformer/encoder_norm"
+DEFAULTS = defaults("vit")
+QKVO = [f"{BLOCK}/{ATTENTION}/{name}" for name in ("query", "key", "value", "out")]
+POOL = "MAPHead_0"
+POOL_QKV, POOL_OUT = [f"{POOL}/{ATTENTION}/{name}" for name in ("query", "key", "value")], f"{POOL}/{ATTENTION}/out"
+NORMS = ("norm1", "norm2")
+LAYER_SCALES = ("layer_scale1.lambda1", "layer_scale2.lambda1")
 # Layers of attention by their names in transformers 4, and in 5.
 ATTENTION_4 = (*(f"attention.attention.{name}" for name in ("query", "key", "value")), "attention.output.dense")
 ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
-NORMS = ("norm1", "norm2")
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionModels:
+def settings(description: Description) -> Json:
+    """Return the fields of a model that links and exports read, with defaults filled in and `mlp_dim` as a number."""
+    fields = {**DEFAULTS, **description.fields}
+    fields["mlp_dim"] = fields["mlp_dim"] or 4 * fields["width"]
+    return fields
+
+
+def layer(
+    at: str, norms: Sequence[str], attention: Sequence[str], mlp: Sequence[str], scales: Sequence[str] = ()
+) -> Table:
+    """Return the table of a layer, see `dcvit.weights.links.from_table`, from names in the other library.
+
+    Args:
+      at: the name of a layer, with "{}" for its number.
+      norms: the norms of attention and MLP.
+      attention: query, key, value and output; or the fused projection of the first three, and the output.
+      mlp: the first and the last layer; or the first, the gate of SwiGLU and the last. A first layer "NAME+" is fused
+        with the gate.
+      scales: tensors of LayerScale.
+    """
+    first, gate, last = (f"{BLOCK}/MlpBlock_0/{name}" for name in ("Dense_0", "gate", "Dense_1"))
+    fused = mlp[0].endswith("+")
+    entries: list[tuple[str, str | Sequence[str]]] = [
+        *zip(norms, (f"{BLOCK}/LayerNorm_0", f"{BLOCK}/LayerNorm_1"), strict=True),
+        *zip(attention, (QKVO[:3], QKVO[3]) if len(attention) == 2 else QKVO, strict=True),
+        *zip(mlp, (first, gate, last) if len(mlp) == 3 else ((first, gate) if fused else first, last), strict=True),
+        *zip(scales, (f"{BLOCK}/layer_scale_0", f"{BLOCK}/layer_scale_1"), strict=False),
+    ]
+    return {f"{at}.{theirs.removesuffix('+')}": ours for theirs, ours in entries}
+
+
+def head_links(description: Description, heads: Sequence[str]) -> list[Link]:
+    """Link the classifier, and for `pool_type="tok+reg"` a second one, that of the first register."""
+    fields, outputs = settings(description), description.num_outputs
+    if not heads or not outputs:
+        return []
+    if fields["pool_type"] == "tok+reg":
+        return averaged(heads[:2], "head", fields["width"], outputs)
+    return from_table({heads[0]: "head"}, description)
+
+
+def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:
+    """Raise CheckpointError if a field of a model has a value that a library does not support.
+
+    Args:
+      description: the model.
+      what: the library.
+      **values: by field, the tuple of supported values, instead of those in the code.
+    """
+    if description.model_name != "vit":
+        raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")
+    fields = settings(description)
+    possible: dict[str, tuple[object, ...]] = {
+        "compose": (None,), "qk_norm": (None,), "posemb": ("learn",), "qkv_bias": ("qkv",),
+        "rep_size": (False, 0), "pre_norm": (False,), "pool_norm": (False,), **values,
+    }  # fmt: skip
+    for name, known in possible.items():
+        if fields[name] not in known:
+            shown = " or ".join(map(repr, known))
+            raise CheckpointError(f"{what} cannot express {name}={fields[name]!r}, only {shown}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionModels(Row):
     """A family of Vision Transformers.
 
     Fields:
       processors: the class of the image processor by `model_type`; see `kind` of `dcvit.weights.hf_processor.read`.
       patches: the module that embeds patches.
-      marks: tensors of which all files of the family have one, and those of other families have none.
       modules: names of the other modules outside of layers; see `dcvit.weights.links.from_table`.
       layers: names in a layer, by release and kind of MLP; the first are written.
-      keys: function from the `model_type` to its keys, in the order in which they are written.
       pools: `pool_type` by the name of the classifier that a file has; None is a file without one.
-      constants: fields that are the same for all models.
-      prefixes: beginnings of the names, for models alone and inside of others.
       tokens: names of the tokens before the patches: the class token, and the registers.
-      positions, embedded, batched: see `dcvit.weights.vit_links.Tokens`; "" is a model without position embeddings.
-      assumed: function from the tensors to the content of config.json, for files that have none.
+      positions, embedded: see `dcvit.weights.links.tokens_in_front`; "" is a model without position embeddings.
       class_of: function from a description to the class and the `model_type` that are written; None: files are read
         only.
-      unused: matches the names of tensors that are not parameters of the model.
     """
 
     processors: Mapping[str, str]
     patches: str
-    marks: Sequence[str]
     modules: Table
     layers: Sequence[Table]
-    keys: Callable[[str], Sequence[Key]]
     pools: Mapping[str | None, str]
-    constants: Json = dataclasses.field(default_factory=dict)
-    prefixes: Sequence[str] = ("",)
     tokens: Sequence[str] = ()
     positions: str = ""
     embedded: int = 0
-    batched: bool = True
-    assumed: Callable[[Tensors], Json] | None = None
     class_of: Callable[[Description], tuple[str, str]] | None = None
-    unused: re.Pattern[str] | None = None
-
-    def _prefix(self, tensors: Tensors) -> str | None:
-        return next((prefix for prefix in self.prefixes if f"{prefix}{self.patches}.weight" in tensors), None)
-
-    def matches(self, tensors: Tensors, config: Json) -> bool:
-        """Return True if the tensors have the family's names."""
-        prefix = self._prefix(tensors)
-        return prefix is not None and any(f"{prefix}{mark}" in tensors for mark in self.marks)
 
     def describe(self, tensors: Tensors, config: Json) -> Description:
         """Return the description of the model of a config.json."""
-        config, prefix = self.assumed(tensors) if self.assumed else config, self._prefix(tensors)
-        kind = hf.check_type(config, *self.processors)
-        vision = config.get("vision_config", {})  # of a model of images and texts
-        if not isinstance(vision, dict):
-            raise CheckpointError(f"config.json: vision_config={vision!r}; expected an object")
-        config = {**config, **vision}
-        fields = {**hf.read(self.keys(kind), config), **self.constants}
-        image_size = fields.pop("image_size")
+        prefix = self.prefix(tensors)
+        config, fields = self.fields_of({**config, **config.get("vision_config", {}), **_type_of(config)})
+        fields["patch_size"], image_size = (_pair(config[key]) for key in ("patch_size", "image_size"))
         head = next((name for name in self.pools if f"{name}.weight" in tensors), None)
         classes = shape_of(tensors, f"{head}.weight")[0] if head else None
         fields["pool_type"] = self.pools[head]
-        if fields["pool_type"] == "map" and not any(name.startswith(f"{prefix}head.") for name in tensors):
-            fields["pool_type"] = "none"
-        shapes = [tensors[f"{prefix}{name}"].shape for name in self.tokens[1:] if f"{prefix}{name}" in tensors]
-        registers = sum(shape[1] for shape in shapes if len(shape) == 3)
-        hf.check_only(config, num_register_tokens=registers)
+        more = [f"{prefix}{name}" for name in self.tokens[1:]]
+        registers = sum(tensors[name].shape[1] for name in more if name in tensors)  # without any, the shape is 1 0 M
         fields |= {"registers": registers} if registers else {}
         pooler = f"{prefix}pooler.dense.weight"
         if "pooler.dense" in self.modules and not head and pooler in tensors:
             size = shape_of(tensors, pooler)[0]
             fields["rep_size"] = True if size == fields["width"] else size
-        channels, found = hf.size(config, "num_channels", 3), shape_of(tensors, f"{prefix}{self.patches}.weight", 4)[1]
-        if channels != found:
-            raise CheckpointError(f"config.json: num_channels={channels}, but {self.patches} has {found} channels")
-        pp = hf_processor.read(config, self.processors[kind], image_size, channels)
+        channels = shape_of(tensors, f"{prefix}{self.patches}.weight", 4)[1]
+        pp = hf_processor.read(config, self.processors[config["model_type"]], image_size, channels)
         return Description("vit", classes, fields, pp)
 
     def links(self, description: Description, tensors: Tensors | None = None) -> list[Link]:
         """Return the links of a model; `tensors` are those of a file, or None for writing."""
         fields, there = settings(description), tensors or {}
         if tensors is not None:
-            prefix = self._prefix(tensors) or ""
+            prefix = self.prefix(tensors) or ""
         else:
             prefix = f"{self._class_of(description)[1]}." if description.num_outputs else ""
         block = max(self.layers, key=lambda x: sum(f"{prefix}{name.format(0)}.weight" in there for name in x))
         table = {self.patches: "embedding", **self.modules, **block}
-        tokens = None
+        found = []
         if self.positions:
             counts = zip(self.tokens, (1, fields["registers"]), strict=False)
-            before = tuple((f"{prefix}{name}", count) for name, count in counts if count)
-            embedded = min(self.embedded, sum(count for _, count in before))
-            tokens = Tokens(f"{prefix}{self.positions}", before, embedded, self.batched)
+            before = {f"{prefix}{name}": count for name, count in counts if count}
+            embedded = min(self.embedded, sum(before.values()))
+            found.append(tokens_in_front(f"{prefix}{self.positions}", before, embedded, description))
+        found += from_table({f"{prefix}{name}": ours for name, ours in table.items()}, description)
         heads = [head for head, pool in self.pools.items() if head and pool == fields["pool_type"]]
-        heads += ["distillation_classifier"] if fields["pool_type"] == "tok+reg" else []
-        return model_links(description, {f"{prefix}{name}": ours for name, ours in table.items()}, tokens, heads)
+        return found + head_links(description, [*heads, "distillation_classifier"] if heads else [])
 
     def config(self, description: Description) -> Json:
         """Return the content of config.json. Raises CheckpointError if no key can express a field's value."""
         name, kind = self._class_of(description)
-        about = {
-            "image_size": size_of(description.pp), "channels": channels_of(description.pp),
-            "num_outputs": description.num_outputs,
-        }  # fmt: skip
-        entries = hf.write(self.keys(kind), {**settings(description), **about})
-        return {"architectures": [name], "model_type": kind, **entries}
+        images = {"image_size": square(size_of(description.pp)), "num_channels": channels_of(description.pp)}
+        labels = {"num_labels": description.num_outputs} if description.num_outputs else {}
+        return {"architectures": [name], **self.keys_of(settings(description), kind), **images, **labels}
 
     def _class_of(self, description: Description) -> tuple[str, str]:
         if self.class_of is None:
@@ -147,35 +172,25 @@ class VisionModels:
         return self.class_of(description)
 
 
-def _sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, heads: int = 12) -> list[Key]:
-    """Return the table of keys that all families share; the arguments are the defaults of transformers."""
-
-    def pair(name: str, default: int) -> Key:
-        return Key(name, lambda config, _: {name: _pair(config, name, default)}, lambda fields: square(fields[name]))
-
-    return [
-        field("hidden_size", "width", default=width),
-        field("num_hidden_layers", "depth", default=12),
-        field("num_attention_heads", "num_heads", default=heads),
-        field("layer_norm_eps", "norm_epsilon", hf.number, norm_epsilon),
-        pair("image_size", 224),
-        pair("patch_size", patch_size),
-        written("num_channels", lambda fields: fields["channels"]),
-    ]
+def _type_of(config: Json) -> Json:
+    """Return the `model_type` of a model of images and texts, which its part for images repeats in other words."""
+    return {"model_type": config["model_type"]} if "model_type" in config else {}
 
 
-def _pair(config: Json, key: str, default: int) -> tuple[int, int]:
+def _pair(value: int | list[int]) -> tuple[int, int]:
     """Return a height and width from a config.json, in which one number may stand for both."""
-    value = default if config.get(key) is None else config[key]
-    height, width = value if isinstance(value, list) and len(value) == 2 else (value, value)
-    return hf.size({key: height}, key), hf.size({key: width}, key)
+    height, width = value if isinstance(value, list) else (value, value)
+    return height, width
 
 
-def _qkv_bias(config: Json, name: str, default: bool) -> str:
-    return "qkv" if hf.flag(config, name, default) else ""
-
-
-QKV_BIAS = field("qkv_bias", "qkv_bias", _qkv_bias, True, lambda found: found == "qkv")
+KEYS = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads",
+        "layer_norm_eps": "norm_epsilon"}  # fmt: skip
+MLP_KEYS = {**KEYS, "intermediate_size": "mlp_dim", "hidden_act": "mlp"}
+BASE: Json = {  # defaults of transformers that most families share
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-6,
+    "image_size": 224, "patch_size": 16, "hidden_act": "gelu", "intermediate_size": 3072, "qkv_bias": True,
+}  # fmt: skip
+VIT_DEFAULTS, SIGLIP_DEFAULTS = {**BASE, "layer_norm_eps": 1e-12}, {**BASE, "hidden_act": "gelu_pytorch_tanh"}
 
 
 def _class_of_vit(description: Description) -> tuple[str, str]:
@@ -194,14 +209,17 @@ def _class_of_vit(description: Description) -> tuple[str, str]:
     return f"{kind}{head if classes else 'Model'}", kind.lower()
 
 
-def _pooler_size(fields: Json) -> object:
-    """Return the width of the pooler, a layer before the head (`pre_logits` here), or `ABSENT` without it."""
-    return fields["width"] if fields["rep_size"] is True else fields["rep_size"] or ABSENT
+def _qkv_bias(config: Json, _: Json) -> Json:
+    return {"qkv_bias": "qkv" if config["qkv_bias"] else ""}
 
 
-_LAYER_4 = layer("encoder.layer.{}", ("layernorm_before", "layernorm_after"), ATTENTION_4,
-                 ("intermediate.dense", "output.dense"))  # fmt: skip
-_LAYER_5 = layer("layers.{}", ("layernorm_before", "layernorm_after"), ATTENTION_5, ("mlp.fc1", "mlp.fc2"))
+def _write_vit(fields: Json, _: str) -> Json:
+    """Return further keys; the pooler is a layer before the head, `pre_logits` here."""
+    found = {"qkv_bias": fields["qkv_bias"] == "qkv", "patch_size": square(fields["patch_size"])}
+    size = fields["width"] if fields["rep_size"] is True else fields["rep_size"]
+    return {**found, "pooler_output_size": size} if size else found
+
+
 VIT = VisionModels(  # and DeiT; if a file has a classifier for the distillation token, pool_type is "tok+reg"
     processors={"vit": "ViT", "deit": "DeiT"},
     prefixes=("vit.", "deit.", ""),
@@ -211,21 +229,22 @@ VIT = VisionModels(  # and DeiT; if a file has a classifier for the distillation
     positions="embeddings.position_embeddings",
     embedded=2,
     modules={"layernorm": NORM, "pooler.dense": "pre_logits"},
-    layers=[_LAYER_4, _LAYER_5],  # release 5 also writes the names of release 4
+    layers=[
+        layer("encoder.layer.{}", ("layernorm_before", "layernorm_after"), ATTENTION_4,
+              ("intermediate.dense", "output.dense")),
+        # Release 5 also writes the names of release 4.
+        layer("layers.{}", ("layernorm_before", "layernorm_after"), ATTENTION_5, ("mlp.fc1", "mlp.fc2")),
+    ],
     pools={"classifier": "tok", "cls_classifier": "tok+reg", None: "tok"},
     # The token of masked patches, which pretraining uses, and a pooler beside a classifier.
     unused=re.compile(r".*(embeddings\.mask_token|pooler\.dense\.(weight|bias))"),
-    keys=lambda _: [
-        *_sizes(norm_epsilon=1e-12),
-        field("intermediate_size", "mlp_dim", default=3072),
-        field("hidden_act", "mlp", hf.activation, "gelu", hf.activation_name),
-        QKV_BIAS,
-        Key("pooler_act", only("pooler_act", "tanh").read, lambda fields: "tanh" if fields["rep_size"] else ABSENT),
-        written("pooler_output_size", _pooler_size),
-        written("num_labels", lambda fields: fields["num_outputs"] or ABSENT),
-    ],
+    defaults={"vit": VIT_DEFAULTS, "deit": VIT_DEFAULTS},
+    keys=MLP_KEYS,
+    fixed={"pooler_act": "tanh"},
+    read=_qkv_bias,
+    write=_write_vit,
     class_of=_class_of_vit,
-)
+)  # fmt: skip
 
 SIGLIP = VisionModels(  # its vision tower; the patch embedding of CLIP's has no bias
     processors={"siglip_vision_model": "Siglip", "siglip": "Siglip"},
@@ -233,15 +252,14 @@ SIGLIP = VisionModels(  # its vision tower; the patch embedding of CLIP's has no
     patches="embeddings.patch_embedding",
     marks=["embeddings.patch_embedding.bias"],
     positions="embeddings.position_embedding.weight",
-    batched=False,
     modules={
         "post_layernorm": NORM,
-        "head.probe": "MAPHead_0/probe",
-        "head.attention.in_proj_": MAP_QKV,
-        "head.attention.out_proj": MAP_OUT,
-        "head.layernorm": "MAPHead_0/LayerNorm_0",
-        "head.mlp.fc1": "MAPHead_0/MlpBlock_0/Dense_0",
-        "head.mlp.fc2": "MAPHead_0/MlpBlock_0/Dense_1",
+        "head.probe": f"{POOL}/probe",
+        "head.attention.in_proj_": POOL_QKV,
+        "head.attention.out_proj": POOL_OUT,
+        "head.layernorm": f"{POOL}/LayerNorm_0",
+        "head.mlp.fc1": f"{POOL}/MlpBlock_0/Dense_0",
+        "head.mlp.fc2": f"{POOL}/MlpBlock_0/Dense_1",
     },
     layers=[
         layer(
@@ -257,41 +275,21 @@ SIGLIP = VisionModels(  # its vision tower; the patch embedding of CLIP's has no
     unused=re.compile(
         r"text_model\..*|logit_.*|.*position_ids|(vision_model\.)?head\.(probe|(attention|layernorm|mlp)\..*)"
     ),
-    keys=lambda _: [
-        *_sizes(),
-        field("intermediate_size", "mlp_dim", default=3072),
-        field("hidden_act", "mlp", hf.activation, "gelu_pytorch_tanh"),
-    ],
+    defaults={"siglip_vision_model": SIGLIP_DEFAULTS, "siglip": SIGLIP_DEFAULTS},
+    keys=MLP_KEYS,
 )
 
 
-def _dinov2_keys(kind: str) -> list[Key]:
-    """Return the table of config.json for a `model_type`. SwiGLU changes what `mlp_ratio` and `hidden_act` mean."""
-
-    def is_gated(config: Json) -> bool:
-        return hf.flag(config, "use_swiglu_ffn", False)
-
-    def mlp_dim(config: Json, found: Json) -> Json:
-        hidden = found["width"] * hf.size(config, "mlp_ratio", 4)
-        return {"mlp_dim": (int(hidden * 2 / 3) + 7) // 8 * 8 if is_gated(config) else hidden}
-
-    def activation(config: Json, _: Json) -> Json:
-        return {"mlp": "swiglu" if is_gated(config) else hf.activation(config, "hidden_act", "gelu")}
-
-    return [
-        *_sizes(16 if "register" in kind else 14),
-        Key("mlp_ratio", mlp_dim),
-        Key("hidden_act", activation),
-        field("layerscale_value", "layer_scale", hf.number, 1.0),
-        QKV_BIAS,
-    ]
+def _read_dinov2(config: Json, found: Json) -> Json:
+    """Return MLP and biases. SwiGLU changes what `mlp_ratio` and `hidden_act` mean."""
+    hidden = found["width"] * config["mlp_ratio"]
+    fields = _qkv_bias(config, found)
+    if config["use_swiglu_ffn"]:
+        return {**fields, "mlp_dim": (int(hidden * 2 / 3) + 7) // 8 * 8, "mlp": "swiglu"}
+    return {**fields, "mlp_dim": hidden, "mlp": activation(config, "hidden_act")}
 
 
-def _dinov2_layer(attention: Sequence[str], mlp: Sequence[str]) -> Table:
-    scales = ("layer_scale1.lambda1", "layer_scale2.lambda1")
-    return layer("encoder.layer.{}", NORMS, attention, mlp, scales, gated="mlp.weights_in" in mlp)
-
-
+DINOV2_DEFAULTS = {**BASE, "mlp_ratio": 4, "use_swiglu_ffn": False, "layerscale_value": 1.0}
 DINOV2 = VisionModels(  # the classifier takes class token and mean of the patches
     processors={"dinov2": "Bit", "dinov2_with_registers": "Bit"},
     prefixes=("dinov2_with_registers.", "dinov2.", ""),
@@ -302,85 +300,29 @@ DINOV2 = VisionModels(  # the classifier takes class token and mean of the patch
     embedded=1,
     modules={"layernorm": NORM},
     layers=[
-        _dinov2_layer(ATTENTION_4, ("mlp.fc1", "mlp.fc2")),
-        _dinov2_layer(ATTENTION_5, ("mlp.fc1", "mlp.fc2")),
-        _dinov2_layer(ATTENTION_4, ("mlp.weights_in", "mlp.weights_out")),
-        _dinov2_layer(ATTENTION_5, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+        layer("encoder.layer.{}", NORMS, attention, mlp, LAYER_SCALES)
+        for attention, mlp in (
+            (ATTENTION_4, ("mlp.fc1", "mlp.fc2")),
+            (ATTENTION_5, ("mlp.fc1", "mlp.fc2")),
+            (ATTENTION_4, ("mlp.weights_in+", "mlp.weights_out")),
+            (ATTENTION_5, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+        )
     ],
     pools={"classifier": "tok+gap", None: "tok"},
     unused=re.compile(r".*mask_token"),  # of masked patches, which pretraining uses
-    keys=_dinov2_keys,
+    defaults={"dinov2": {**DINOV2_DEFAULTS, "patch_size": 14}, "dinov2_with_registers": DINOV2_DEFAULTS},
+    keys={**KEYS, "layerscale_value": "layer_scale"},
+    read=_read_dinov2,
 )
 
 
-def _original_dinov2(tensors: Tensors) -> Json:
-    """Return the config of a model of facebookresearch: D = 64 in all sizes, and a crop of 224 of 256 pixels."""
-    width, channels, *patch = shape_of(tensors, "patch_embed.proj.weight", 4)
-    is_gated = "blocks.0.mlp.w12.weight" in tensors
-    mlp_dim = shape_of(tensors, f"blocks.0.mlp.{'w3' if is_gated else 'fc2'}.weight")[1]
-    side = round((shape_of(tensors, "pos_embed", 3)[1] - 1) ** 0.5)
-    size = [side * length for length in patch]
-    return {
-        "model_type": "dinov2", "hidden_size": width, "num_hidden_layers": depth_of(tensors, "blocks."),
-        "num_attention_heads": max(1, width // 64), "mlp_ratio": 4 if is_gated else mlp_dim // width,
-        "use_swiglu_ffn": is_gated, "layerscale_value": 1e-5, "num_channels": channels, "patch_size": patch,
-        "image_size": size,
-        PROCESSOR: {
-            "size": {"shortest_edge": resized(min(size), 224 / 256)},
-            "crop_size": dict(zip(("height", "width"), size, strict=True)),
-            "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD,
-        },
-    }  # fmt: skip
-
-
-DINOV2_ORIGINAL = VisionModels(  # https://github.com/facebookresearch/dinov2
-    processors=DINOV2.processors,
-    patches="patch_embed.proj",
-    marks=["blocks.0.ls1.gamma"],
-    tokens=("cls_token", "register_tokens"),
-    positions="pos_embed",
-    embedded=1,
-    modules={"norm": NORM},
-    layers=[
-        layer("blocks.{}", NORMS, ("attn.qkv", "attn.proj"), mlp, ("ls1.gamma", "ls2.gamma"), gated="mlp.w12" in mlp)
-        for mlp in (("mlp.fc1", "mlp.fc2"), ("mlp.w12", "mlp.w3"))
-    ],
-    pools={None: "tok"},
-    unused=DINOV2.unused,
-    keys=_dinov2_keys,
-    assumed=_original_dinov2,
-)
-
-
-def _dinov3_keys(_: str) -> list[Key]:
-    """Return the table of config.json, without the keys of training: dropout, and the augmentation of positions."""
-    biases = {"q": "query_bias", "k": "key_bias", "v": "value_bias"}
-
-    def activation(config: Json, _: Json) -> Json:
-        if not hf.flag(config, "use_gated_mlp", False):
-            return {"mlp": hf.activation(config, "hidden_act", "gelu")}
-        if (found := hf.text(config, "hidden_act", "gelu")) != "silu":
-            raise CheckpointError(f"config.json: hidden_act={found!r} with use_gated_mlp is not supported, only 'silu'")
-        return {"mlp": "swiglu"}
-
-    def qkv_bias(config: Json, _: Json) -> Json:
-        found = "".join(initial for initial, key in biases.items() if hf.flag(config, key, initial != "k"))
-        if found not in QKV_BIASES:
-            raise CheckpointError(
-                f"config.json: biases of {', '.join(biases[x] for x in found)} alone are not supported"
-            )
-        return {"qkv_bias": found}
-
-    return [
-        *_sizes(norm_epsilon=1e-5, width=384, heads=6),
-        field("intermediate_size", "mlp_dim", default=1536),
-        Key("hidden_act", activation),
-        field("layerscale_value", "layer_scale", hf.number, 1.0),
-        Key("query_bias", qkv_bias),
-        only("proj_bias", True),
-        only("mlp_bias", True),
-        only("rope_theta", 100.0),  # as in `dcvit.models.vit`
-    ]
+def _read_dinov3(config: Json, _: Json) -> Json:
+    biases = "".join(name[0] for name in ("query", "key", "value") if config[f"{name}_bias"])
+    if biases not in QKV_BIASES:
+        raise CheckpointError(f"config.json: biases of {' and '.join(biases)} alone are not supported")
+    if config["use_gated_mlp"]:
+        check_only(config, hidden_act="silu")
+    return {"qkv_bias": biases, "mlp": "swiglu" if config["use_gated_mlp"] else activation(config, "hidden_act")}
 
 
 DINOV3 = VisionModels(
@@ -390,7 +332,7 @@ DINOV3 = VisionModels(
     tokens=("embeddings.cls_token", "embeddings.register_tokens"),
     modules={"embeddings.cls_token": "cls", "embeddings.register_tokens": "registers", "norm": NORM},
     layers=[
-        layer(at, NORMS, ATTENTION_5, mlp, ("layer_scale1.lambda1", "layer_scale2.lambda1"))
+        layer(at, NORMS, ATTENTION_5, mlp, LAYER_SCALES)
         for at in ("layer.{}", "model.layer.{}")  # in a file of `save_pretrained`, and of `state_dict`
         for mlp in (("mlp.up_proj", "mlp.down_proj"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
     ],
@@ -398,7 +340,16 @@ DINOV3 = VisionModels(
     constants={"posemb": "rotary2d"},
     # The token of masked patches, which pretraining uses, and the registers of a model that has none.
     unused=re.compile(r"embeddings\.(mask_token|register_tokens)"),
-    keys=_dinov3_keys,
-)
+    defaults={
+        "dinov3_vit": {
+            **BASE, "layer_norm_eps": 1e-5, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536,
+            "layerscale_value": 1.0, "use_gated_mlp": False, "query_bias": True, "key_bias": False, "value_bias": True,
+        }
+    },
+    keys={**KEYS, "intermediate_size": "mlp_dim", "layerscale_value": "layer_scale"},
+    # Keys of training, such as dropout and the augmentation of positions, are not read.
+    fixed={"proj_bias": True, "mlp_bias": True, "rope_theta": 100.0},  # the base as in `dcvit.models.vit`
+    read=_read_dinov3,
+)  # fmt: skip
 
-ROWS = {"hf_vit": VIT, "siglip": SIGLIP, "dinov2": DINOV2, "dinov2_original": DINOV2_ORIGINAL, "dinov3": DINOV3}
+ROWS = {"hf_vit": VIT, "siglip": SIGLIP, "dinov2": DINOV2, "dinov3": DINOV3}

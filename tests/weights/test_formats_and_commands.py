@@ -9,7 +9,7 @@ from explorer_pages import facts_of
 from trained_workdirs import DIGITS, TEXT
 
 from dcvit import cli, convert, evaluate, explore, generate, predict
-from dcvit.weights.npz import read
+from dcvit.weights.tensors import open_npz
 
 SEVEN = Path(__file__).parents[1] / "data" / "seven.png"
 FORMATS = {"safetensors": "a.safetensors", "hf": "hf", "npz": "a.npz", "dcvit": "converted"}
@@ -76,7 +76,9 @@ def test_commands_give_the_results_of_the_run_for_a_converted_model(place_of, ca
         image, text, out = place_of("images", to), place_of("texts", to), tmp_path / to
         call(explore.main, "--workdir", image, SEVEN, "--out", out.with_suffix(".html"))
         call(convert.main, image, out, "--to", "npz")
-        arrays = {name: x.tobytes() for name, x in read(out / "params.npz").items() if name.startswith("params/")}
+        arrays = {
+            name: x.read().tobytes() for name, x in open_npz(out / "params.npz").items() if name.startswith("params/")
+        }
         found.append((
             call(predict.main, "--workdir", image, SEVEN, "--format", "csv"), arrays,
             facts_of(out.with_suffix(".html").read_text())["samples"][0]["predictions"],

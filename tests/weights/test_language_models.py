@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import dcformer_oracle as oracle
+import jax
 import numpy as np
 import pytest
 from foreign_models import (
@@ -264,6 +266,7 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(name, r
         ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
          "GPT2LMHeadModel cannot express parallel=True (only False)"),
         ("llama", dict(compose="both"), "LlamaForCausalLM cannot express compose='both' (only None)"),
+        ("dcformer", dict(compose="both"), "compose_gelu='tanh' (only 'exact')"),
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):
@@ -278,3 +281,95 @@ def test_the_fields_of_files_are_those_of_the_model():
     for family in ("llama", "gpt2", "gpt_neox", "dcformer", "dcvit_hf"):
         with pytest.raises(CheckpointError, match="compose_layers"):
             FAMILIES[family].config(Description("lm", 61, {"compose": "both", "compose_layers": (-1,)}))
+
+
+DC_LENGTH = 20
+SHARED = {
+    "vocab_size": VOCAB, "dim": 32, "n_head": 4, "n_local_heads": 4, "head_dim": 8,
+    "intermediate_size": 44, "block_size": 64, "use_dcmha": True, "query_wise": False, "is_training": False,
+    "tie_word_embeddings": False, "use_qk_norm": True, "window_type": None, "window_size": 6,
+}  # fmt: skip
+DCFORMER = SHARED | {"model_type": "dcformer", "n_layer": 2, "norm_eps": 1e-6, "rope_base": 10_000}
+DCPYTHIA = SHARED | {
+    "model_type": "dcpythia", "n_layer": 2, "norm_eps": 1e-5, "rope_base": 10_000, "rotary_pct": 0.25,
+    "use_linear_bias": True, "use_parallel_residual": True,
+}  # fmt: skip
+AUTHORS = {
+    "DCPythia": DCPYTHIA,
+    "DCPythia sequential, no biases": DCPYTHIA
+    | {"use_parallel_residual": False, "use_linear_bias": False, "rotary_pct": 0.5},
+    "DCFormer": DCFORMER,
+    "DCFormer-2.8B": DCFORMER | {"use_qk_norm": False},
+    "DCFormer global": DCFORMER | {"window_size": None, "norm_eps": 1e-3},
+    "DCFormer mgate": DCFORMER | {"mgate": True, "mgate_dim": 11, "rope_base": 500_000.0},
+    "DCFormer LGLL": DCFORMER | {"window_type": "LGLL", "window_size": 256, "n_layer": 4},
+    "DCFormer LGL6": DCFORMER | {"window_type": "LGL6", "window_size": 256, "n_layer": 8},
+}
+
+
+def save_authors(folder, name, **changes):
+    """Save a random model as the authors do, with buffers and copies, and return its tensors.
+
+    Without `use_qk_norm` in its config, the file tells whether queries and keys are normalized.
+    """
+    torch, _ = libraries()
+    config = AUTHORS[name]
+    state = oracle.random_state(torch, config)
+    copies = {
+        f"layers.{i}.attention.dyn_w_proj.{end}": torch.ones(3)
+        for i in range(config["n_layer"])
+        for end in ("dw_m", "qkw_m", "pre_proj.w", "post_proj.w")
+    }
+    folder.mkdir()
+    torch.save(state | copies, folder / "pytorch_model.bin")
+    stored = {key: value for key, value in {**config, **changes}.items() if key != "use_qk_norm"}
+    (folder / "config.json").write_text(json.dumps(stored))
+    return state
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUTHORS)
+def test_both_directions_of_the_authors_models_keep_logits_and_every_bit(name, tmp_path):
+    torch, _ = libraries()
+    state = save_authors(tmp_path / "theirs", name)
+    weights = open_weights(tmp_path / "theirs")
+    assert weights.family == "dcformer"
+    tokens = random_tokens(VOCAB, 262 if AUTHORS[name]["window_type"] else DC_LENGTH, batch=1)
+    expected = oracle.forward(torch, AUTHORS[name], state, tokens)
+    assert largest_difference(our_logits(weights, tokens), expected) < 2e-5
+
+    export(weights, tmp_path / "ours")
+    assert_same_bits(open_file(tmp_path / "ours").tensors, {key: x.numpy() for key, x in state.items()})
+    config = lm_families.DCFORMER.config(weights.description)
+    assert open_weights(tmp_path / "ours").description == weights.description
+    kept = {key: value for key, value in AUTHORS[name].items() if key in config}
+    assert {key: config[key] for key in kept} == kept
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DCPythia", "DCFormer"])
+def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
+    torch, _ = libraries()
+    state = save_authors(tmp_path / "m", name)
+    weights = open_weights(tmp_path / "m")
+    net = lm.Model(VOCAB, **weights.description.fields)
+    tokens, prompt = random_tokens(VOCAB, DC_LENGTH), 12
+    params = weights.tree()
+    apply = jax.jit(lambda params, tokens, cache: net.apply({"params": params}, tokens, cache=cache))
+    logits, out = apply(params, tokens[:, :prompt], lm.init_cache(net, 2, DC_LENGTH))
+    found = [logits]
+    for t in range(prompt, DC_LENGTH):
+        logits, out = apply(params, tokens[:, t : t + 1], out["cache"])
+        found.append(logits)
+    expected = oracle.forward(torch, AUTHORS[name], state, tokens, prompt)
+    assert largest_difference(np.concatenate(found, axis=1), expected) < 2e-5
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+def test_an_unsuitable_config_of_the_authors_is_refused_by_name(tmp_path):
+    save_authors(tmp_path / "m", "DCFormer", n_local_heads=-1, use_dcmha=False)
+    with refused(CheckpointError, "use_dcmha=False is not supported, only True"):
+        open_weights(tmp_path / "m")

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import small_models
 from conversion_models import open_saved, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from scipy.special import expit, softmax
 
@@ -29,12 +27,6 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 def described(model, **values):
     return model._replace(description=model.description._replace(**values))
-
-
-def test_classes_without_names_have_numbers(tmp_path):
-    for to in ("safetensors", "hf", "timm"):
-        folder = write(conversion_models.image_model(depth=1, **PLAIN)[2], tmp_path / to, to)
-        assert dcvit.load(folder).class_names == [str(i) for i in range(10)]
 
 
 @pytest.mark.interop
@@ -125,7 +117,8 @@ def continued(model):
 @pytest.mark.slow
 def test_a_text_ends_at_the_token_that_the_config_names(text):
     folder, _ = text
-    whole = continued(dcvit.load(folder))
+    (file,) = folder.glob("*.safetensors")
+    whole = continued(dcvit.load(file))  # with the tokenizer beside it
     assert (whole.tokens, whole.ended) == (6, "length")
     letters = whole.text.split()
     count = next(i for i in range(1, 6) if letters[i] not in letters[:i])
@@ -136,12 +129,6 @@ def test_a_text_ends_at_the_token_that_the_config_names(text):
         found = continued(dcvit.load(folder))
         assert (found.text.split(), found.tokens, found.ended) == (letters[:count], count, "end_of_text")
         (folder / name).write_text(json.dumps(content))
-
-
-def test_a_tokenizer_beside_a_single_file_is_found(text):
-    folder, _ = text
-    (file,) = folder.glob("*.safetensors")
-    assert dcvit.load(file).tokenizer.encode("cab") == dcvit.load(folder).tokenizer.encode("cab") == [2, 0, 1]
 
 
 def save_tokenizer(folder, config):
@@ -198,15 +185,12 @@ def bytes_folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@given(
-    st.text() | st.sampled_from([f" \t{END_OF_TEXT}\x00", "".join(map(chr, range(300)))]),
-    st.lists(st.integers(0, BYTE_END_OF_TEXT)),
-)
-@settings(max_examples=50)
-def test_the_written_tokenizer_of_bytes_is_that_of_the_run(bytes_folder, text, tokens):
+def test_the_written_tokenizer_of_bytes_is_that_of_the_run(bytes_folder):
     written, ours = open_tokenizer(str(bytes_folder)), ByteTokenizer()
-    assert written.encode(text) == ours.encode(text)
-    assert written.decode(ours.encode(text)) == text
+    for text in ("", f" \t{END_OF_TEXT}\x00", "".join(map(chr, range(300))), "caf\u00e9 \U0001f389"):
+        assert written.encode(text) == ours.encode(text)
+        assert written.decode(ours.encode(text)) == text
+    tokens = [*range(BYTE_END_OF_TEXT, -1, -1)]
     assert written.decode(tokens) == ours.decode(tokens)
     assert (written.end_of_text, written.vocab_size) == (ours.end_of_text, ours.vocab_size)
     assert written.token_bytes.tolist() == ours.token_bytes.tolist()

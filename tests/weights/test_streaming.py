@@ -23,7 +23,7 @@ from dcvit.models import lm
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader
-from dcvit.weights import families as weights_module
+from dcvit.weights import links as linking
 from dcvit.weights.families import open_weights
 from dcvit.weights.placement import layer_checksums, place_params
 from dcvit.weights.safetensors_writer import write_shards
@@ -81,20 +81,11 @@ def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes
     assert largest == (1 if strategy == "ddp" else 1 / 8)
 
 
-def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
-    weights, shapes = small
-    like = targets(shapes, make_mesh([("data", 8)]), "ddp")
-    head = jax.tree.map(lambda x: x, {**like, "head": {"kernel": like["embedding"]["embedding"]}})
-    unreadable = {name: Tensor(tensor.shape, None) for name, tensor in weights.params.items()}
-    with pytest.raises(CheckpointError, match=r"1 only in the model: head/kernel"):
-        place_params(unreadable, head, "file")
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """Count the reads of tensors, and the bytes that are held at once of what was read."""
     found = {"names": [], "held": 0, "peak": 0}
-    of_floats = weights_module.of_floats
+    parameters = linking.parameters
 
     def release(size):
         found["held"] -= size
@@ -107,11 +98,11 @@ def reads(monkeypatch):
         weakref.finalize(array, release, array.nbytes)
         return array
 
-    def all_counted(tensors, path):
-        found = of_floats(tensors, path).items()
-        return {name: Tensor(tensor.shape, functools.partial(counted, name, tensor)) for name, tensor in found}
+    def all_counted(links, tensors):
+        reading = {name: Tensor(x.shape, functools.partial(counted, name, x)) for name, x in tensors.items()}
+        return parameters(links, reading)
 
-    monkeypatch.setattr(weights_module, "of_floats", all_counted)
+    monkeypatch.setattr(linking, "parameters", all_counted)
     return found
 
 
@@ -163,11 +154,11 @@ def test_an_array_of_several_layers_is_read_once_for_its_checksums():
     assert reads == [name, "head/bias"]
 
 
-def test_a_stack_with_a_missing_layer_is_refused(small):
+def test_a_stack_with_a_missing_layer_is_refused_before_anything_is_read(small):
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
-    tensors = dict(weights.params)
-    tensors.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
+    unreadable = {name: Tensor(tensor.shape, None) for name, tensor in weights.params.items()}
+    unreadable.pop(name := "Transformer/decoderblock_0/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=f"; 1 only in the model: {name}$"):
-        place_params(tensors, shapes, "file")
+        place_params(unreadable, shapes, "file")

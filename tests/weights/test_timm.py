@@ -158,18 +158,12 @@ def test_warm_up_of_averages_is_that_of_timm():
         assert decay == pytest.approx(theirs.get_decay(updates + 1), rel=1e-5)
 
 
-def meta_model(name):
-    """Return the module, the tensors without values and the config of an architecture of timm."""
+def check_described(name):
+    """Compare the description of an architecture with the properties of timm's module; return True if it is read."""
     model = timm.create_model(name, device="meta")
     tensors = {key: Tensor(tuple(x.shape), lambda: None) for key, x in model.state_dict().items()}
     cfg = {k: model.pretrained_cfg[k] for k in ("input_size", "crop_pct", "mean", "std", "interpolation")}
     config = {"architecture": name, "global_pool": getattr(model, "global_pool", ""), "pretrained_cfg": cfg}
-    return model, tensors, config
-
-
-def check_described(name):
-    """Compare the description of an architecture with the properties of timm's module; return True if it is read."""
-    model, tensors, config = meta_model(name)
     if not timm_vit.matches(tensors, config):
         return False
     try:

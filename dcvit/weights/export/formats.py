@@ -23,12 +23,13 @@ from dcvit.errors import CheckpointError
 from dcvit.runs import steps, thresholds
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.workdir import numbered
-from dcvit.weights import hf_processor, lm_families, names, own, preprocessing
+from dcvit.weights import hf_processor, lm_families, preprocessing
 from dcvit.weights import links as linking
-from dcvit.weights.families import FAMILIES, Weights
-from dcvit.weights.family import Description, example
+from dcvit.weights.dcvit_hf import id2label
+from dcvit.weights.families import FAMILIES, MULTILABEL, Weights, config_of, special_token
+from dcvit.weights.family import Description, example, metadata, to_json
 from dcvit.weights.safetensors_writer import SHARD_BYTES, write_shards
-from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
+from dcvit.weights.tensors import GENERATION, OWN_KEY, PROCESSOR, ROOTS, TOKENIZER, Json, read_json, tokenizer_of
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT
 
 OURS, MODELING = "dcvit_hf", "modeling_dcvit.py"  # the family of models without a native class, and its code
@@ -46,22 +47,22 @@ log = logging.getLogger(__name__)
 def write_npz(weights: Weights, folder: Path) -> None:
     """Write `params.npz`, one array at a time; `numpy.savez` would need all in memory.
 
-    The array `OWN_KEY` holds the description of the model as text. big_vision reads the arrays below `own.ROOT` only.
+    The array `OWN_KEY` holds the description of the model as text. big_vision reads the arrays below `ROOTS[0]` only.
     """
-    described = np.array(json.dumps(own.to_json(weights.description)))
-    arrays = ((f"{own.ROOT}{name}", array) for name, array in weights.read())
+    described = np.array(json.dumps(to_json(weights.description)))
+    arrays = ((f"{ROOTS[0]}{name}", array) for name, array in weights.read())
     with zipfile.ZipFile(folder / "params.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in ((OWN_KEY, described), *arrays):
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
-    _write_json(folder / "config.json", own.config(weights.description))
+    _write_json(folder / "config.json", {OWN_KEY: to_json(weights.description)})
 
 
 def write_safetensors(weights: Weights, folder: Path, max_shard_bytes: int = SHARD_BYTES) -> None:
     """Write `model.safetensors` or shards with an index; config.json and headers have `weights.description`."""
-    metadata = own.metadata(weights.description)
-    write_shards(folder, weights.read(), max_shard_bytes=max_shard_bytes, metadata=metadata)
-    _write_json(folder / "config.json", own.config(weights.description))
+    header = metadata(weights.description)
+    write_shards(folder, weights.read(), max_shard_bytes=max_shard_bytes, metadata=header)
+    _write_json(folder / "config.json", {OWN_KEY: to_json(weights.description)})
 
 
 def write_dcvit(weights: Weights, folder: Path) -> None:
@@ -77,7 +78,7 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
         end = description.end_tokens[0]
         log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
     tokenizer = tokenizer_of(weights.workdir or weights.path)
-    described = names.config(description, tokenizer)
+    described = config_of(description, tokenizer)
     if tokenizer:
         _copy_tokenizer(tokenizer, folder, SPECIAL_TOKENS)
         if "input" in described:
@@ -128,7 +129,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
     description = weights.description
     name, config = _hf_class(description)
     if name == OURS:
-        shutil.copyfile(Path(own.__file__).with_name(MODELING), folder / MODELING)
+        shutil.copyfile(Path(linking.__file__).with_name(MODELING), folder / MODELING)
     if description.model_name == "vit":
         config |= _of_images(weights)
         try:
@@ -151,8 +152,8 @@ def _of_images(weights: Weights) -> Json:
     description = weights.description
     *size, channels = example(description, weights.params).shape[1:]
     found: Json = {"image_size": preprocessing.square(size), "num_channels": channels}
-    found |= names.id2label(description.class_names) if description.class_names else {}
-    return found | ({"problem_type": names.MULTILABEL} if description.multilabel else {})
+    found |= id2label(description.class_names) if description.class_names else {}
+    return found | ({"problem_type": MULTILABEL} if description.multilabel else {})
 
 
 def write_timm(weights: Weights, folder: Path) -> None:
@@ -221,7 +222,7 @@ def write_tokenizer(weights: Weights, folder: Path, ends: Sequence[int]) -> None
     else:
         return
     kept: Json = {k: v for k, v in found.items() if k in KEPT or k.endswith(("_token", "_tokens"))}
-    if ends and (end := names.special_token(read_json(folder / TOKENIZER), ends[0])):
+    if ends and (end := special_token(read_json(folder / TOKENIZER), ends[0])):
         kept.setdefault("eos_token", end)
     if "eos_token" in kept:
         kept.setdefault("pad_token", kept["eos_token"])
