@@ -80,9 +80,8 @@ def check_arguments(
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
         raise InputError(f"{what}: {e}") from None
-    if inspect.isclass(function):  # a NamedTuple has hints on __new__ only
-        function = function.__new__ if issubclass(function, tuple) else function.__init__
-    hints = typing.get_type_hints(function)
+    is_class = inspect.isclass(function) and not issubclass(function, tuple)  # the hints of a NamedTuple are its own
+    hints = typing.get_type_hints(function.__init__ if is_class else function)
     for name, value in bound.arguments.items():
         if name in named and name in hints and not has_type(value, hints[name]):
             expected = type_name(hints[name])
