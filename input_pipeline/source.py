@@ -5,7 +5,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,12 +12,10 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 from input_pipeline.files import OpenedFiles
 from input_pipeline.folds import rows_of_fold
+from input_pipeline.preprocess.keys import Example
 from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
-
-# An example maps names to arrays, scalars and encoded bytes. Any, because each kind of data has its own value types.
-Example = dict[str, Any]
 
 # The module of each kind of data. It is imported when the kind is opened, because most need an optional library.
 KINDS = {

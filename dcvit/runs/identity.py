@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from dcvit.config import values
 from dcvit.errors import REMOVED, ConfigError, nearest
 from dcvit.runs.files import Folder
-from input_pipeline import InputError, Source
-from input_pipeline.errors import ReadingError
+from input_pipeline.errors import InputError, ReadingError
+
+if TYPE_CHECKING:
+    from input_pipeline import Source
 
 Record = dict[str, Any]  # a JSON object
 Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only

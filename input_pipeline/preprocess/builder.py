@@ -16,8 +16,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
-from input_pipeline.preprocess.keys import Change, Op
-from input_pipeline.source import Example
+from input_pipeline.preprocess.keys import Change, Example, Op
 
 MAX_SHOWN = 200  # characters of a string that an error message shows
 # Names and positions of arguments whose defaults are those of images of 8 bits.

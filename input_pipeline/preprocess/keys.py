@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError
-from input_pipeline.source import Example
 
+# An example maps names to arrays, scalars and encoded bytes. Any, because each kind of data has its own value types.
+Example = dict[str, Any]
 Op = Callable[[Example, np.random.Generator], Example]
 
 

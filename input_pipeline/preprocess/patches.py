@@ -10,8 +10,7 @@ import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError
 from input_pipeline.images import decode as decoding
-from input_pipeline.preprocess.keys import Op
-from input_pipeline.source import Example
+from input_pipeline.preprocess.keys import Example, Op
 
 SCALES = (1e-6, 100.0)  # bounds of the scale of an image
 PRECISION = 1e-5  # of that scale, as in the released code of SigLIP 2
