@@ -101,6 +101,8 @@ def _train_seeds(
     results, failed = {}, []
     loaded = [configs.load(args.config, [*overrides, f"seed={seed}"], workdirs) for seed in args.seeds]
     for seed, workdir, config in zip(args.seeds, workdirs, loaded, strict=True):
+        if signals.received:  # in the last step of the seed before
+            signals.end(f"seed {seed} has not started")
         print(escaped(f"seed {seed}, to {workdir}"))
         setup = None
         try:

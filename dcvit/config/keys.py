@@ -180,10 +180,9 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("num_classes", "nonfinite_skip"), (lambda v: v is None or v >= 0, "0 or more")),
     **dict.fromkeys(("ema_decay", "label_smoothing"), (lambda v: 0 <= v < 1, "in [0, 1)")),
     **dict.fromkeys(("mixup_switch_prob", "reprob"), (lambda v: 0 <= v <= 1, "in [0, 1]")),
-    **dict.fromkeys(
-        ("lr", "wd", "mixup", "cutmix", "z_loss", "watchdog_seconds"), (is_rate, "finite and not negative")
-    ),
+    **dict.fromkeys(("lr", "wd", "mixup", "cutmix", "z_loss"), (is_rate, "finite and not negative")),
     **dict.fromkeys(("class_weights", "pos_weight"), (are_weights, "'balanced', or finite numbers, 0 or more")),
+    "watchdog_seconds": (lambda v: 0 <= v <= 1e9, "from 0 to 1e9"),
     "layer_decay": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),

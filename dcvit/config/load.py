@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
 from dcvit.config.durations import is_duration
@@ -148,13 +149,17 @@ def _run(path: Path, text: str, commits: Commits) -> Json:
     """Execute a config file and return the config that its get_config gives for the arguments in `text`, as a dict."""
     try:
         with big_vision.importable():
-            get_config = runpy.run_path(str(path))["get_config"]
+            get_config = runpy.run_path(str(path)).get("get_config")
+            if get_config is None:
+                raise ConfigError(f"{path} has no function get_config")
             config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
             if not isinstance(config, ConfigDict):
                 raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
             found: Json = config.to_dict()
     except ConfigError:
         raise
+    except RequiredValueError:
+        raise ConfigError(f"{path}: a required placeholder has no value; make it an argument of get_config") from None
     except (Exception, SystemExit) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
     return found

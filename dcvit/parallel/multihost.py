@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -72,6 +71,7 @@ def initialize(args: argparse.Namespace, *, preemptible: bool = False) -> None:
         raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
     import jax  # not at the top, so that --help of a command does not wait for it
 
+    jax.config.update("jax_enable_preemption_service", preemptible)  # it handles SIGTERM
     try:
         jax.distributed.initialize(
             given["coordinator"], given["num_processes"], given["process_id"],
@@ -82,8 +82,6 @@ def initialize(args: argparse.Namespace, *, preemptible: bool = False) -> None:
             return
         hint = HINT if missing else ""
         raise ConfigError(f"cannot connect to the other processes: {first_line(e).rstrip('.')}{hint}") from None
-    if not preemptible:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
 

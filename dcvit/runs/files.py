@@ -41,7 +41,8 @@ def folder(text: str) -> Folder:
         raise ValueError(f"expected {scheme}://BUCKET/FOLDER, with a bucket of letters, digits, dots and hyphens")
     for part in parts:
         if not URL_PART.fullmatch(part):
-            raise ValueError(f"{text}: {part!r} in a URL should be of letters, digits, spaces and any of -_.,=+@()")
+            what = repr(part) if part else "an empty part"
+            raise ValueError(f"{text}: {what} in a URL should be of letters, digits, inner spaces and any of -_.,=+@()")
     stores.check_readable(text)
     use_fsspec_in_etils()
     return epath.Path(text)
@@ -50,7 +51,7 @@ def folder(text: str) -> Folder:
 def check_name(path: Folder) -> None:
     """Raise ConfigError for a local folder to which Orbax must not write: it takes paths for patterns of glob."""
     if isinstance(path, Path) and (found := set("*?[\\") & set(str(path.absolute()))):
-        raise ConfigError(f"workdir {path}: a run cannot be saved to a path with {' or '.join(sorted(found))}")
+        raise ConfigError(f"{path}: a run cannot be saved to a path with {' or '.join(sorted(found))}")
 
 
 def kvstore(url: str) -> dict[str, object]:

@@ -33,7 +33,8 @@ STDERR = 2  # the file descriptor: `sys.stderr` may be replaced
 class StopSignals:
     """Context manager that turns the first stop signal into a flag; only the main thread can enter it.
 
-    Outside of `training` there is nothing to save, and the first signal ends the command.
+    Outside of `training` there is nothing to save, and the first signal ends the command. One that arrives in the last
+    step, or while the last checkpoint is finished, ends neither: the run is complete.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Context of the loop over steps, which reads the flag."""
+        """Context of the loop over steps, which reads the flag, and of work that a signal does not end."""
         self.is_training = True
         try:
             yield
@@ -102,7 +103,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self.end("nothing to save")
         again = "; press Ctrl-C again to end without saving" if number == signal.SIGINT else ""
-        say(f"{NAMES[self.received]}: stopping before the next step{again}")
+        say(f"{NAMES[self.received]}: stopping before the next step, if there is one{again}")
         if not multihost.is_single_process():
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the other processes
 

@@ -67,7 +67,8 @@ def train(
                 try:
                     if not failed or multihost.is_single_process():  # others may not finish a common save
                         run.watchdog.progress()
-                        run.checkpointer.close()
+                        with signals.training() if signals else contextlib.nullcontext():  # it is completed
+                            run.checkpointer.close()
                 finally:
                     run.watchdog.progress()
                     trainer.close(failed=failed or bool(trainer.stopped))

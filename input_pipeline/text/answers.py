@@ -88,7 +88,7 @@ def read_marks(text: str, location: str) -> MarkedText:
     blank = len(text) - len(text.lstrip("\n"))  # lines before the first example
     for number, line in enumerate(text.split("\n")):
         read = 0
-        for match in MARK.finditer(line):
+        for match in MARK.finditer(line, 0, line.rfind(" ]") + 2):  # linear in the length of a line without marks
             before = line[read : match.start()]
             start = length + len(before) - before.endswith(" ")
             length += len(before) + len(match[1])
@@ -108,9 +108,10 @@ def _encode(
     """Return the tokens of a text with marks, and its answers as (first token, last token + 1, shots)."""
     marked = read_marks(text, location)
     ends = [at for start, end, _ in marked.answers for at in (start, end)]
-    tokens, *prefixes = tokenizer.encode_batch([marked.text, *(marked.text[:at] for at in ends)])
+    (tokens,) = tokenizer.encode_batch([marked.text])
     if len(tokens) > context + 1:
         raise InputError(f"{location}: {len(tokens)} tokens are more than the {context + 1} of a row")
+    prefixes = tokenizer.encode_batch([marked.text[:at] for at in ends])
     if not all(np.array_equal(tokens[: len(prefix)], prefix) for prefix in prefixes):
         raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
     places = [len(prefix) for prefix in prefixes]

@@ -16,6 +16,7 @@ import numpy as np
 from input_pipeline.errors import InputError, MissingDataError, first_line
 from input_pipeline.files import expand
 
+CHECKED_AT_ONCE = 1 << 20  # sequences
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
@@ -102,9 +103,13 @@ def read_index(prefix: str) -> MegatronIndex:
     except (OSError, ValueError) as e:  # ValueError: the file became shorter
         raise InputError(f"cannot read {getattr(e, 'filename', None) or path}: {first_line(e)}") from None
     dtype = np.dtype(DTYPES[code])
-    end = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
-    if sizes.min() < 0 or starts[0] != 0 or starts[-1] + int(sizes[-1]) * dtype.itemsize != end:
-        raise InputError(f"{path} is damaged: its sequences do not follow each other from byte 0 on")
+    end = 0
+    for first in range(0, sequences, CHECKED_AT_ONCE):
+        part = sizes[first : first + CHECKED_AT_ONCE].astype(np.int64) * dtype.itemsize
+        ends = end + np.cumsum(part)
+        if part.min() < 0 or (starts[first : first + CHECKED_AT_ONCE] != ends - part).any():
+            raise InputError(f"{path} is damaged: its sequences do not follow each other from byte 0 on")
+        end = int(ends[-1])
     if end != tokens_size:
         raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
     are_equal = sequences > 1 and bool((sizes == sizes[0]).all())

@@ -12,7 +12,9 @@ import time
 import pytest
 from trained_workdirs import TINY
 
+from dcvit import train
 from dcvit.runs import restoring, stop
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300  # of one process
@@ -90,7 +92,7 @@ def test_signal_in_an_evaluation_saves_the_run_after_it(tmp_path, number, status
     name = stop.NAMES[number]
     err = end(process, status)  # it also closes stdin, on which the process waits
     assert err.splitlines() == [
-        f"{name}: stopping before the next step{again}",
+        f"{name}: stopping before the next step, if there is one{again}",
         f"stopped by {name}: step 2 is saved; re-run the same command to resume",
     ]
     assert saved_steps(workdir) == [restoring.latest(workdir)] == [2]
@@ -155,3 +157,21 @@ def test_progress_restarts_the_watchdog_and_closing_ends_it(monkeypatch):
     watchdog.progress()
     watchdog.close()
     assert not calls
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_signal_after_the_last_step_changes_nothing_and_starts_no_further_seed(tmp_path, monkeypatch, capsys):
+    close = Checkpointer.close
+
+    def closed(checkpointer):
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(checkpointer)
+
+    monkeypatch.setattr(Checkpointer, "close", closed)
+    words = [f"--config.{key}={value}" for key, value in {**TINY, "total_steps": 1, "evals": "{}"}.items()]
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--config", "vit_digits", "--workdir", str(tmp_path), "--seeds", "0,1", *words])
+    assert stopped.value.code == stop.SAVED
+    assert "stopped by SIGTERM: seed 1 has not started" in capsys.readouterr().err
+    assert saved_steps(tmp_path / "seed0") == [1]
+    assert not (tmp_path / "seed1").exists()

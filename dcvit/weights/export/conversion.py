@@ -12,7 +12,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
 from dcvit.runs import checksums
-from dcvit.runs.files import rename
+from dcvit.runs.files import check_name, rename
 from dcvit.weights.export import card, check, formats, programs
 from dcvit.weights.families import Weights
 
@@ -91,6 +91,8 @@ def convert(
         raise ConfigError(f"--to {to}; {nearest(to, WRITERS, '--to ')}")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
+    if to == "dcvit":
+        check_name(target)
     for place in sources:
         if target.resolve().is_relative_to(place.resolve()):
             raise ConfigError(f"{target} is inside of {place}; give a path outside")
