@@ -12,10 +12,11 @@ from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 from input_pipeline.files import OpenedFiles
 from input_pipeline.folds import rows_of_fold
-from input_pipeline.preprocess.keys import Example
+from input_pipeline.preprocess import keys
 from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
+Example = keys.Example
 
 # The module of each kind of data. It is imported when the kind is opened, because most need an optional library.
 KINDS = {

@@ -244,8 +244,8 @@ def at_image_size(opened: Opened, size: tuple[int, int] | None) -> Opened:
         raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found {config.model_name!r}")
     with errors_name_file(opened.path):
         old, patch = example(described(config), params).shape[1:3], params["embedding/kernel"].shape[:2]
-        if any(side < 1 or side % p for side, p in zip(size, patch, strict=True)):
-            raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
+    if any(side % p for side, p in zip(size, patch, strict=True)):
+        raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
     grids = [(height // patch[0], width // patch[1]) for height, width in (old, size)]
     places = {"config.pp_predict": config} | {f"config.evals.{name}.pp": each for name, each in config.evals.items()}
     for name, place in places.items():

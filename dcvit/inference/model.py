@@ -95,6 +95,8 @@ def _height_and_width(image_size: object) -> tuple[int, int]:
     numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     try:
         height, width = map(operator.index, numbers)
+        if min(height, width) < 1:
+            raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width") from None
     return height, width

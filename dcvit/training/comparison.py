@@ -24,6 +24,7 @@ from input_pipeline.optional import require
 
 DRAWN = ("top1", "mean_ap", "bits_per_byte", "loss")  # metrics of evaluators in the picture, by preference
 FORMATS = (".png", ".pdf", ".svg")  # of the picture
+LABEL = 40  # characters of a name in the legend
 HIGHEST = 1e100  # number in the picture; matplotlib's axes overflow near the largest float
 
 Row: TypeAlias = Mapping[str, Any]  # of a table or a file: strings, numbers and None by name of a column
@@ -165,10 +166,10 @@ def plot(runs: Sequence[RecordedRun], out: Path, metric: str | None = None) -> N
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for i, run in enumerate(runs):
         style: dict[str, str] = {"color": f"C{i}", "marker": "."}
-        label = escaped(str(run.workdir)).lstrip("_")  # matplotlib hides labels that begin with an underscore
+        label = _short(str(run.workdir)).lstrip("_")  # matplotlib hides labels that begin with an underscore
         left.plot(*_points(run.rows, "loss"), label=label, **style)
         for drawn, line in zip([metric] if metric else _drawn(run), ("-", "--", ":", "-."), strict=False):
-            right.plot(*_points(run.rows, drawn), linestyle=line, label=f"{label} {escaped(drawn)}", **style)
+            right.plot(*_points(run.rows, drawn), linestyle=line, label=f"{label} {_short(drawn)}", **style)
     left.set(xlabel="step", ylabel="training loss (nats)")
     right.set(xlabel="step", ylabel="evaluation")
     for axes in (left, right):
@@ -177,6 +178,12 @@ def plot(runs: Sequence[RecordedRun], out: Path, metric: str | None = None) -> N
             axes.legend()
     figure.savefig(out, dpi=120)
     plt.close(figure)
+
+
+def _short(text: str) -> str:
+    """Return the printable end of a text, as long as the legend of a picture has room for."""
+    shown = escaped(text)
+    return shown if len(shown) <= LABEL else f"…{shown[1 - LABEL :]}"
 
 
 def _drawn(run: RecordedRun) -> list[str]:

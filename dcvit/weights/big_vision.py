@@ -9,13 +9,14 @@ first R rows are the down projection, and `dd` (M, 1, c·H), with I = 2·R·H. T
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from dcvit.errors import CheckpointError
 from dcvit.models.upcycling import has_compositions
 from dcvit.parallel.trees import Tensors
-from dcvit.weights.family import Description, from_json, shapes_of, to_json
+from dcvit.weights.family import Description, Shape, from_json, shapes_of, to_json
 from dcvit.weights.links import Link, compositions, depth_of, in_all_layers, shape_of, stacked, tensor
 from dcvit.weights.tensors import OWN_KEY, ROOTS, Json
 from dcvit.weights.vit_families import ATTENTION, DEFAULTS
@@ -85,19 +86,18 @@ def _classes(tensors: Tensors) -> int | None:
     return shape_of(tensors, "head/kernel")[1] if "head/kernel" in tensors else None
 
 
-def _inferred(tensors: Tensors, query: str = "query") -> Json:
-    """Return the fields of a model, inferred from its tensors; `query` is the module of queries.
+def _inferred(tensors: Tensors, heads: int | None = None) -> Json:
+    """Return the fields of a model, inferred from its tensors; `heads` is their number unless a kernel shows it.
 
     The activation of MLPs, the epsilon of norms and a pooling without parameters are big_vision's defaults.
     """
     at = _first_block(tensors)
     scan = at == BLOCK
     p_h, p_w, _, width = shape_of(tensors, "embedding/kernel", 4)
-    attention = _module(tensors) or ATTENTION
     dense = shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", 2 + scan)
     fields: Json = {
         "width": width, "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
-        "num_heads": shape_of(tensors, f"{at}/{attention}/{query}/kernel", 3 + scan)[-2],
+        "num_heads": heads or shape_of(tensors, f"{at}/{ATTENTION}/query/kernel", 3 + scan)[-2],
         "depth": dense[0] if scan else depth_of(tensors, f"{BLOCK}_"),
         "pool_type": "tok" if "cls" in tensors else "gap",
         "posemb": "learn" if "pos_embedding" in tensors else "sincos2d",
@@ -128,10 +128,10 @@ def _describe_authors(tensors: Tensors, config: Json) -> Description:
     at = f"{BLOCK}_0/{_module(tensors)}"
     if _first_block(tensors) != f"{BLOCK}_0":
         raise CheckpointError("the authors' ViT with scanned layers is not supported, only with unrolled ones")
-    fields = _inferred(tensors, DENSE["query"])
-    sides, heads = shape_of(tensors, f"{at}/{_dynamic(tensors, 'dw1')}", 4)[2:], fields["num_heads"]
-    if sides != (4, 4 * heads):
-        raise CheckpointError(f"the authors' ViT: {at}/dyn_w_proj/dw1 ends with {sides}; expected {(4, 4 * heads)}")
+    sides, inner = shape_of(tensors, f"{at}/{_dynamic(tensors, 'dw1')}", 4)[2:]
+    if sides != 4 or inner % 4:
+        raise CheckpointError(f"the authors' ViT: dw1 is of {sides} sides and width {inner}; expected 4 and 4·heads")
+    fields = _inferred(tensors, inner // 4)
     fields |= {
         "compose": "both", "rank": 2, "groups": 1, "projection": True, "gate": True, "branches": "qk",
         "static": f"{at}/pre_proj/w" in tensors,
@@ -148,12 +148,23 @@ def _authors_links(description: Description, tensors: Tensors | None = None) -> 
         part, end = path.removeprefix(f"{ours}/").rpartition("/")[::2]
         if not path.startswith(ours):
             found.append(tensor(path, path, shape))
-        elif part in (names := DENSE | QK_NORMS):
-            found.append(tensor(f"{theirs}/{names[part]}/{end}", path, shape))
+        elif part in DENSE:
+            found.append(_projection(f"{theirs}/{DENSE[part]}/{end}", path, shape, tensors or {}))
+        elif part in QK_NORMS:
+            found.append(tensor(f"{theirs}/{QK_NORMS[part]}/{end}", path, shape))
         elif end == "w_b":
             found.append(tensor(f"{theirs}/{part}_proj/w", path, shape))
     dynamic = [f"{theirs}/{_dynamic(tensors or {}, end)}" for end in ("dw1", "qkw", "dd")]
     return in_all_layers([*found, *compositions(dynamic, ours, shapes)], description)
+
+
+def _projection(theirs: str, ours: str, shape: Shape, tensors: Tensors) -> Link:
+    """Link a projection of attention, whose kernel the authors' file may hold as a matrix."""
+    sizes = [size or 0 for size in shape]
+    first = tensors.get(theirs.format(0))
+    matrix = first is not None and math.prod(first.shape) == math.prod(sizes)
+    there = first.shape if first is not None and matrix else shape  # another size is an error
+    return Link((theirs,), (ours,), lambda x: (x.reshape(sizes),), lambda x: (x,), (there,))
 
 
 def _module(tensors: Tensors) -> str | None:

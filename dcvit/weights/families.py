@@ -20,7 +20,7 @@ from dcvit.parallel.trees import MAX_NAMED, Tensor, Tensors, nested
 from dcvit.weights import big_vision, dcvit_hf, lm_families, preprocessing, timm_vit, vit_families
 from dcvit.weights import links as linking
 from dcvit.weights.family import Description, defaults, errors_name_file, example
-from dcvit.weights.tensors import GENERATION, Json, WeightsFile, open_file, read_json, tokenizer_of
+from dcvit.weights.tensors import GENERATION, Json, WeightsFile, of_floats, open_file, read_json, tokenizer_of
 
 MULTILABEL = "multi_label_classification"  # transformers' `problem_type` of a sigmoid for each class
 PROBLEMS = (None, "single_label_classification", MULTILABEL)
@@ -125,7 +125,7 @@ def recognized(file: WeightsFile) -> Weights:
     Raises:
       CheckpointError: the tensors are those of no known family, or do not fit the model that they describe.
     """
-    path, name, tensors = file.path, family_of(file), file.tensors
+    path, name, tensors = file.path, family_of(file), of_floats(file.tensors, file.path)
     if not name:
         some = ", ".join(list(tensors)[:MAX_NAMED])
         kind = f" (model_type {file.config['model_type']!r:.100})" if "model_type" in file.config else ""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+SIZES = ("vocab_size", "image_size", "patch_size")  # keys of config.json that `Row.keys` does not list
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "num_classes", "vocab_size", "compose_layers", "parent", "name")
 
 
@@ -67,8 +69,9 @@ def metadata(description: Description) -> dict[str, str]:
 
 def from_json(found: object) -> Description:
     """Return the description in JSON data. Raises CheckpointError if it is none, or describes no model."""
-    given: Json = found if isinstance(found, dict) else {"": found}
-    values: Json = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items()}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{OWN_KEY}={found!r:.100}; expected the description of a model")
+    values: Json = {key: tuple(x) if isinstance(x, list) else x for key, x in found.items()}
     try:
         check_call(Description, values, OWN_KEY)
         description = Description(**values)
@@ -249,17 +252,21 @@ class Row:
         """
         if not config:
             raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
-        kind = str(config.get("model_type"))
-        if kind not in self.defaults:
+        kind = config.get("model_type")
+        if not isinstance(kind, str) or kind not in self.defaults:
             known = ", ".join(self.defaults)
             raise CheckpointError(f"config.json: model_type={kind!r} is not supported; supported: {known}")
         check_only(config, quantization_config=None, **self.fixed)
-        config = {**self.defaults[kind], **config}
+        default = self.defaults[kind]
+        null = [key for key in (*self.keys, *SIZES) if config.get(key) is None]  # of other keys, null has a meaning
+        config = {**default, **config, **{key: default[key] for key in null if key in default}}
         found = dict(self.constants)
         for key, ours in self.keys.items():
-            value = self.defaults[kind].get(key) if config.get(key) is None else config[key]
-            if value is None and key not in self.defaults[kind]:
+            value = config.get(key)
+            if value is None and key not in default:
                 raise CheckpointError(f"config.json has no {key}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CheckpointError(f"config.json: {key}={value} is not finite")
             found[ours] = activation(config, key) if ours == "mlp" else value
         return config, {**found, **self.read(config, found)}
 

@@ -117,6 +117,7 @@ class LanguageModels(Row):
         raise CheckpointError(f"{next(iter(self.classes.values()))} cannot express {', '.join(lacking)}")
 
     def _read(self, config: Json) -> tuple[Json, Json]:
+        check_only(config, is_causal=True)
         config, fields = self.fields_of(config)
         width, heads = fields["width"], fields["num_heads"]
         if (config.get("head_dim") or width // heads) * heads != width:
@@ -172,6 +173,8 @@ def _rope(config: Json, context: int, base: str = "rope_theta") -> tuple[Json, J
       CheckpointError: the scaling is neither by a factor ("linear") nor that of LLaMA 3.
     """
     rope: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if layers := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise CheckpointError(f"config.json: rotary embeddings for each kind of layer ({layers[0]}) are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"config.json: rope_type={kind!r} is not supported, only default, linear and llama3")

@@ -43,6 +43,8 @@ TOKENIZER = "tokenizer.json"
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 LFS_POINTER = b"version https://git-lfs"  # the beginning of a file that Git has not fetched
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
+# Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
+DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
 ROOTS = ("params/", "opt/target/")
 POINTER = "-LAST"
@@ -63,6 +65,19 @@ class WeightsFile(NamedTuple):
     path: Path
     tensors: Tensors
     config: Json
+
+
+def of_floats(tensors: Tensors, path: Path) -> Tensors:
+    """Return tensors that raise CheckpointError, with the path, when they are read with a dtype not in `DTYPES`."""
+
+    def read(name: str, tensor: Tensor) -> np.ndarray:
+        array = tensor.read()
+        if array.dtype not in DTYPES:
+            expected = ", ".join(map(str, DTYPES))
+            raise CheckpointError(f"{path}: {name} has numbers of {array.dtype}; expected {expected}")
+        return array
+
+    return {name: Tensor(x.shape, functools.partial(read, name, x)) for name, x in tensors.items()}
 
 
 class Source(NamedTuple):

@@ -73,7 +73,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Return the model's description. Raises CheckpointError for a property that this project's models lack."""
-    is_original = MASK in tensors
+    is_original = MASK in tensors and not config.get("architecture")
     config = _original_dinov2(tensors) if is_original else config
     architecture, arguments = config.get("architecture", ""), config.get("model_args", {})
     if architecture and not KNOWN.fullmatch(architecture):
@@ -247,7 +247,11 @@ def _embedded(tensors: Tensors, before: int, description: Description) -> int:
         p_h, p_w = description.fields["patch_size"]
         embedded = rows - (height // p_h) * (width // p_w)
         return embedded if 0 <= embedded <= before else 0  # a wrong number of rows is refused with the model's
-    return 0 if math.isqrt(rows) ** 2 == rows else before
+    if math.isqrt(rows) ** 2 == rows:
+        return 0
+    if math.isqrt(rows - before) ** 2 != rows - before:
+        raise CheckpointError(f"pos_embed has {rows} rows, which is no square grid and {before} tokens")
+    return before
 
 
 def _pp(found: Json) -> str:
@@ -256,8 +260,10 @@ def _pp(found: Json) -> str:
     if channels not in (1, 3):
         return ""
     if not (is_squashed := found.get("crop_mode") == "squash"):
-        check_only(found, crop_mode="center")
+        check_only(found, crop_mode=found.get("crop_mode") and "center")
     crop = found.get("crop_pct") or 0.875
+    if not 1e-3 <= crop <= 1:
+        raise CheckpointError(f"config.json: crop_pct={crop!r} is not in [0.001, 1]")
     height, width = (preprocessing.resized(side, crop) for side in size)
     return preprocessing.to_pp(
         Preprocessing(

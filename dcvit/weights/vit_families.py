@@ -129,6 +129,8 @@ class VisionModels(Row):
         head = next((name for name in self.pools if f"{name}.weight" in tensors), None)
         classes = shape_of(tensors, f"{head}.weight")[0] if head else None
         fields["pool_type"] = self.pools[head]
+        if fields["pool_type"] == "map" and not any(name.startswith(f"{prefix}head.") for name in tensors):
+            fields["pool_type"] = "none"
         more = [f"{prefix}{name}" for name in self.tokens[1:]]
         registers = sum(tensors[name].shape[1] for name in more if name in tensors)  # without any, the shape is 1 0 M
         fields |= {"registers": registers} if registers else {}

@@ -73,17 +73,16 @@ def test_nonfinite_skip_is_the_number_of_skipped_steps(digits_run, capsys, poiso
 
 def test_non_finite_state_is_not_saved(digits_run, capsys, monkeypatch):
     """A step may overflow a parameter although its loss and gradient are finite."""
-    real = Trainer._advance
+    real = Trainer._after_step
 
-    def overflow(self, update, step, state, batch):
-        result = real(self, update, step, state, batch)
-        if step == 3:
+    def overflow(self, previous, result):
+        if result.step == 3:
             params = result.state.params
             head = {"kernel": params["head"]["kernel"].at[0, 0].set(np.inf)}
             result.state = result.state.replace(params={**params, "head": {**params["head"], **head}})
-        return result
+        return real(self, previous, result)
 
-    monkeypatch.setattr(Trainer, "_advance", overflow)
+    monkeypatch.setattr(Trainer, "_after_step", overflow)
     status, workdir = digits_run(ckpt_steps=1, ckpt_keep=9, evals={})
     assert status == 2
     assert "step 3: params/head/kernel is not finite; not saved" in capsys.readouterr().err

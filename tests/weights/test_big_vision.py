@@ -259,15 +259,18 @@ def attention_of_the_authors(x, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", ["parameters", "kernels"])
+@pytest.mark.parametrize("stored", ["parameters", "kernels", "matrices"])
 def test_attention_of_the_authors_vit_equals_the_equations(tmp_path, stored):
-    """The dynamic weights are parameters of `dyn_w_proj`, or kernels of its modules."""
+    """The dynamic weights are parameters of `dyn_w_proj`, or kernels of its modules; projections may be matrices."""
     net, flat, at = of_the_authors()
     inside = {name.removeprefix(f"{at}/"): x for name, x in flat.items() if name.startswith(at)}
     if stored == "kernels":
         for name in ("dw1", "dd"):
             flat[f"{at}/dyn_w_proj/{name}/kernel"] = flat.pop(f"{at}/dyn_w_proj/{name}")
-    np.savez(tmp_path / "model.npz", **under("params", flat))
+    file = dict(flat)
+    if stored == "matrices":
+        file |= {name: x.reshape(32, 32) for name, x in flat.items() if name.endswith("_dense/kernel")}
+    np.savez(tmp_path / "model.npz", **under("params", file))
     weights = open_weights(tmp_path / "model.npz")
     assert weights.family == "dcmha_vit"
     assert vit.Model(5, **weights.description.fields) == net

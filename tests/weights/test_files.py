@@ -172,6 +172,11 @@ def pointer_of_git_lfs(folder):
     return folder / "a.safetensors"
 
 
+def quantized(folder):
+    tensors, config = model("hf_vit")
+    return save(folder, tensors | {"classifier.weight": np.ones((5, 16), np.int8)}, config)
+
+
 def pickled(folder):
     torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
     torch.save({"model": Bomb()}, folder / "a.pth")
@@ -221,6 +226,11 @@ CASES = {
     ),
     "timm, QuickGELU": (other("timm", architecture="vit_base_patch16_clip_quickgelu_224"), "is not a ViT"),
     "timm, positions": (other("timm", pos_embed=(1, 7, 16)), "the model has 7 position embeddings, expected 4"),
+    "timm, crop": (
+        other("timm", pretrained_cfg={"input_size": [3, 16, 16], "crop_pct": 1.5}),
+        r"crop_pct=1\.5 is not in \[0\.001, 1\]",
+    ),
+    "ViT, quantized": (quantized, "classifier.weight has numbers of int8; expected float32"),
     "ViT, regression": (other("hf_vit", problem_type="regression"), "problem_type='regression' is not supported"),
     "ViT, type of a value": (other("hf_vit", hidden_size="16"), "hf_vit.*: .*16"),
     "big_vision, names": (old_and_new_name, "Transformer/pos_embedding is another array of pos_embedding"),
@@ -296,6 +306,11 @@ def test_class_names_and_end_tokens_of_other_libraries(function, config, expecte
     else:
         with refused(CheckpointError, expected):
             function(config, 3)
+
+
+def test_null_is_the_default_of_a_key(tmp_path):
+    opened = open_weights(other("hf_vit", hidden_act=None, layer_norm_eps=None)(tmp_path))
+    assert MODELS["hf_vit"].fields.items() <= opened.description.fields.items()
 
 
 @pytest.mark.parametrize("resized", [44, 53])

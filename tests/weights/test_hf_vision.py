@@ -145,6 +145,17 @@ def test_an_incomplete_or_larger_pooling_head_of_siglip_is_refused(tmp_path, los
         weights.open_weights(tmp_path)
 
 
+@pytest.mark.slow
+def test_siglip_without_a_pooling_head_has_no_pooling(tmp_path):
+    model = create("SigLIP")
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: x for name, x in model.state_dict().items() if "head." not in name}
+    save_file(tensors, tmp_path / "model.safetensors")
+    pixels = images((32, 32))
+    expected = of_torch(model, pixels, lambda out: out.last_hidden_state)
+    np.testing.assert_allclose(dcvit.load(tmp_path).features(pixels, "encoded"), expected, rtol=0, atol=1e-5)
+
+
 def original_dinov2(model):
     """Return the weights of a DINOv2 of transformers with the names of facebookresearch."""
     tensors, found = {k: v.clone() for k, v in model.state_dict().items()}, {}

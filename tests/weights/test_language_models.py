@@ -245,6 +245,8 @@ UNSUITABLE = [
     ("llama", [], dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
     ("llama", [], dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
     ("mistral", [], dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
+    ("llama", [], dict(is_causal=False), "is_causal=False is not supported, only True"),
+    ("llama", [], dict(rope_parameters={LOCAL: {"rope_theta": 9.0}}), f"for each kind of layer ({LOCAL}) are not supp"),
     ("neox parallel .5", [BIAS], {}, f"1 of another shape: {BIAS} (checkpoint (3, 5), model (144,))"),
 ]
 

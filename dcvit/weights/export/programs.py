@@ -56,9 +56,10 @@ def write_onnx(weights: Weights, folder: Path) -> None:
       InputError: jax2onnx is not installed.
     """
     apply, size = _function(weights, "onnx")
-    jax2onnx, params = require("jax2onnx"), weights.in_float32().tree()
+    jax2onnx = require("jax2onnx")
     if weights.size * 4 >= ONNX_BYTES:
         raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
+    params = weights.in_float32().tree()
     images = SimpleNamespace(shape=("B", *size), dtype=np.dtype(np.float32))
     for library in ("jax2onnx", "onnx_ir"):
         logging.getLogger(library).setLevel(logging.CRITICAL)

@@ -257,5 +257,5 @@ def test_setup_of_a_translated_config(tmp_path, caplog, library_promotion):
     assert (made.plan.total_steps, made.plan.intervals.log, made.plan.intervals.evals) == (3, 1, {"test": 2})
     assert (made.model.module.head_bias_init, made.task.loss_name) == (-2.3, "sigmoid_xent")
     assert made.task.augmentation.mixup == 0.2
-    assert made.evaluators["test"].loss == "sigmoid_xent"
+    assert made.evaluators["test"].options.loss == "sigmoid_xent"
     assert [float(made.plan.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
