@@ -23,8 +23,8 @@ LONG_DEFINITIONS = {}
 LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
-MOST_ANY = 195  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 41_880, ("tests",): 30_200, ("scripts",): 3_830}  # of Python
+MOST_ANY = 186  # occurrences of `Any` outside import lines
+MOST_LINES = {("dcvit", "input_pipeline"): 40_250, ("tests",): 29_850, ("scripts",): 3_830}  # of Python
 ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "process", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -119,7 +119,7 @@ def test_a_loaded_image_model_imports_nothing_for_text_data_or_evaluation():
     assert [
         name for name in names if name.startswith((*unneeded, "dcvit.hub.tokenizers", "dcvit.weights.export"))
     ] == []
-    assert len(names) <= 112
+    assert len(names) <= 99
 
 
 def test_thresholds_beside_weights_decide_what_is_predicted(tmp_path):
