@@ -10,18 +10,16 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+import input_pipeline
 from dcvit.config import values
 from dcvit.errors import REMOVED, ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline.errors import InputError, ReadingError
-
-if TYPE_CHECKING:
-    from input_pipeline import Source
 
 Record = dict[str, Any]  # a JSON object
 Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only
@@ -44,7 +42,7 @@ class Differences(NamedTuple):
     refused: dict[str, str]
 
 
-def data_identity(source: Source) -> Record:
+def data_identity(source: input_pipeline.Source) -> Record:
     """Return what identifies a data source: number of examples, class names, hashes of blocks, examples and files."""
     digest = hashlib.sha256()
     if source.blocks is not None:
