@@ -108,7 +108,8 @@ def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     place, context = absolute(item), ts.Context()
     base: dict[str, object] | str = str(place)
     if isinstance(place, Path):
-        base = {"driver": "file", "path": f"{place}/"}  # in a URL, characters such as # and % mean something else
+        # Not a URL, in which # and % mean something else; TensorStore refuses ".." in a path.
+        base = {"driver": "file", "path": f"{place.resolve()}/"}
     elif str(place).startswith("s3://"):
         base = kvstore(str(place))
     names = shapes_of(_metadata(item))

@@ -41,7 +41,7 @@ def test_local_names_mean_themselves(tmp_path):
     for value, name in enumerate(names):
         check_round_trip(folder(str(tmp_path / name)), value)
     for value, name in enumerate(names):
-        opened = restoring.open_params(tmp_path / name / "checkpoints" / "1")
+        opened = restoring.open_params(tmp_path / "mix" / ".." / name / "checkpoints" / "1")
         assert opened["x"].read().result()[0] == value
 
 
