@@ -312,7 +312,8 @@ def _open_bv(path: Path) -> dict[str, Tensor]:
     """Return the arrays of a .bv folder by name; a missing chunk has the fill value, and is an error without one."""
 
     def opened(folder: Path, fill: bool = True) -> Any:
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder)}, "fill_missing_data_reads": fill}
+        kvstore = {"driver": "file", "path": str(folder.resolve())}  # TensorStore refuses ".." in a path
+        spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
         return require("tensorstore").open(spec, read=True, open=True).result()
 
     def read(folder: Path, fill: bool) -> np.ndarray:

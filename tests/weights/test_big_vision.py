@@ -167,7 +167,7 @@ def test_a_folder_of_tensorstore_with_a_description_is_read(tmp_path):
     description = Description("vit", 5, {**SMALL, "pool_type": "gap", "qk_norm": "rmsnorm"})
     save_as_big_vision(path := tmp_path / "checkpoint.bv", under("params", flat))
     (path / "config.json").write_text(json.dumps(FAMILIES["own"].config(description)))
-    weights = open_weights(path)
+    weights = open_weights(path / ".." / path.name)
     assert (weights.family, build(weights.description)) == ("own", net)
     assert_trees_equal(weights.tree(), tree_of(flat))
 
