@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, ReadingError
 
 if TYPE_CHECKING:
-    from input_pipeline.loader import CorruptPolicy, active_reads, batch_ids, eval_batches, train_batches
+    from input_pipeline.loader import CorruptPolicy, batch_ids, eval_batches, train_batches
     from input_pipeline.preprocess.builder import (
         Preprocess,
         ValueRange,
@@ -25,7 +25,7 @@ else:
     import importlib
 
     NAMES = {
-        "loader": ("CorruptPolicy", "active_reads", "batch_ids", "eval_batches", "train_batches"),
+        "loader": ("CorruptPolicy", "batch_ids", "eval_batches", "train_batches"),
         "preprocess.builder": ("Preprocess", "ValueRange", "after_resizing", "defer_value_range", "patch_sizes"),
         "source": ("KINDS", "Source", "TokenSource", "open_source"),
     }
@@ -42,6 +42,6 @@ else:
 
 __all__ = [
     "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "MissingLibraryError", "Preprocess", "ReadingError",
-    "Source", "TokenSource", "ValueRange", "active_reads", "after_resizing", "batch_ids",
+    "Source", "TokenSource", "ValueRange", "after_resizing", "batch_ids",
     "defer_value_range", "eval_batches", "open_source", "patch_sizes", "train_batches",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,18 +51,8 @@ class BatchRow(TypedDict):
     id: str
 
 
-class ActiveRead(NamedTuple):
-    """An example that a thread is reading and preprocessing, and the time when it started, of `time.monotonic`."""
-
-    thread: str
-    source: Source
-    example: int
-    started: float
-
-
 # Returns a preprocessed example, or None if it is corrupt, and the number of examples skipped to find it.
 LoadExample = Callable[[ExampleKey], tuple[Batch | None, int]]
-_active_reads: dict[int, ActiveRead] = {}  # by thread identifier
 
 
 class CorruptPolicy:
@@ -204,12 +193,6 @@ def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
     return ExampleKey(*example_at(position, len(source), seed, source.blocks))
 
 
-def active_reads() -> list[str]:
-    """Return the examples that this process's threads are reading, such as "input_0: cat/1.jpg (for 12 s)"."""
-    now, reads = time.monotonic(), sorted(_active_reads.copy().values(), key=lambda read: read.thread)
-    return [f"{read.thread}: {read.source.describe(read.example)} (for {now - read.started:.0f} s)" for read in reads]
-
-
 def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) -> Batch:
     """Return one example, read and preprocessed.
 
@@ -218,8 +201,6 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
       ReadingError: the failure is not the fault of the data; the message names the example.
       InputError: the example is corrupt; the message does not name the example.
     """
-    identifier = threading.get_ident()
-    _active_reads[identifier] = ActiveRead(threading.current_thread().name, source, key.example, time.monotonic())
     try:
         example = preprocess(source[key.example], example_rng(seed, key.epoch, key.example))
         return {name: np.asarray(value) for name, value in example.items()}
@@ -231,8 +212,6 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
         raise
     except Exception as e:
         raise ReadingError(f"{source.describe(key.example)}: {first_line_with_type(e)}") from e
-    finally:
-        del _active_reads[identifier]
 
 
 def _checked_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:

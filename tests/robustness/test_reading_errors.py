@@ -1,8 +1,6 @@
 """Errors while examples are read: which are skipped, which end the run, and the report of active reads."""
 
 import json
-import re
-import threading
 from pathlib import Path
 
 import image_datasets
@@ -65,34 +63,7 @@ class TestErrors:
         assert "skipped example 5" in caplog.text
 
 
-class TestActiveReads:
-    def test_reads_of_all_threads_are_reported(self):
-        class StalledSource(ListSource):
-            def __getitem__(self, index):
-                if index in (3, 8):
-                    arrived.release()
-                    assert resumed.wait(300)
-                return super().__getitem__(index)
-
-        arrived, resumed = threading.Semaphore(0), threading.Event()
-        source = StalledSource(NUMBERS)
-        assert ip.active_reads() == []
-        batches = []
-        consumer = threading.Thread(target=lambda: batches.extend(ip.eval_batches(source, "", 4, threads=2)))
-        consumer.start()
-        try:
-            assert arrived.acquire(timeout=300)
-            assert arrived.acquire(timeout=300)
-            reads = ip.active_reads()
-        finally:
-            resumed.set()
-            consumer.join(300)
-        assert [line.partition(": ")[0] for line in reads] == ["input_0", "input_1"]
-        examples = [re.sub(r"\(for \d+ s\)$", "", line.partition(": ")[2]) for line in reads]
-        assert sorted(examples) == ["example 3 ", "example 8 "]
-        assert len(batches) == 3
-        assert ip.active_reads() == []
-
+class TestBatchIds:
     @pytest.mark.parametrize("step", [0, 7])
     def test_batch_ids_are_those_of_the_batch(self, step):
         source = ListSource(NUMBERS[:10])
