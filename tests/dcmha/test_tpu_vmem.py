@@ -10,7 +10,6 @@ from attention_cases import call_of
 from jax.experimental import pallas as pl
 from pallas_checks import weights_like
 
-from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.backends.tpu import api, backward_interleaved, tiling
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.segments import Segments
@@ -76,6 +75,8 @@ CASES = [  # the family of kernels, and sizes; one example is in several tiles
     *[("matrix", dict(zip(SIZES, sizes, strict=True)) | {"limit": limit}) for sizes, limit in (
         ((32, 32, 128, 2048, BFLOAT16), 60 * 2**20),
         ((18, 18, 64, 1024, BFLOAT16), LIMIT),
+        ((52, 52, 128, 2048, BFLOAT16), 60 * 2**20),
+        ((3, 3, 64, 200, BFLOAT16), LIMIT),
         ((8, 2, 64, 1024, FLOAT32), LIMIT),
     )],
 ]  # fmt: skip
@@ -105,12 +106,3 @@ def test_the_estimate_is_at_least_what_is_declared(monkeypatch, family, case):
     first, *others = (declared(monkeypatch, q, k, weights, groups, *mask) for mask in masks)
     assert least * estimate < first <= estimate
     assert all(found <= estimate for found in others)
-
-
-def test_shapes_whose_matrices_do_not_fit_are_mixed_by_vector_units(monkeypatch):
-    q = jnp.zeros((1, 512, 4, 64), jnp.bfloat16)
-    weights = ComposeWeights(kg=jnp.zeros((1, 512, 4), jnp.bfloat16))
-    inputs = Inputs(q, q, q, weights, weights)
-    assert tiling.make_config(inputs, Options(), LIMIT).family == "matrix"
-    monkeypatch.setattr(tiling, "backward_vmem_bytes", lambda config: LIMIT + 1 if config.family == "matrix" else LIMIT)
-    assert tiling.make_config(inputs, Options(), LIMIT).family == "vector"

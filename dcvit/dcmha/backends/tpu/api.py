@@ -3,35 +3,33 @@
 A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VMEM; `dcvit.dcmha.backends.tpu.tile`
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
 row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into two thirds of it;
-otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
-step. Blocks that no query attends to, also by segment ids, are neither fetched nor computed; masks skip none.
+otherwise it computes them again. Blocks that no query attends to, also by segment ids, are neither fetched nor
+computed; masks skip none.
 
-There are three families of kernels (`dcvit.dcmha.backends.tpu.config.Family` has a table of what needs each); the log
-says which one is used:
+In all kernels, the MXU computes the key-wise branches and the static projection, by matrices that mix the heads
+(`dcvit.dcmha.backends.tpu.mixing`). There are two families of kernels; the log says which one is used:
 
-- "interleaved", where one tile holds all scores, and examples can be processed in blocks of eight with interleaved
-  tokens (`dcvit.dcmha.backends.tpu.interleaved`). The MXU computes the key-wise branches
-  (`dcvit.dcmha.backends.tpu.mixing`), and matrix products of an example overlap with the vector operations of its
-  neighbor (`forward_interleaved`, `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule.
-- "matrix", with several tiles, and an even number of heads, at most 32. The MXU computes the key-wise branches, one
-  step of a loop ahead of the vector operations. In each pass, a small kernel computes the matrices of all keys before
-  (`dcvit.dcmha.backends.tpu.mixing.with_matrices`). `dcvit.dcmha.backends.tpu.tiling.mixed_by_matrices` has the rule.
-- "vector" otherwise: the VPU computes all branches.
+- "interleaved", where one tile holds all scores of an example, such as an image of up to 256 patches, and examples can
+  be processed in blocks of eight with interleaved tokens (`dcvit.dcmha.backends.tpu.interleaved`). Both phases are one
+  step, and matrix products of an example overlap with the vector operations of its neighbor (`forward_interleaved`,
+  `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule.
+- "matrix" otherwise, with one example in tiles. The MXU mixes heads one step of a loop ahead of the vector operations.
+  In each pass, a small kernel computes the matrices of all keys before
+  (`dcvit.dcmha.backends.tpu.mixing.with_matrices`).
 
 What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it
-(`strips`): rolled loops over the strips of a tile, for "matrix" and "vector", and unrolled strips.
+(`strips`): rolled loops over the strips of a tile, for "matrix", and unrolled strips.
 
-The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
-Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The
-gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of a key block
-accumulate in VMEM. The gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they do not fit,
-the queries are processed in several passes.
+The backward pass needs the inputs and the log-sum-exp. With tiles, it also needs delta = Σ_s P·dP of complete rows. A
+first kernel computes it; without a post-compose, it is the product of the output and its gradient. The gradient kernel
+iterates over key blocks, and for each of them over query blocks. The gradients of a key block accumulate in VMEM. The
+gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they do not fit, the queries are
+processed in several passes.
 
 Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). Matrix
-products have bfloat16 operands, and key-wise weights, or the matrices made of them, are rounded to bfloat16; all other
-values are float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's
-precision of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all
-products.
+products have bfloat16 operands, also the matrices made of key-wise and static weights; all other values are float32.
+For float32 inputs, operands are float32 too if the kernels are interpreted, or if JAX's precision of products
+(`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all products.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
         q, k, v, pre, post, *_ = x
         inputs = _packed(config, x)
         inputs |= {"d_out": query_array(config, d_out.astype(q.dtype)), "lse": with_columns(config, lse)}
-        if config.post is None and config.blocks_k > 1:
+        if config.post is None and config.family == "matrix":
             delta = _delta(config, query_array(config, out), inputs["d_out"])
             inputs["delta"] = with_columns(config, delta)
         grads = (backward_interleaved.gradients if config.family == "interleaved" else backward)(

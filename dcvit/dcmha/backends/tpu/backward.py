@@ -14,10 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.backends.tpu import mixing_gradients, tile
 from dcvit.dcmha.backends.tpu.backward_tile import delta_kernel, gradient_kernel
 from dcvit.dcmha.backends.tpu.call import Blocked, KernelCall
-from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions, hidden_planes
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions
 from dcvit.dcmha.backends.tpu.mixing import MATRICES, with_matrices
 from dcvit.dcmha.backends.tpu.packing import with_columns
-from dcvit.dcmha.backends.tpu.strips import broadcast_scratch, mixed_scratch
+from dcvit.dcmha.backends.tpu.strips import mixed_scratch
 from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.shapes import Array, Ref
@@ -30,7 +30,7 @@ def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interp
     weights.
     """
     inputs = with_matrices(config, inputs, MATRICES, interpret) | {k: inputs[k] for k in ("wk",) if k in inputs}
-    if config.blocks_k > 1 and "delta" not in inputs:
+    if "delta" not in inputs:
         inputs = {**inputs, "delta": delta(config, inputs, interpret)}
     if config.queries_per_pass >= config.queries:
         return gradients(config, inputs, interpret)
@@ -63,8 +63,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
         block = jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
         return tile.nearest_needed(needed, b * config.blocks_q + i, block)
 
-    if config.family == "matrix":
-        inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
+    inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
     blocks, steps = config.blocks_q, config.max_key_blocks
     out = inputs["lse"].like(jnp.float32)
     call = KernelCall(
@@ -98,16 +97,14 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
         grid=(len(inputs["q"].array), config.blocks_k, config.blocks_q),
         index_maps={"B": lambda b, *_: b, "T": query_block, "S": lambda b, j, *_: j, "C": completed},
         inputs=inputs,
-        prefetched={} if config.is_single_tile else tile.needed_blocks(config, inputs, of_keys=True),
+        prefetched=tile.needed_blocks(config, inputs, of_keys=True),
         outputs=outputs,
         scratch=gradient_scratch(config, inputs, outputs),
         vmem_bytes=config.vmem_bytes,
-        metadata=None if config.is_single_tile else gradient_conditions(config, outputs),
+        metadata=gradient_conditions(config, outputs),
     )
     found = call.run(functools.partial(gradient_kernel, config), interpret)
-    if config.family == "matrix":
-        found |= {name: mixing_gradients.static_gradients(config, x) for name, x in found.items() if "static" in name}
-    return found
+    return {name: mixing_gradients.static_gradients(config, x) if "static" in name else x for name, x in found.items()}
 
 
 def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Blocked]) -> dict[str, str]:
@@ -129,10 +126,7 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[s
         found["dwk"] = inputs["wk"].like(jnp.float32)
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and layout.has_static:
-            number = config.heads * (
-                cdiv(config.heads, SUBLANES) if config.family == "matrix" else config.heads // config.groups
-            )
-            block = (number, SUBLANES, LANES)
+            block = (config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
             found[f"dstatic_{name}"] = Blocked(jax.ShapeDtypeStruct((batch, *block), jnp.float32), (1, *block), "B...")
     return found
 
@@ -141,13 +135,13 @@ def tile_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
     """Return the VMEM buffers that both backward kernels have, by name."""
     plane = pltpu.VMEM((config.heads, config.block_k, config.block_q), jnp.float32)
     row = pltpu.VMEM((config.heads, 8, config.block_q), jnp.float32)
-    found = {
+    return {
         "x": plane,  # scores
         "y": plane,  # gradient of the composed weights; later the gradient of the logits
         "m": row,  # log-sum-exp of each query, broadcast over sublanes
         "d": row,  # delta, as `m`
+        **mixed_scratch(config),
     }
-    return found | broadcast_scratch(config) | mixed_scratch(config)
 
 
 def gradient_scratch(
@@ -160,25 +154,22 @@ def gradient_scratch(
     scratch["dp"] = scratch["p"]  # their gradient
     scratch["w"] = pltpu.VMEM((config.heads, *plane), config.operand_dtype)  # attention weights after it
     scratch["da"] = scratch["w"]  # gradient of the scores
-    if not (config.is_single_tile and config.heads == config.key_heads):  # else gradients are written directly
-        scratch["dq_acc"] = pltpu.VMEM((config.blocks_q, wide, config.block_q), jnp.float32)  # of all queries
-        scratch["dk_acc"] = pltpu.VMEM((config.key_heads * config.head_dim, config.block_k), jnp.float32)
-        scratch["dv_acc"] = scratch["dk_acc"]
+    scratch["dq_acc"] = pltpu.VMEM((config.blocks_q, wide, config.block_q), jnp.float32)  # of all queries
+    scratch["dk_acc"] = pltpu.VMEM((config.key_heads * config.head_dim, config.block_k), jnp.float32)
+    scratch["dv_acc"] = scratch["dk_acc"]
     layouts = {"pre_hidden": config.pre, "post_hidden": config.post}
-    hidden = {name: hidden_planes(config, layout) for name, layout in layouts.items()}
+    hidden = {name: layout.hidden_planes(config.groups) if layout else 0 for name, layout in layouts.items()}
     hidden["g_hidden"] = max(hidden.values())  # of the transposed compose in use
     scratch |= {name: pltpu.VMEM((n, *plane), jnp.float32) for name, n in hidden.items() if n}
     if "dwq" in outputs:
         n = packed_columns(config, "q")
         scratch["gq"] = pltpu.VMEM((n, 8, config.block_q), jnp.float32)  # gradients of query-wise weights of a tile
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)  # of all queries
-    if "dwk" in outputs and config.family == "matrix":
+    if "dwk" in outputs:
         columns = inputs["wk"].array.shape[2]
         scratch["wk_cur"] = key_rows_scratch(columns)
         scratch["dwk_rows"] = pltpu.VMEM((columns, LANES), jnp.float32)  # gradients of key-wise weights
-    elif "dwk" in outputs:
-        scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
-    for name in ("pre", "post") if config.family == "matrix" else ():
+    for name in ("pre", "post"):
         if f"mix_{name}" in inputs:  # gradients of matrices, see `dcvit.dcmha.backends.tpu.mixing_gradients.diagonals`
             scratch[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.strip + 1)
     for name in ("pre", "post"):

@@ -105,9 +105,7 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
     )
 
 
-def score_vectors(
-    config: KernelConfig, refs: Refs, mask: Ref | None, strip: Strip, buffers: Sequence[Ref | None]
-) -> None:
+def score_vectors(config: KernelConfig, refs: Refs, mask: Ref | None, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute a strip's attention weights, and copy scores from `x_next`, which the next example overwrites, to `x`."""
     for queries in query_slices(config):
         save(planes(config, refs["x_next"], strip, queries), refs["x"], strip, queries)
@@ -137,7 +135,7 @@ def query_weight_gradients(config: KernelConfig, refs: Refs, compose_name: Compo
         return
     for queries in query_slices(config):
         for h in range(config.heads):
-            for column, product, _ in weight_products(config, tensors, h, keys, queries):
+            for column, product in weight_products(config, tensors, h, keys, queries):
                 part, gq = jnp.sum(split(product), axis=0), refs["gq"]
                 gq[column, :, queries] = part if keys.start == 0 else gq[column, :, queries] + part
 
@@ -342,7 +340,7 @@ def compose_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is None:
             continue
-        planes.append(layout.query_only().hidden_planes(config.groups))
+        planes.append(layout.hidden_planes(config.groups))
         if planes[-1]:
             found[f"{name}_hidden"] = pltpu.VMEM((planes[-1], config.block_k, config.block_q), jnp.float32)
         if layout.mixes:

@@ -1,4 +1,4 @@
-"""Stages of the backward kernels on one strip of keys; all families of kernels share them.
+"""Stages of the backward kernels on one strip of keys; both families of kernels share them.
 
 | stage | products of a strip | its vector operations |
 |---|---|---|
@@ -8,8 +8,8 @@
 
 Products of the post and logit stages include the gradients of the matrices (`dcvit.dcmha.backends.tpu.mixing`). The
 references x, y, p, dp, dl, w and da are planes of a tile, (H, Bk, Bq); y and dl may be the same. The stages also write
-the hidden planes that `ComposeTensors` needs: for the gradients of query-wise weights, and in the family "vector" for
-those of key-wise weights. `dcvit.dcmha.backends.tpu.strips` runs the stages.
+the hidden planes that `ComposeTensors` needs, for the gradients of query-wise weights.
+`dcvit.dcmha.backends.tpu.strips` runs the stages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 def attention_weights(
-    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffer: Ref | None, queries: slice
+    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffer: Ref, queries: slice
 ) -> Iterator[Array]:
     """Return the attention weights P of a strip, one head after the other.
 
@@ -51,9 +51,7 @@ def attention_weights(
     return (jnp.exp2(x - refs["m"][h, :, queries][None]) for h, x in enumerate(out))
 
 
-def score_vectors(
-    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]
-) -> None:
+def score_vectors(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute the attention weights P of a strip, and write them to `p`."""
     for queries in query_slices(config):
         save(attention_weights(config, refs, visible, strip, buffers[0], queries), refs["p"], strip, queries)
@@ -68,7 +66,7 @@ def post_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> N
         save_matrix_gradient(config, refs["dmix_post"], p, g, strip)
 
 
-def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute the composed weights W of a strip, and the gradient dP of its attention weights P."""
     for queries in query_slices(config):
         w: Iterable[Array] = planes(config, refs["p"], strip, queries)
@@ -96,15 +94,11 @@ def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
         save_matrix_gradient(config, refs["dmix_pre"], a, g, strip)
 
 
-def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute the gradients of the scores of a strip, and write them to `da`."""
     for queries in query_slices(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
-        if config.family == "vector":  # which has no products
-            dl: Sequence[Array] = list(logit_gradients(config, refs, strip, queries))
-            save(dl, refs["dl"], strip, queries)
-        else:
-            dl = planes(config, refs["dl"], strip, queries)
+        dl = planes(config, refs["dl"], strip, queries)
         da: Iterable[Array] = dl
         if pre is not None:
             da, hidden = pre.transposed(dl)
@@ -127,9 +121,9 @@ def save_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, str
 
 
 class ComposeTensors(NamedTuple):
-    """References (planes, Bk, Bq) from which the gradients of one compose's weights are computed."""
+    """References (planes, Bk, Bq) from which the gradients of one compose's query-wise weights are computed."""
 
-    layout: ComposeLayout  # of the weights whose gradients are sums of products of planes
+    layout: ComposeLayout
     a: Ref  # input
     g: Ref  # gradient of the output
     a_hidden: Ref | None  # hidden planes of the compose
@@ -141,34 +135,25 @@ def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName)
     layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
         return None
-    if config.family != "vector":
-        layout = layout.query_only()
     a, g = ("x", "dl") if compose_name == "pre" else ("p", "y")
     return ComposeTensors(layout, refs[a], refs[g], refs.get(f"{compose_name}_hidden"), refs.get("g_hidden"))
 
 
 def weight_products(
     config: KernelConfig, tensors: ComposeTensors, h: int, keys: slice, queries: slice
-) -> Iterator[tuple[int, Array, bool]]:
-    """Yield the products whose sums over keys or queries are the gradients of head `h`'s weights.
+) -> Iterator[tuple[int, Array]]:
+    """Yield the products whose sums over keys are the gradients of head `h`'s query-wise weights.
 
-    Each item is (packed column of the weight, product, is_row). `is_row` is True for a query-wise weight: its gradient
-    is the sum over keys; that of a key-wise weight is the sum over queries. The product is a_h times a hidden plane of
-    `g` for a down projection, g_h times a hidden plane of `a` for an up projection, and a_h·g_h for a gate.
+    Each item is (packed column of the weight, product). The product is a_h times a hidden plane of `g` for a down
+    projection, g_h times a hidden plane of `a` for an up projection, and a_h·g_h for a gate.
     """
-    layout = tensors.layout
+    down, up, gate = tensors.layout.query
     x, y = tensors.a[h, keys, queries], tensors.g[h, keys, queries]
-    plane = h // (config.heads // config.groups)
-    sides = (layout.query, layout.query_rank, True), (layout.key, layout.key_rank, False)
-    for offsets, rank, is_row in sides:
-        if offsets.down is None or offsets.up is None:
-            continue
-        for r in range(rank):
-            yield offsets.down + r * config.heads + h, x * not_none(tensors.g_hidden)[plane, keys, queries], is_row
-            yield offsets.up + r * config.heads + h, y * not_none(tensors.a_hidden)[plane, keys, queries], is_row
-            plane += config.groups
-    if layout.query.gate is not None or layout.key.gate is not None:
-        product = x * y
-        for offsets, _, is_row in sides:
-            if offsets.gate is not None:
-                yield offsets.gate + h, product, is_row
+    group = h // (config.heads // config.groups)
+    if down is not None and up is not None:
+        for r in range(tensors.layout.query_rank):
+            plane = group + r * config.groups
+            yield down + r * config.heads + h, x * not_none(tensors.g_hidden)[plane, keys, queries]
+            yield up + r * config.heads + h, y * not_none(tensors.a_hidden)[plane, keys, queries]
+    if gate is not None:
+        yield gate + h, x * y

@@ -23,7 +23,7 @@ from dcvit.dcmha.backends.tpu.backward_stages import (
 )
 from dcvit.dcmha.backends.tpu.call import Refs
 from dcvit.dcmha.backends.tpu.compose import key_wise_matrix, strip_compose
-from dcvit.dcmha.backends.tpu.config import LANES, ComposeName, Index, KernelConfig
+from dcvit.dcmha.backends.tpu.config import ComposeName, Index, KernelConfig
 from dcvit.dcmha.backends.tpu.forward_stages import score_products
 from dcvit.dcmha.backends.tpu.mixing_gradients import MatrixTensors, matrix_gradients
 from dcvit.dcmha.backends.tpu.strips import over_strips
@@ -41,8 +41,8 @@ from dcvit.dcmha.backends.tpu.tile import (
     stack,
 )
 from dcvit.dcmha.backends.tpu.weights import transpose_key_weights
-from dcvit.dcmha.numerics import LOG2_E, total
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.shapes import Array, Ref
 
 Stage: TypeAlias = Callable[[KernelConfig, Refs, Strip, Ref], None]  # products of a strip
 CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
@@ -50,8 +50,7 @@ CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
 
 def delta_kernel(config: KernelConfig, refs: Refs) -> None:
     """Add one key block to delta_h = Σ_s P_h·dP_h of a query block; grid index (b, i, j)."""
-    if "diagonal" in refs:
-        mixing.write_diagonal(config, refs["diagonal"])
+    mixing.write_diagonal(config, refs["diagonal"])
     i, step = pl.program_id(1), pl.program_id(2)
     j = config.first_key_block(i) + step
 
@@ -72,7 +71,7 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
             functools.partial(add_delta, config, refs, is_visible),
             functools.partial(delta_products, config, refs),
         )
-        over_strips(config, refs, ("pre", "post"), vectors, products)
+        over_strips(config, refs["mixed"], vectors, products)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -88,7 +87,7 @@ def delta_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
             out[n] = dot(key_wise_matrix(config, refs, name, strip), stacked, (1, 0))
 
 
-def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Add the products P·dP of a strip, summed over its keys in each sublane, to `d`."""
     for queries in query_slices(config):
         p = attention_weights(config, refs, visible, strip, buffers[0], queries)
@@ -100,85 +99,54 @@ def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, 
             refs["d"][h, :, queries] += jnp.sum(x * y, axis=0)
 
 
-def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors, static: Ref | None) -> None:
-    """Compute a tile's share of the gradients of one compose's weights.
+def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors) -> None:
+    """Write a tile's share of the gradients of one compose's query-wise weights to the rows of `gq`.
 
-    Query-wise gradients are written to the rows of `gq`, key-wise gradients are added to the columns of `gk`, and those
-    of static weights to `static`. Heads are processed one by one, so that a head's sums over keys stay in registers.
+    Heads are processed one by one, so that a head's sums over keys stay in registers.
     """
-    per_group, queries = config.heads // config.groups, slice(None)
     for h in range(config.heads):
         sums: dict[int, Array] = {}
         for start in range(0, config.block_k, CHUNK):
             keys = slice(start, min(start + CHUNK, config.block_k))
-            for column, product, is_row in weight_products(config, tensors, h, keys, queries):
-                if is_row:
-                    part = jnp.sum(split(product), axis=0)
-                    sums[column] = sums[column] + part if column in sums else part
-                elif config.is_single_tile:
-                    refs["gk"][keys, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
-                else:
-                    refs["gk"][keys, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
+            for column, product in weight_products(config, tensors, h, keys, slice(None)):
+                part = jnp.sum(split(product), axis=0)
+                sums[column] = sums[column] + part if column in sums else part
         for column, part in sums.items():
             refs["gq"][column] = part
-        for n in range(h - h % per_group, h - h % per_group + per_group) if tensors.layout.has_static else ():
-            part = jnp.sum(split(tensors.a[n] * tensors.g[h]), axis=0)
-            registers = [part[:, c : c + LANES] for c in range(0, config.block_q, LANES)]
-            not_none(static)[n * per_group + h % per_group] += total(registers)
 
 
 def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None:
-    """Compute composed weights W and gradients dA of scores of a tile; add its share to all compose weights' gradients.
+    """Compute composed weights W and gradients dA of scores of a tile; add its share to all weights' gradients."""
 
-    If delta is an input of the kernel, `d` already contains it; otherwise the tile has all keys of its queries, and
-    delta is computed here.
-    """
-
-    def run(compose_name: ComposeName, vectors: Vectors, products: Stage) -> None:
-        over_strips(config, refs, (compose_name,), vectors, functools.partial(products, config, refs))
+    def run(vectors: Vectors, products: Stage) -> None:
+        over_strips(config, refs["mixed"], vectors, functools.partial(products, config, refs))
 
     def add_weight_gradients(compose_name: ComposeName) -> None:
         if (tensors := compose_tensors(config, refs, compose_name)) is not None:
-            weight_gradients(config, refs, tensors, refs.get(f"gstatic_{compose_name}"))
+            weight_gradients(config, refs, tensors)
 
     scores(config, refs["k"], refs["q"], refs["x"])
     scores(config, refs["v"], refs["d_out"], refs["y"])
     is_visible = tile.visible_with_segments(config, refs, i, j)
-    run("pre", functools.partial(score_vectors, config, refs, is_visible), score_products)
-    run("post", functools.partial(post_vectors, config, refs), post_products)
+    run(functools.partial(score_vectors, config, refs, is_visible), score_products)
+    run(functools.partial(post_vectors, config, refs), post_products)
     add_weight_gradients("post")
-    if "delta" not in refs:
-        for h in range(config.heads):
-            d = jnp.sum(split(refs["p"][h] * refs["dp"][h]), axis=0)
-            refs["d"][h] = jnp.broadcast_to(jnp.sum(d, axis=0, keepdims=True), refs["d"].shape[1:])
     refs = {**refs, "dl": refs["y"]}  # dW is not needed any more
-    run("pre", functools.partial(logit_vectors, config, refs), logit_products)
+    run(functools.partial(logit_vectors, config, refs), logit_products)
     add_weight_gradients("pre")
 
 
-def token_gradients(config: KernelConfig, refs: Refs, i: Index, factor: float) -> None:
-    """Compute dqᵀ = kᵀ·dAᵀ, dkᵀ = qᵀ·dA and dvᵀ = dOᵀ·W of a tile; add them to accumulators, or write a single tile's.
+def token_gradients(config: KernelConfig, refs: Refs, i: Index) -> None:
+    """Add dqᵀ = kᵀ·dAᵀ, dkᵀ = qᵀ·dA and dvᵀ = dOᵀ·W of a tile to the accumulators.
 
-    `factor` converts gradients of scores in units of log 2 to those of q·k. Tokens are transposed, not planes, because
-    they are far smaller.
+    Tokens are transposed, not planes, because they are far smaller.
     """
     q, k, d_out = refs["q"][0], refs["k"][0, : config.block_k].T, refs["d_out"][0]
-    dq, dk, dv = [], [], []
     for h in range(config.heads):
         lanes = config.query_lanes(h)
-        dq.append(dot(k[config.key_lanes(h)], refs["da"][h], (1, 0)))
-        dk.append(dot(q[lanes], refs["da"][h], (1, 1)))
-        dv.append(dot(d_out[lanes], refs["w"][h], (1, 1)))
-    if "dq_acc" not in refs:
-        refs["dq"][0] = jnp.concatenate([(x * factor).astype(refs["dq"].dtype) for x in dq], axis=0)
-        for out, heads, times in ((refs["dk"], dk, factor), (refs["dv"], dv, 1.0)):
-            rows = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
-            out[0, : len(rows)] = rows
-        return
-    for h in range(config.heads):
-        refs["dq_acc"][i, config.query_lanes(h)] += dq[h]
-        refs["dk_acc"][config.key_lanes(h)] += dk[h]
-        refs["dv_acc"][config.key_lanes(h)] += dv[h]
+        refs["dq_acc"][i, lanes] += dot(k[config.key_lanes(h)], refs["da"][h], (1, 0))
+        refs["dk_acc"][config.key_lanes(h)] += dot(q[lanes], refs["da"][h], (1, 1))
+        refs["dv_acc"][config.key_lanes(h)] += dot(d_out[lanes], refs["w"][h], (1, 1))
 
 
 def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
@@ -186,20 +154,19 @@ def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
 
     Gradients of a key block accumulate over i. Gradients of all query blocks stay in VMEM and accumulate over j.
     """
-    if "diagonal" in refs:
-        mixing.write_diagonal(config, refs["diagonal"])
-    j, i = (0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2))
+    mixing.write_diagonal(config, refs["diagonal"])
+    j, i = pl.program_id(1), pl.program_id(2)
     first_i, last_i = i == 0, i == config.blocks_q - 1
     first_j, last_j = j == 0, j == config.blocks_k - 1
-    factor = 1 / LOG2_E if config.pre is not None else config.scale
+    factor = 1 / LOG2_E if config.pre is not None else config.scale  # from scores in units of log 2 to q·k
 
     @pl.when(first_i)
     def _() -> None:
-        clear(refs.get("dk_acc"), refs.get("dv_acc"), refs.get("gk"), refs.get("dmix_pre"), refs.get("dmix_post"))
+        clear(refs["dk_acc"], refs["dv_acc"], refs.get("dmix_pre"), refs.get("dmix_post"))
 
     @pl.when(first_j)
     def _() -> None:
-        clear(*(None if ref is None else ref.at[i] for ref in (refs.get("dq_acc"), refs.get("gq_acc"))))
+        clear(refs["dq_acc"].at[i], refs["gq_acc"].at[i] if "gq_acc" in refs else None)
 
     @pl.when(first_i & first_j)
     def _() -> None:
@@ -210,22 +177,21 @@ def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
     @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)) & is_needed)
     def _() -> None:
         broadcast_rows(refs["lse"], refs["m"], config.heads, config.block_q)
-        if "delta" in refs:
-            broadcast_rows(refs["delta"], refs["d"], config.heads, config.block_q)
+        broadcast_rows(refs["delta"], refs["d"], config.heads, config.block_q)
         tile_gradients(config, refs, i, j)
-        token_gradients(config, refs, i, factor)
+        token_gradients(config, refs, i)
         for c in range(refs["gq"].shape[0] if "gq" in refs else 0):
             refs["gq_acc"][i, c : c + 1, :] += jnp.sum(refs["gq"][c], axis=0, keepdims=True)
 
     @pl.when(last_i)
     def _() -> None:
-        write_key_gradients(refs, factor)
+        refs["dk"][0] = (refs["dk_acc"][...] * factor).astype(refs["dk"].dtype).T
+        refs["dv"][0] = refs["dv_acc"][...].astype(refs["dv"].dtype).T
         write_matrix_gradients(config, refs)
 
     @pl.when(last_j)
     def _() -> None:
-        if "dq_acc" in refs:
-            refs["dq"][0] = (refs["dq_acc"][i] * factor).astype(refs["dq"].dtype)
+        refs["dq"][0] = (refs["dq_acc"][i] * factor).astype(refs["dq"].dtype)
         if "gq" in refs:
             refs["dwq"][0, : refs["gq"].shape[0]] = refs["gq_acc"][i]
 
@@ -241,15 +207,6 @@ def clear(*refs: Ref | None) -> None:
     for ref in refs:
         if ref is not None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
-
-
-def write_key_gradients(refs: Refs, factor: float) -> None:
-    """Write the accumulated gradients of a key block to the outputs."""
-    if "dk_acc" in refs:
-        refs["dk"][0, : refs["dk_acc"].shape[1]] = (refs["dk_acc"][...] * factor).astype(refs["dk"].dtype).T
-        refs["dv"][0, : refs["dk_acc"].shape[1]] = refs["dv_acc"][...].astype(refs["dv"].dtype).T
-    if "gk" in refs:
-        refs["dwk"][0, : refs["gk"].shape[0], : refs["gk"].shape[1]] = refs["gk"][...]
 
 
 def write_matrix_gradients(config: KernelConfig, refs: Refs) -> None:

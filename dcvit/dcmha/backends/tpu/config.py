@@ -24,23 +24,13 @@ Index: TypeAlias = int | Array  # a block number: static, or traced inside a ker
 Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
 ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
-# Kernels of one of three families compute attention. In all of them, the VPU adds the query-wise branch. No family can
-# replace another one within a few percent; by bundles (about cycles), see scripts/tpu/bundles.py:
+# Kernels of one of two families compute attention. In both, the MXU mixes heads by key-wise and static weights, and the
+# VPU adds the query-wise branch:
 #
-#   family         blocks, and what mixes heads         needed for                           its bundles : without it
-#   "interleaved"  eight interleaved examples, each     ViT-S/16 on v5e: forward, gradient   1 : 1.58, 1 : 1.50
-#                  of one tile; MXU                     ViT-S/16 on v6e                      1 : 1.71, 1 : 1.42
-#   "matrix"       one example in several tiles; MXU    405M on v5e: forward, delta,         1 : 1.21, 1 : 1.49,
-#                                                       gradient                             1 : 1.28
-#                                                       2.8B on v6e                          1 : 1.39, 1.45, 1.20
-#                                                       6.9B on v5p                          1 : 1.41, 1.59, 1.20
-#   "vector"       one example; VPU                     on all chips what the MXU cannot     not computed without it
-#                                                       mix: an odd number of heads, or more
-#                                                       than 32 (13B has 40, 33B has 52),
-#                                                       and plain attention in tiles
-#
-# The ratios of "interleaved" are to one tile of one example, those of "matrix" to "vector", each by an earlier version.
-Family: TypeAlias = Literal["interleaved", "matrix", "vector"]
+#   "interleaved"  blocks of eight interleaved examples, each of one tile; of 1.4 to 1.7 times fewer bundles (about
+#                  cycles, scripts/tpu/bundles.py) than "matrix" for ViT-S/16 on v5e and v6e
+#   "matrix"       one example in tiles
+Family: TypeAlias = Literal["interleaved", "matrix"]
 IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
 
 
@@ -52,15 +42,6 @@ class BranchOffsets(NamedTuple):
     gate: int | None
 
 
-class KeyRun(NamedTuple):
-    """A run of neighboring packed columns of key-wise weights; each shares a 32-bit word with a partner column."""
-
-    start: int
-    size: int
-    distance: int  # from a column to its partner
-    partners: int  # number of columns that have a partner, the first ones; at most `size`
-
-
 class ComposeLayout(NamedTuple):
     """The branches of one compose and the position of its weights in the packed arrays."""
 
@@ -69,44 +50,21 @@ class ComposeLayout(NamedTuple):
     query_rank: int
     key_rank: int
     has_static: bool
-    skip_factor: float  # multiplies the skip connection where the compose has no gate
-    key_runs: tuple[KeyRun, ...]  # all key-wise columns
-
-    def key_columns(self, *, rounded: bool) -> list[int]:
-        """Return the packed columns of key-wise weights to broadcast: if `rounded`, one for each word of two."""
-        lower = [run.start + n for run in self.key_runs for n in range(run.size)]
-        upper = [run.start + run.distance + n for run in self.key_runs for n in range(run.partners)]
-        return lower if rounded else lower + upper
-
-    def key_word(self, column: int) -> tuple[int, bool]:
-        """Return the index in `key_columns` of a packed column's word, and True if the column is its upper half."""
-        before = 0
-        for run in self.key_runs:
-            for first, size, is_upper in ((run.start, run.size, False), (run.start + run.distance, run.partners, True)):
-                if first <= column < first + size:
-                    return before + column - first, is_upper
-            before += run.size
-        raise ValueError(f"column {column} is not one of {self.key_runs}")
+    skip_factor: float  # multiplies the skip connection where the compose has no query-wise gate
 
     def with_keys_after(self, columns: int) -> ComposeLayout:
         """Return the layout in an array where `columns` query-wise columns precede the key-wise columns."""
         key = BranchOffsets(*(None if start is None else start + columns for start in self.key))
-        runs = tuple(run._replace(start=run.start + columns) for run in self.key_runs)
-        return self._replace(key=key, key_runs=runs)
+        return self._replace(key=key)
 
     @property
     def mixes(self) -> bool:
         """True if there is a key-wise branch or a static projection, see `dcvit.dcmha.backends.tpu.mixing`."""
         return self.has_static or any(start is not None for start in self.key)
 
-    def query_only(self) -> ComposeLayout:
-        """Return the layout of the query-wise branch and the skip connection."""
-        return self._replace(key=BranchOffsets(None, None, None), key_rank=0, has_static=False, key_runs=())
-
     def hidden_planes(self, groups: int) -> int:
-        """Return the number of hidden planes: one for each rank, group and side with a dynamic projection."""
-        sides = (self.query, self.query_rank), (self.key, self.key_rank)
-        return groups * sum(rank for offsets, rank in sides if offsets.down is not None)
+        """Return the number of hidden planes of the query-wise projection: one for each rank and group."""
+        return 0 if self.query.down is None else groups * self.query_rank
 
 
 class KernelConfig(NamedTuple):
@@ -132,7 +90,7 @@ class KernelConfig(NamedTuple):
     post: ComposeLayout | None
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
-    rounded: bool  # operands of products and key-wise weights are bfloat16; the weights in pairs in 32-bit words
+    rounded: bool  # operands of products are bfloat16
 
     @property
     def operand_dtype(self) -> np.dtype[Any]:
@@ -154,11 +112,6 @@ class KernelConfig(NamedTuple):
     def summary(self) -> str:
         """Description of family and tile, for the log."""
         return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
-
-    @property
-    def is_single_tile(self) -> bool:
-        """True if one tile holds all scores of an example."""
-        return self.blocks_q == self.blocks_k == 1
 
     @property
     def is_ordered(self) -> bool:
@@ -223,13 +176,6 @@ class KernelConfig(NamedTuple):
             last_query = jnp.maximum(j * self.block_k + (self.block_k + self.window - 2 - self.first_query), 0)
             high = jnp.minimum(_quotient(last_query, self.block_q), last)
         return jnp.clip(i, low, jnp.maximum(high, low))
-
-
-def hidden_planes(config: KernelConfig, layout: ComposeLayout | None) -> int:
-    """Return the number of hidden planes that the VPU computes for a compose."""
-    if layout is None:
-        return 0
-    return (layout if config.family == "vector" else layout.query_only()).hidden_planes(config.groups)
 
 
 def _minimum(a: Index, b: int) -> Index:

@@ -23,7 +23,7 @@ from dcvit.dcmha.backends.tpu.forward_stages import (
 )
 from dcvit.dcmha.backends.tpu.mixing import with_matrices
 from dcvit.dcmha.backends.tpu.packing import with_columns
-from dcvit.dcmha.backends.tpu.strips import broadcast_scratch, mixed_scratch, over_strips
+from dcvit.dcmha.backends.tpu.strips import mixed_scratch, over_strips
 from dcvit.dcmha.backends.tpu.tile import dot, scores
 from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.shapes import Array, Ref
@@ -46,40 +46,30 @@ def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, *, coun
 
     vectors = functools.partial(score_vectors, config, refs, tile.visible_with_segments(config, refs, i, j))
     products = functools.partial(score_products, config, refs)
-    over_strips(config, refs, ("pre",), vectors, products, count_previous_step if count else None)
+    over_strips(config, refs["mixed"], vectors, products, count_previous_step if count else None)
     if count:
         update_statistics(config, refs, slice(config.block_k - step_keys, config.block_k))
 
 
 def compute_output(config: KernelConfig, refs: Refs) -> None:
-    """Add the weights times the values of a tile to `acc`, or write them to `o` if there is no other tile."""
+    """Add the weights times the values of a tile to `acc`."""
     vectors, products = (functools.partial(stage, config, refs) for stage in (weight_vectors, weight_products))
-    over_strips(config, refs, ("post",), vectors, products)
+    over_strips(config, refs["mixed"], vectors, products)
     # Values are far smaller than weights, which the MXU reads without a transposition.
     v = refs["v"][0, : config.block_k].T
     out = [dot(v[config.key_lanes(h)], refs["w"][h], (1, 0)) for h in range(config.heads)]
-    if "acc" not in refs:
-        refs["o"][0] = jnp.concatenate([x.astype(refs["o"].dtype) for x in out], axis=0)
-    else:
-        for h in range(config.heads):
-            refs["acc"][config.query_lanes(h)] += out[h]
+    for h in range(config.heads):
+        refs["acc"][config.query_lanes(h)] += out[h]
 
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
     """Process one key block: statistics in phase 0, output in phase 1; grid index (b, i, phase, step)."""
-    if "diagonal" in refs:
-        mixing.write_diagonal(config, refs["diagonal"])
-    i, phase, step = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
+    mixing.write_diagonal(config, refs["diagonal"])
+    i, phase, step = pl.program_id(1), pl.program_id(2), pl.program_id(3)
     j = config.first_key_block(i) + step
     slots, steps = refs["x"].shape[0], config.max_key_blocks
     scores_of_block = refs["x"].at[step if slots > 1 else 0]
     refs = {**refs, "x": scores_of_block, "y": scores_of_block}
-    if steps == 1:
-        initialize_statistics(refs)
-        compute_scores(config, refs, i, j, count=True)
-        finish_statistics(config, refs)
-        compute_output(config, refs)
-        return
     attended = j <= config.last_key_block(i)
     attended &= tile.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
     acc = refs["acc"]
@@ -114,18 +104,17 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
     letters = {"k": "K", "ids_k": "K", "mix_pre": "K", "v": "V", "mix_post": "V"}
     inputs = {name: x._replace(axes=x.axes.replace("S", letters.get(name, "S"))) for name, x in inputs.items()}
     batch, blocks, steps, tiles = len(inputs["q"].array), config.blocks_q, config.max_key_blocks, config.attended_tiles
-    phases = 1 if steps == 1 else 2
     lse = jax.ShapeDtypeStruct((batch, config.heads, blocks * config.block_q), jnp.float32)
     call = KernelCall(
         name="dcmha_forward",
-        grid=(batch, blocks, phases, steps),
+        grid=(batch, blocks, 2, steps),
         index_maps=index_maps(config),
         inputs=inputs,
-        prefetched=tile.needed_blocks(config, inputs) if steps > 1 else {},
+        prefetched=tile.needed_blocks(config, inputs),
         outputs={"o": inputs["q"].like(config.dtype), "lse": with_columns(config, lse)},
         scratch=scratch(config),
         vmem_bytes=config.vmem_bytes,
-        metadata=conditions(blocks * phases * steps, blocks, tiles, blocks, tiles, blocks) if steps > 1 else None,
+        metadata=conditions(blocks * 2 * steps, blocks, tiles, blocks, tiles, blocks),
     )
     results = call.run(functools.partial(kernel, config), interpret)
     return results["o"], results["lse"]
@@ -133,7 +122,7 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
 
 def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
     """Return the index maps of the grid (b, i, phase, step): V for inputs of phase 1, K for phase 0 or both."""
-    keeps, phases = keeps_all_scores(config), 1 if config.max_key_blocks == 1 else 2
+    keeps = keeps_all_scores(config)
 
     def nearest(b: Index, i: Index, block: Index, needed: Sequence[Ref]) -> Index:
         return tile.nearest_needed(needed, b * config.blocks_q + i, block)
@@ -143,14 +132,14 @@ def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
 
     def block_of_k(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
         block = key_block(b, i, phase, step, *needed)
-        if not keeps or phases == 1:
+        if not keeps:
             return block
         last = nearest(b, i, config.last_key_block(i), needed)
         return jnp.where(phase == 0, block, last)  # with kept scores, phase 1 does not read keys
 
     def block_of_v(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
         block = key_block(b, i, phase, step, *needed)
-        return block if phases == 1 else jnp.where(phase == 1, block, nearest(b, i, config.first_key_block(i), needed))
+        return jnp.where(phase == 1, block, nearest(b, i, config.first_key_block(i), needed))
 
     return {"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block, "K": block_of_k, "V": block_of_v}
 
@@ -159,16 +148,14 @@ def scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
     """Return the VMEM buffers of the kernel by name."""
     heads, block_q, block_k = config.heads, config.block_q, config.block_k
     slots = config.max_key_blocks if keeps_all_scores(config) else 1
-    found = {
+    return {
         "x": pltpu.VMEM((slots, heads, block_k, block_q), jnp.float32),  # scores of one or of all key blocks
         "w": pltpu.VMEM((heads, block_k, block_q), config.operand_dtype),  # composed attention weights of a tile
         "m": pltpu.VMEM((heads, 8, block_q), jnp.float32),  # maximum of each sublane; later the log-sum-exp
         "sums": pltpu.VMEM((heads, 8, block_q), jnp.float32),  # sum of each sublane
+        "acc": pltpu.VMEM((heads * config.head_dim, block_q), jnp.float32),  # output of the key blocks so far
+        **mixed_scratch(config),
     }
-    found |= broadcast_scratch(config) | mixed_scratch(config)
-    if config.max_key_blocks > 1:
-        found["acc"] = pltpu.VMEM((heads * config.head_dim, block_q), jnp.float32)  # output of the key blocks so far
-    return found
 
 
 def keeps_all_scores(config: KernelConfig) -> bool:

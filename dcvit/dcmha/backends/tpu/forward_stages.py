@@ -1,4 +1,4 @@
-"""Stages of the forward kernels on one strip of keys; all families of kernels share them.
+"""Stages of the forward kernels on one strip of keys; both families of kernels share them.
 
 | stage | products of a strip | its vector operations |
 |---|---|---|
@@ -33,7 +33,7 @@ from dcvit.dcmha.backends.tpu.tile import (
     strip_rows,
 )
 from dcvit.dcmha.numerics import MASKED_SCORE
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.shapes import Array, Ref
 
 
 def score_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
@@ -43,16 +43,11 @@ def score_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> 
         out[0] = dot(key_wise_matrix(config, refs, "mix_pre", strip), operand, (1, 0))
 
 
-def score_vectors(
-    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]
-) -> None:
+def score_vectors(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute the composed and masked scores of a strip, and write them to `y`."""
     for queries in query_slices(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
-        a: Sequence[Array] = planes(config, refs["x"], strip, queries)
-        if config.family == "vector":  # static weights read all heads for each one, which replaces its scores
-            a = list(a)
-        out, _ = logits(config, a, pre, visible(strip, queries))
+        out, _ = logits(config, planes(config, refs["x"], strip, queries), pre, visible(strip, queries))
         save(out, refs["y"], strip, queries)
 
 
@@ -67,14 +62,11 @@ def weight_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) ->
             out[0, :, queries] = dot(matrix, stack(config, p), (1, 0))
 
 
-def weight_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+def weight_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref]) -> None:
     """Compute the composed attention weights of a strip, and write them to `w`."""
     for queries in query_slices(config):
         post = strip_compose(config, refs, "post", buffers[0], queries)
-        if config.family == "vector":
-            p: Sequence[Array] = attention_weights(config, refs, strip, queries)
-        else:
-            p = stacked_planes(config, not_none(buffers[1]), queries)
+        p = stacked_planes(config, buffers[1], queries)
         save_operand(config, p if post is None else post.compose(p)[0], refs["w"], strip, queries)
 
 

@@ -227,13 +227,11 @@ def with_matrices(
     """Return a kernel's inputs with matrices, (B, strips, H, H·keys), instead of key-wise and static weights.
 
     Args:
-      config: the sizes; nothing changes where the VPU mixes heads.
+      config: the sizes.
       inputs: arrays from `dcvit.dcmha.backends.tpu.packing.pack`, by name.
       names: the matrices that the kernel reads, of `MATRICES`.
       interpret: the argument of `pallas_call`.
     """
-    if config.family != "matrix":
-        return inputs
     kept = {name: x for name, x in inputs.items() if name != "wk" and not name.startswith("static")}
     return kept | matrices(config, inputs, names, interpret)
 
@@ -244,6 +242,8 @@ def matrices(
     """Return the matrices `names` of the composes that mix heads, by name; see `with_matrices`."""
     layouts, batch = {"pre": config.pre, "post": config.post}, len(inputs["q"].array)
     names = [name for name in names if (layout := layouts[name.split("_")[1]]) is not None and layout.mixes]
+    if not names:
+        return {}
     inputs = {name: inputs[name] for name in ("wk", "static_pre", "static_post") if name in inputs}
     block = rows_shape(config)
     shape = (batch, config.blocks_k * block.shape[0], *block.shape[1:])

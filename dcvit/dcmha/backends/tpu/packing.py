@@ -12,11 +12,11 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.tpu import interleaved
 from dcvit.dcmha.backends.tpu.call import Blocked
-from dcvit.dcmha.backends.tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig, KeyRun
-from dcvit.dcmha.backends.tpu.weights import Side, corrected, scaled, words
+from dcvit.dcmha.backends.tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig
+from dcvit.dcmha.backends.tpu.weights import Side, corrected, scaled
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
-from dcvit.dcmha.numerics import LOG2_E, cdiv
+from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.segments import pad_ids
 from dcvit.dcmha.shapes import Array
 
@@ -57,16 +57,9 @@ def compose_layouts(
     def layout(c: int, w: ComposeWeights | None) -> ComposeLayout | None:
         if w is None:
             return None
-        runs, (down, up, gate) = [], keys[c]
-        if w.k1 is not None and down is not None and up is not None:
-            size = math.prod(w.k1.shape[2:])
-            runs.append(KeyRun(down, size, up - down, size))
-        if w.kg is not None and gate is not None:
-            half = cdiv(w.kg.shape[2], 2)
-            runs.append(KeyRun(gate, half, half, w.kg.shape[2] - half))
         ranks = [0 if x is None else x.shape[2] for x in (w.q1, w.k1)]
         skip = 1.0 if c else scale * LOG2_E
-        return ComposeLayout(queries[c], keys[c], ranks[0], ranks[1], w.static is not None, skip, tuple(runs))
+        return ComposeLayout(queries[c], keys[c], ranks[0], ranks[1], w.static is not None, skip)
 
     return layout(0, pre), layout(1, post)
 
@@ -172,20 +165,18 @@ def _pack_side(
 ) -> Blocked | None:
     """Return the packed weights of one side ("q" or "k") of both composes for `length` tokens; None if there are none.
 
-    In the family "matrix", a kernel converts key-wise weights; they are packed unchanged. All others are `scaled`.
+    Query-wise weights are `scaled`; a kernel converts key-wise weights, which are packed unchanged.
     """
     columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
         return None
     x = _joined(columns)
-    if side == "k" and config.family == "matrix":
-        return with_rows(config, jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, -x.shape[2] % LANES))))
-    x = scaled(config, x, side)
-    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
-    if side == "q":
-        x = x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
-        return Blocked(x, (1, config.block_q // LANES, *x.shape[2:]), "BT..")
-    return with_rows(config, words(config, x) if config.rounded else x)
+    rows = (0, length - x.shape[1])
+    if side == "k":
+        return with_rows(config, jnp.pad(x, ((0, 0), rows, (0, -x.shape[2] % LANES))))
+    x = jnp.pad(scaled(config, x), ((0, 0), rows, (0, 0)))
+    x = x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
+    return Blocked(x, (1, config.block_q // LANES, *x.shape[2:]), "BT..")
 
 
 def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None) -> Blocked | None:

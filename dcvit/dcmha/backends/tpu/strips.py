@@ -20,67 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.backends.tpu import mixing
 from dcvit.dcmha.backends.tpu.call import Refs
-from dcvit.dcmha.backends.tpu.config import LANES, ComposeLayout, ComposeName, Index, KernelConfig, Rows
+from dcvit.dcmha.backends.tpu.config import Index, KernelConfig
 from dcvit.dcmha.backends.tpu.tile import Products, Strip, Vectors
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.shapes import Array, Ref
 
 Task: TypeAlias = Callable[[], None]
 
 AHEAD = 2  # strips between a matrix product and the vector operations that need it
 GROUP = 4  # strips whose sums are computed together
-
-
-def broadcast_columns(
-    config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
-) -> None:
-    """Broadcast the key-wise weights of one compose, for the keys `rows`, over the 128 lanes of `out`."""
-    if layout is None or not layout.key_runs:
-        return
-    x = not_none(wk)[0, rows, :]
-    for n, c in enumerate(layout.key_columns(rounded=config.rounded)):
-        not_none(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
-
-
-def over_strips(
-    config: KernelConfig,
-    refs: Refs,
-    composes: Sequence[ComposeName],
-    vectors: Vectors,
-    products: Products,
-    overlapped: Callable[[Array], None] | None = None,
-) -> None:
-    """Run one stage, in a loop over the strips of a tile: call vectors(strip, buffers) for each.
-
-    In the family "vector", `buffers` are the broadcast key-wise weights of `composes`. A strip of few heads has little
-    work, and the latency of the broadcasts would dominate it. Each step of the loop therefore processes several strips
-    and first broadcasts the weights of all of them, each into its own buffer: the compiler assumes that a buffer
-    selected by a traced index aliases the one that is being read. In the family "matrix", `buffers` are the results of
-    `products`, see `over_mixed_strips`.
-
-    `overlapped` is called with the index of each step while its broadcasts or products are in flight; it must not read
-    what the step writes.
-    """
-    if config.family == "matrix":
-        over_mixed_strips(config, refs["mixed"], vectors, products, overlapped)
-        return
-    unroll = config.strips_per_step
-    layouts = {"pre": (config.pre, refs.get("broadcast_pre")), "post": (config.post, refs.get("broadcast_post"))}
-
-    def step(i: Array, _: None) -> None:
-        strips = strips_of(config, i)
-        buffers = []
-        for n in range(unroll):
-            refs_of_step = [layouts[name][1] for name in composes]
-            buffers.append([None if ref is None else ref.at[n] for ref in refs_of_step])
-        for some, outs in zip(strips, buffers, strict=True):
-            for name, out in zip(composes, outs, strict=True):
-                broadcast_columns(config, layouts[name][0], refs.get("wk"), some.rows, out)
-        if overlapped:
-            overlapped(i)
-        for some, outs in zip(strips, buffers, strict=True):
-            vectors(some, outs)
-
-    jax.lax.fori_loop(0, steps(config), step, None)
 
 
 def steps(config: KernelConfig) -> int:
@@ -100,9 +47,9 @@ def strips_of(config: KernelConfig, i: Index) -> list[Strip]:
     return found
 
 
-def over_mixed_strips(
+def over_strips(
     config: KernelConfig, buffers: Ref, vectors: Vectors, products: Products,
-    overlapped: Callable[[Array], None] | None,
+    overlapped: Callable[[Array], None] | None = None,
 ) -> None:  # fmt: skip
     """Call products(strip, buffer) for the strips of a tile, one step ahead of vectors(strips of a step, buffers).
 
@@ -110,6 +57,9 @@ def over_mixed_strips(
     each with its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After the
     last step, `products` runs once more for the strips of that step, and the result is not used: a tile of 16 strips in
     steps of two has 18 products.
+
+    `overlapped` is called with the index of each step while its products are in flight; it must not read what the step
+    writes.
     """
 
     def compute(i: Index, half: int) -> None:
@@ -132,22 +82,8 @@ def over_mixed_strips(
     jax.lax.fori_loop(0, steps(config) // 2, two_steps, None)
 
 
-def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
-    """Return the buffers of broadcast key-wise weights by name, one buffer for each strip of a step."""
-    dtype = jnp.int32 if config.rounded else jnp.float32
-    return {
-        f"broadcast_{name}": pltpu.VMEM(
-            (config.strips_per_step, len(layout.key_columns(rounded=config.rounded)), config.strip, LANES), dtype
-        )
-        for name, layout in (("pre", config.pre), ("post", config.post))
-        if layout is not None and layout.key_runs and config.family == "vector"
-    }  # fmt: skip
-
-
 def mixed_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
-    """Return the buffers of `over_mixed_strips` by name: two planes of all heads for each strip of two steps."""
-    if config.family != "matrix":
-        return {}
+    """Return the buffers of `over_strips` by name: two planes of all heads for each strip of two steps."""
     shape = (2, config.strips_per_step, 2, config.heads * config.strip, config.block_q)
     return {"mixed": pltpu.VMEM(shape, jnp.float32), "diagonal": mixing.diagonal_scratch()}
 

@@ -2,8 +2,8 @@
 
 Keys lie along sublanes and queries along lanes. With this layout a query-wise weight is a row, and a load broadcasts a
 row over sublanes at no cost. Row statistics are sums of complete registers. Matrix products use the planes of a tile
-without a transposition; tokens, which are far smaller than planes, are transposed instead. Only the key-wise weights
-must be broadcast over lanes, unless the MXU mixes heads (`dcvit.dcmha.backends.tpu.mixing`).
+without a transposition; tokens, which are far smaller than planes, are transposed instead. Key-wise weights would have
+to be broadcast over lanes; the MXU multiplies by them instead (`dcvit.dcmha.backends.tpu.mixing`).
 
 Vector operations run over strips of a few keys, so that the H planes of a strip stay close to the registers. A plane of
 a strip has the shape (keys/8, 8, Bq). Loops over heads, ranks and groups are unrolled.
@@ -46,10 +46,9 @@ class Strip(NamedTuple):
 
 
 # Operations of a stage on a strip. Matrix products run a few strips ahead of the vector operations and write their
-# results to a buffer of two stacks of planes, (2, H·strip, Bq). The vector operations of that strip get both stacks;
-# those of the family "vector" get the broadcast key-wise weights of each compose instead.
+# results to a buffer of two stacks of planes, (2, H·strip, Bq). The vector operations of that strip get both stacks.
 Products: TypeAlias = Callable[[Strip, Ref], None]
-Vectors: TypeAlias = Callable[[Strip, Sequence["Ref | None"]], None]
+Vectors: TypeAlias = Callable[[Strip, Sequence[Ref]], None]
 Visible: TypeAlias = Callable[[Strip, slice], "Array | None"]  # see `visible`; from a strip and a slice of queries
 
 
@@ -74,12 +73,8 @@ def strip_rows(config: KernelConfig, h: int) -> slice:
 
 
 def query_slices(config: KernelConfig) -> list[slice]:
-    """Return slices of the queries of a tile, in which vector operations process them: 128 queries, or all.
-
-    The family "vector" takes all, so that words of broadcast key-wise weights are unpacked once.
-    """
-    size = config.block_q if config.family == "vector" else LANES
-    return [slice(start, start + size) for start in range(0, config.block_q, size)]
+    """Return slices of 128 queries of a tile, in which vector operations process them."""
+    return [slice(start, start + LANES) for start in range(0, config.block_q, LANES)]
 
 
 def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> StoredPlanes:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.tpu import backward_interleaved, mixing
-from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig
 from dcvit.dcmha.backends.tpu.packing import compose_layouts
 from dcvit.dcmha.backends.tpu.strips import mixed_scratch
 from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
@@ -21,17 +21,12 @@ from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.shapes import Array
 
-STRIP = SUBLANES  # keys of a strip: the rows of one register
 # Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e, and of 64 MiB on each core of v5p and TPU7x. The
 # kernels have been compiled for these chips only.
 VMEM_BYTES = {
     "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
     "TPU7x": 60 * 2**20,
 }  # fmt: skip
-# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows. Vector operations, which store operands of products,
-# take 16 keys at once there.
-TILES_OF_16_ROWS = ("TPU7x",)
-
 COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the MXU
 
 
@@ -65,15 +60,14 @@ def vmem_limit() -> int:
     return next((size for known, size in VMEM_BYTES.items() if kind.startswith(known)), min(VMEM_BYTES.values()))
 
 
-def strips_per_step(sizes: KernelConfig) -> int:
-    """Return the number of strips that one step of a loop processes.
+def strips_per_step(sizes: KernelConfig, block_k: int) -> int:
+    """Return the number of strips that one step of a loop over `block_k` keys processes.
 
-    A strip of few heads has too little work to hide the latency of its operations, so that one step takes several
-    strips, of at most 32 registers (8 keys × 128 queries) in all. Of the three largest such numbers, the one with the
-    fewest padded keys is chosen, and of equal ones the largest.
+    Loops unroll two steps. A step has 16 keys or more, the rows of a register of bfloat16, and several strips of few
+    heads, whose work would not hide the latency of its operations: up to 32 registers of 8 keys × 128 queries.
     """
-    counts = [n for n in (5, 4, 3, 2, 1) if n * sizes.heads * sizes.strip <= 32 * STRIP] or [1]
-    return min(counts[:3], key=lambda n: (round_up(sizes.keys, sizes.strip * n), -n))
+    fitting = [n for n in (4, 2, 1) if block_k % (2 * n * sizes.strip) == 0 and n * sizes.strip >= 2 * SUBLANES]
+    return next((n for n in fitting if n * sizes.heads * sizes.strip <= 32 * SUBLANES), fitting[-1])
 
 
 def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
@@ -83,32 +77,29 @@ def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
 
 def backward_vmem_bytes(config: KernelConfig) -> int:
     """Return an estimate of the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
-    itemsize = jnp.dtype(config.dtype).itemsize
+    itemsize: int = jnp.dtype(config.dtype).itemsize
     plane = config.heads * config.block_k * config.block_q
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
     layouts = [layout for layout in (config.pre, config.post) if layout is not None]
     rows = sum(config.heads * (2 * layout.query_rank + 1) for layout in layouts)
-    columns = sum(len(layout.key_columns(rounded=False)) for layout in layouts)
-    hidden = [hidden_planes(config, layout) for layout in layouts] or [0]
+    columns = packed_columns(config, "k")
+    hidden = [layout.hidden_planes(config.groups) for layout in layouts] or [0]
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
     tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
-    windows = tokens * max(itemsize, 2 if config.family == "matrix" else 3)
+    windows = tokens * itemsize
     windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
-    broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
-    if config.family == "matrix":
-        mixes = sum(layout.mixes for layout in layouts)
-        matrices = math.prod(mixing.rows_shape(config).shape) * 4
-        windows += 2 * mixes * matrices
-        buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
-        broadcast = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers)
-        broadcast += COMPILER_BYTES
+    mixes = sum(layout.mixes for layout in layouts)
+    matrices: int = math.prod(mixing.rows_shape(config).shape) * 4
+    windows += 2 * mixes * matrices
+    buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
+    mixed = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers) + COMPILER_BYTES
     scratch = (
         plane * (16 + 2 * itemsize)
         + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
         + queries * wide * 4
         + config.block_k * (2 * narrow + columns + LANES) * 4
     )
-    scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
+    scratch += rows * (16 * config.block_q + queries) * 4 + mixed
     return 2 * windows + scratch
 
 
@@ -123,10 +114,11 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
     dtype, scale = inputs.q.dtype, float(options.scale)
     pre, post = compose_layouts(inputs.pre, inputs.post, scale)
     sizes = KernelConfig(
-        family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=options.groups,
-        first_query=options.first_query, queries=queries, keys=keys, block_q=LANES, block_k=STRIP,
-        queries_per_pass=queries, strip=STRIP, strips_per_step=1, causal=options.causal, window=options.window,
-        scale=scale, pre=pre, post=post, vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16,
+        family="matrix", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=options.groups,
+        first_query=options.first_query, queries=queries, keys=keys, block_q=LANES, block_k=LANES,
+        queries_per_pass=queries, strip=SUBLANES if heads % 2 == 0 else 2 * SUBLANES, strips_per_step=1,
+        causal=options.causal, window=options.window, scale=scale, pre=pre, post=post, vmem_bytes=vmem_bytes,
+        dtype=dtype, rounded=dtype == jnp.bfloat16,
     )  # fmt: skip
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
@@ -144,18 +136,19 @@ def fits(config: KernelConfig) -> bool:
 def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]:
     """Yield configurations of a call with these sizes, the fastest first.
 
-    First comes that of interleaved examples, unless `batch` is None. The others have one example in a block, with all
-    scores in one tile, or in tiles of at most 256 queries by 128 keys, the largest first; their backward pass processes
-    all queries, or fewer in each of several passes. Those in which the VPU mixes heads come last.
+    First comes that of interleaved examples, unless `batch` is None. The others have one example in a block, in tiles
+    of at most 256 queries by 128 keys, the largest first; their backward pass processes all queries, or fewer in each
+    of several passes.
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
-    if device_kind().startswith(TILES_OF_16_ROWS):
-        sizes = sizes._replace(strip=2 * STRIP)
-    tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
-    for config in tiled:
-        yield mixed_by_matrices(config) or config
-    yield from tiled
+    fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
+    for block_q, block_k in block_sizes(sizes):
+        for queries in (sizes.queries, *fewer):
+            yield sizes._replace(
+                block_q=block_q, block_k=block_k, strips_per_step=strips_per_step(sizes, block_k),
+                queries_per_pass=queries,
+            )  # fmt: skip
 
 
 def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
@@ -166,12 +159,13 @@ def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
     """
     heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
     fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
-    if not (is_one_tile(sizes) and fills_registers):
+    is_one_tile = sizes.queries <= 256 and sizes.keys <= 512
+    if not (is_one_tile and fills_registers):
         return None
-    if heads <= LANES // (2 * STRIP):
-        strip = 2 * STRIP
-    elif heads <= LANES // STRIP and heads % 2 == 0:
-        strip = STRIP
+    if heads <= LANES // (2 * SUBLANES):
+        strip = 2 * SUBLANES
+    elif heads <= LANES // SUBLANES and heads % 2 == 0:
+        strip = SUBLANES
     else:
         return None
     block_q, block_k = round_up(sizes.queries, LANES), round_up(sizes.keys, strip)
@@ -180,38 +174,7 @@ def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
     return sizes._replace(family="interleaved", strip=strip, block_q=block_q, block_k=block_k, pre=pre, post=post)
 
 
-def is_one_tile(sizes: KernelConfig) -> bool:
-    """Return True if one tile may hold all scores of an example."""
-    return sizes.queries <= 256 and sizes.keys <= 512
-
-
 def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
     """Return the numbers of queries and keys that a tile may have, the largest first."""
-    blocks = [(256, 128), (128, 128), (128, 64)]
-    if is_one_tile(sizes):
-        strips = sizes.strip * strips_per_step(sizes)
-        blocks.insert(0, (round_up(sizes.queries, LANES), round_up(sizes.keys, strips)))
-    most = round_up(sizes.queries, LANES), round_up(sizes.keys, 4 * STRIP)
-    return [(min(block_q, most[0]), min(block_k, most[1])) for block_q, block_k in blocks]
-
-
-def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
-    """Return configurations with these sizes of a tile whose backward pass takes fewer and fewer queries at once."""
-    unroll = strips_per_step(sizes)
-    per_step = unroll if block_k % (sizes.strip * unroll) == 0 else min(unroll, 2)
-    config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)
-    fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
-    return [config._replace(queries_per_pass=n) for n in (sizes.queries, *fewer)]
-
-
-def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
-    """Return the configuration of the family "matrix", or None if the sizes exclude it.
-
-    Loops over a tile unroll two steps, whose number must be even. The matrix of a strip has at most 256 columns.
-    """
-    per_step = config.strips_per_step * (config.strip // STRIP)
-    found = config._replace(family="matrix", strip=STRIP, strips_per_step=max(per_step, 2))
-    mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
-    pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
-    small = config.heads % 2 == 0 and config.heads * found.strip <= 2 * LANES
-    return found if mixes and pairs and small and not config.is_single_tile else None
+    most_q, most_k = round_up(sizes.queries, LANES), round_up(sizes.keys, 4 * SUBLANES)
+    return [(min(block_q, most_q), min(block_k, most_k)) for block_q, block_k in ((256, 128), (128, 128), (128, 64))]

@@ -2,10 +2,10 @@
 
 The packed weights of a side, query-wise or key-wise, are (tokens, columns);
 `dcvit.dcmha.backends.tpu.packing.compose_layouts` says which column is which weight. The kernels use query-wise weights
-as rows along lanes (`rows_of`), and key-wise weights as columns, in pairs of bfloat16 (`words`), or as matrices
-(`dcvit.dcmha.backends.tpu.mixing`). Kernels of the family "interleaved" convert the weights in VMEM, where a
-transposition costs little; they read both sides from one array, with the query-wise columns first. In the family
-"matrix", the kernel that makes the matrices converts key-wise weights. XLA converts all others.
+as rows along lanes (`rows_of`), and key-wise weights as matrices (`dcvit.dcmha.backends.tpu.mixing`). Kernels of the
+family "interleaved" convert the weights in VMEM, where a transposition costs little; they read both sides from one
+array, with the query-wise columns first. In the family "matrix", XLA converts query-wise weights, and the kernel that
+makes the matrices converts key-wise weights.
 """
 
 from __future__ import annotations
@@ -41,25 +41,24 @@ def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, st
                 yield layout, name, start, start + (1 if name == "gate" else rank) * config.heads
 
 
-def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
-    """Return weights with the pre-compose's up projections and gates times scale·log2(e), and with the skip connection.
+def scaled(config: KernelConfig, x: Array, start: int = 0) -> Array:
+    """Return query-wise weights with scale·log2(e) of the pre-compose in them, and the skip connection in gates.
 
-    A compose C is linear, C(c·a) = c·C(a), so that its weights can include the scale; the kernels compute softmax in
-    base 2. The skip connection is added to the query-wise gate, or to the key-wise gate without a query-wise one.
+    A compose C is linear, C(c·a) = c·C(a), so that its up projections and gates can include the scale; the kernels
+    compute softmax in base 2.
 
     Args:
       config: the layout of the columns.
       x: weights, with the columns as the last axis.
-      side: "q" or "k".
-      start: number of the first column of `x` among those of the side.
+      start: number of the first column of `x` among the query-wise columns.
     """
     column = _column(x) + start
     factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
-    for layout, name, first, stop in _parts(config, side):
+    for layout, name, first, stop in _parts(config, "q"):
         inside = (column >= first) & (column < stop)
         if name != "down":
             factor = jnp.where(inside, layout.skip_factor, factor)
-        if name == "gate" and (side == "q" or layout.query.gate is None):
+        if name == "gate":
             term = jnp.where(inside, layout.skip_factor, term)
     return x * factor + term
 
@@ -78,24 +77,6 @@ def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
     return x * factor
 
 
-def words(config: KernelConfig, x: Array) -> Array:
-    """Round key-wise weights to bfloat16, and return pairs of columns as 32-bit words; `KeyRun` says which.
-
-    The word at the first column of a pair has the second column in its upper bits; words at other columns are unused.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)  # round to the nearest, and to even
-    lower, column = jax.lax.shift_right_logical(bits, 16), _column(x)
-    found: Array = bits
-    runs = [run for layout in (config.pre, config.post) if layout is not None for run in layout.key_runs]
-    for distance in dict.fromkeys(run.distance for run in runs):
-        pairs = lower | pltpu.roll(bits, x.shape[-1] - distance, x.ndim - 1)
-        for run in runs:
-            if run.distance == distance:
-                found = jnp.where((column >= run.start) & (column < run.start + run.size), pairs, found)
-    return found
-
-
 def _column(x: Array) -> Array:
     """Return the numbers of the columns, (1, …, 1, columns)."""
     return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
@@ -112,7 +93,7 @@ def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Re
     """
     for n in range(weights.shape[0]):
         start = n * LANES
-        rows = scaled(config, weights[n], "q", start).T
+        rows = scaled(config, weights[n], start).T
         if wq_rows is not None and start < wq_rows.shape[2]:
             stop = min(wq_rows.shape[2], start + LANES)
             for register in range(wq_rows.shape[1]):
