@@ -171,9 +171,15 @@ def _projection(
     down, up = both[:, :, :downs], both[:, :, downs:]
     square = jnp.square(down.astype(statistics_dtype(down.dtype)))
     mean = _mean_of_runs(downs, per_group).astype(square.dtype)
-    scale = jax.lax.rsqrt(jnp.matmul(square, mean, precision=jax.lax.Precision.HIGH) + RMS_EPSILON)
+    scale = jax.lax.rsqrt(jnp.matmul(square, mean, precision=_precision_of_means()) + RMS_EPSILON)
     shape = (*both.shape[:2], -1, heads)
     return (down * scale.astype(down.dtype)).reshape(shape), up.reshape(shape)
+
+
+def _precision_of_means() -> jax.lax.Precision | None:
+    """Return HIGH, 16 bits of the operands on TPUs, unless the user sets JAX's precision of products."""
+    is_set = jax.config.jax_default_matmul_precision is not None  # type: ignore[attr-defined]
+    return None if is_set else jax.lax.Precision.HIGH
 
 
 def _mean_of_runs(columns: int, run: int) -> np.ndarray:
@@ -208,12 +214,13 @@ def _projections(
         is_down += [True] * (columns // 2) + [False] * (columns - columns // 2 + gates)
     both = active @ _padded(jnp.concatenate(layers, axis=1))
     # The mean over the heads of a group, for each down projection of a head, as a product of all columns: a slice would
-    # cost TPUs a relayout of its gradient. On TPUs, with 16 bits of the operands.
+    # cost TPUs a relayout of its gradient.
     mean = _mean_of_runs(len(is_down), per_group)
     missing = both.shape[2] - len(is_down)
     mean, is_down = np.pad(np.where(is_down, mean, 0), (0, missing)), [*is_down, *[False] * missing]
     square = jnp.square(both.astype(statistics_dtype(both.dtype)))
-    scale = jax.lax.rsqrt(jnp.matmul(square, mean.astype(square.dtype), precision=jax.lax.Precision.HIGH) + RMS_EPSILON)
+    means = jnp.matmul(square, mean.astype(square.dtype), precision=_precision_of_means())
+    scale = jax.lax.rsqrt(means + RMS_EPSILON)
     return both * jnp.where(np.array(is_down), scale, 1).astype(both.dtype)
 
 

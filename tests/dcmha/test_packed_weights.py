@@ -132,3 +132,13 @@ def test_weights_on_a_mesh_that_splits_heads_equal_those_of_one_device(groups):
         np.testing.assert_allclose(down, some["q1"], rtol=0, atol=2e-5)
         np.testing.assert_allclose(up, some["q2"], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(gate, some["qg"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [(None, "HIGH"), ("highest", "HIGHEST")])
+def test_the_precision_of_norms_is_that_of_jax_if_it_is_set(platform, precision, expected):
+    x, params = jnp.ones((1, 3, WIDTH), jnp.float32), parameters("projections", 1, 2, np.float32)
+    with jax.default_matmul_precision(precision):
+        text = jax.jit(lambda x: dynamic_weights(x, params, sides="qk", heads=HEADS)).lower(x).as_text()
+    products = re.findall(r"stablehlo.dot_general.*precision = \[(\w+), \w+\]", text)
+    others = "DEFAULT" if precision is None else expected
+    assert {*products} == {expected, others}

@@ -85,10 +85,10 @@ def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequen
 
 def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
     """Compute a strip's gradients of logits, key-wise part of the gradients of scores, and gradient of its matrix."""
-    all_queries = slice(0, config.block_q)
-    dl = list(logit_gradients(config, refs, strip, all_queries))
-    save(dl, refs["dl"], strip, all_queries)
     if "mix_pre" in refs:
+        all_queries = slice(0, config.block_q)
+        dl = list(logit_gradients(config, refs, strip, all_queries))
+        save(dl, refs["dl"], strip, all_queries)
         a, g = stack(config, planes_of_all_queries(config, refs["x"], strip)), stack(config, dl)
         out[0] = dot(key_wise_matrix(config, refs, "mix_pre_back", strip), g, (1, 0))
         save_matrix_gradient(config, refs["dmix_pre"], a, g, strip)
@@ -98,6 +98,8 @@ def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Seque
     """Compute the gradients of the scores of a strip, and write them to `da`."""
     for queries in query_slices(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
+        if "mix_pre" not in refs:
+            save(logit_gradients(config, refs, strip, queries), refs["dl"], strip, queries)
         dl = planes(config, refs["dl"], strip, queries)
         da: Iterable[Array] = dl
         if pre is not None:

@@ -53,12 +53,12 @@ def score_vectors(config: KernelConfig, refs: Refs, visible: Visible, strip: Str
 
 def weight_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
     """Write the attention weights of a strip, and the key-wise part of their post-compose, to `out`."""
-    matrix = key_wise_matrix(config, refs, "mix_post", strip) if "mix_post" in refs else None
-    for queries in query_slices(config):
-        p = attention_weights(config, refs, strip, queries)
-        for h, x in enumerate(p):
-            out[1, strip_rows(config, h), queries] = join(x)
-        if matrix is not None:
+    if "mix_post" in refs:
+        matrix = key_wise_matrix(config, refs, "mix_post", strip)
+        for queries in query_slices(config):
+            p = attention_weights(config, refs, strip, queries)
+            for h, x in enumerate(p):
+                out[1, strip_rows(config, h), queries] = join(x)
             out[0, :, queries] = dot(matrix, stack(config, p), (1, 0))
 
 
@@ -66,7 +66,11 @@ def weight_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequ
     """Compute the composed attention weights of a strip, and write them to `w`."""
     for queries in query_slices(config):
         post = strip_compose(config, refs, "post", buffers[0], queries)
-        p = stacked_planes(config, buffers[1], queries)
+        p: Sequence[Array] = (
+            stacked_planes(config, buffers[1], queries)
+            if "mix_post" in refs
+            else attention_weights(config, refs, strip, queries)
+        )
         save_operand(config, p if post is None else post.compose(p)[0], refs["w"], strip, queries)
 
 
