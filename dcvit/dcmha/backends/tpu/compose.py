@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.backends.tpu import mixing
 from dcvit.dcmha.backends.tpu.call import Refs
-from dcvit.dcmha.backends.tpu.config import LANES, ComposeLayout, ComposeName, KernelConfig
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, ComposeLayout, ComposeName, KernelConfig
 from dcvit.dcmha.backends.tpu.tile import StoredPlanes, Strip, join, split, strip_rows
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, total
 from dcvit.dcmha.shapes import Array, Ref, not_none
@@ -114,7 +114,12 @@ def stacked_planes(config: KernelConfig, buffer: Ref, queries: slice) -> StoredP
     """Return the planes of all heads from a buffer of stacked planes, (H·strip, Bq) or (strips, H·strip, Bq)."""
     if len(buffer.shape) == 2:
         return StoredPlanes(lambda h: split(buffer[strip_rows(config, h), queries]), config.heads)
-    return StoredPlanes(lambda h: buffer[:, strip_rows(config, h), queries], config.heads)
+
+    def load(h: int) -> Array:
+        x = buffer[:, strip_rows(config, h), queries]
+        return x.reshape(-1, SUBLANES, x.shape[2])
+
+    return StoredPlanes(load, config.heads)
 
 
 def key_wise_matrix(config: KernelConfig, refs: Refs, name: str, strip: Strip) -> Array:

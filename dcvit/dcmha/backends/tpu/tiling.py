@@ -87,7 +87,8 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
     tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
     windows = tokens * itemsize
-    windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
+    windows += (2 * rows + 3 * round_up(config.heads, SUBLANES)) * config.block_q * 4  # log-sum-exp, delta, ids
+    windows += config.block_k * (2 * round_up(columns, LANES) + LANES) * 4
     mixes = sum(layout.mixes for layout in layouts)
     matrices: int = math.prod(mixing.rows_shape(config).shape) * 4
     windows += 2 * mixes * matrices
@@ -97,9 +98,11 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
         plane * (16 + 2 * itemsize)
         + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
         + queries * wide * 4
-        + config.block_k * (2 * narrow + columns + LANES) * 4
+        + round_up(config.block_k, LANES) * 2 * narrow * 4
+        + config.block_k * (columns + LANES) * 4
+        + (rows * (8 * config.block_q + queries) + 16 * config.heads * config.block_q) * 4
+        + mixed
     )
-    scratch += rows * (16 * config.block_q + queries) * 4 + mixed
     return 2 * windows + scratch
 
 
@@ -142,7 +145,7 @@ def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
-    fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
+    fewer = [n for n in (4096, 2048, 1024, 512, 256) if n <= sizes.queries]
     for block_q, block_k in block_sizes(sizes):
         for queries in (sizes.queries, *fewer):
             yield sizes._replace(
