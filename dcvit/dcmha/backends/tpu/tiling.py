@@ -85,8 +85,7 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     columns = packed_columns(config, "k")
     hidden = [layout.hidden_planes(config.groups) for layout in layouts] or [0]
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
-    tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
-    windows = tokens * itemsize
+    windows = (3 * config.block_q * wide + 4 * config.block_k * round_up(narrow, LANES)) * itemsize
     windows += (2 * rows + 3 * round_up(config.heads, SUBLANES)) * config.block_q * 4  # log-sum-exp, delta, ids
     windows += config.block_k * (2 * round_up(columns, LANES) + LANES) * 4
     mixes = sum(layout.mixes for layout in layouts)
