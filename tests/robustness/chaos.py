@@ -1,6 +1,7 @@
 """Interrupts a training run at random moments and compares its result with an uninterrupted run.
 
     python tests/robustness/chaos.py --model vit --kills 50 --terms 20 --interrupts 10 --seed 0
+    python tests/robustness/chaos.py --model parquet --kills 20 --terms 0 --interrupts 0
     python tests/robustness/chaos.py --model vit --processes 2 --kills 20 --terms 10 --interrupts 0 --seed 0
 
 Each start of the run receives one SIGKILL, SIGTERM or SIGINT at a random moment of the start, of the compilation, of a
@@ -11,6 +12,7 @@ checkpoint: at most the interval, plus those that ran during the next save.
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -25,6 +27,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
 
 from dcvit.runs.steps import saved_steps
 
@@ -35,6 +40,10 @@ STATUSES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 
 CONFIGS = {
     "vit": ("vit_digits", {"evals.test.log_steps": EVAL, "ema_decay": 0.99, "mixup": 0.2}),
     "lm": ("lm_stdlib", {"evals.validation.log_steps": EVAL, "input.batch_size": 2}),
+    "parquet": (
+        "vit_folder:data_dir={data},variant=mu/16,res=32,batch_size=16",
+        {"evals.val.log_steps": EVAL, "num_classes": 4, "input.data.window": 100},
+    ),
 }
 TIMEOUT = 900  # seconds after which a process that makes no progress is an error
 END_SECONDS = 60  # in which a process must have ended after another one was killed
@@ -50,6 +59,20 @@ def cluster(count):
     return [["--coordinator", address, "--num_processes", str(count), "--process_id", str(i)] for i in range(count)]
 
 
+def write_parquet(folder):
+    """Write 600 images of 40×40 pixels in row groups of 50, and 100 images for evaluation, as Parquet files."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split, count in (("train", 600), ("val", 100)):
+        images = []
+        for _ in range(count):
+            file = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (40, 40, 3), np.uint8)).save(file, "PNG")
+            images.append({"bytes": file.getvalue()})
+        table = pa.table({"image": images, "label": random.integers(0, 4, count)})
+        pq.write_table(table, folder / f"{split}.parquet", row_group_size=50)
+
+
 class Attempt:
     """One start of the run, until it ends or is interrupted."""
 
@@ -57,6 +80,7 @@ class Attempt:
         self.workdir, self.log = workdir, workdir.with_name(f"{workdir.name}.log")
         self.rows_before = self.rows()
         config, options = CONFIGS[args.model]
+        config = config.format(data=workdir.parent / "data")
         options = {"total_steps": args.steps, "ckpt_steps": INTERVAL, "log_steps": 1, "tensorboard": False, **options}
         words = [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir)]
         words += [f"--config.{key}={value}" for key, value in options.items()]
@@ -189,6 +213,8 @@ def compare(model="vit", processes=1, kills=50, terms=20, interrupts=10, seed=0)
     args = argparse.Namespace(model=model, processes=processes, kills=kills, terms=terms, interrupts=interrupts)
     args.seed, args.steps = seed, 8 * (kills + terms + interrupts) + 2 * INTERVAL
     with tempfile.TemporaryDirectory(prefix="dcvit-chaos-") as folder:
+        if model == "parquet":
+            write_parquet(Path(folder, "data"))
         uninterrupted, interrupted = Path(folder, "uninterrupted"), Path(folder, "interrupted")
         attempt = Attempt(args, uninterrupted)
         if any(attempt.end()):
