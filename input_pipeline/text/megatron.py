@@ -120,10 +120,7 @@ class Source(packing.StreamSource):
         self.rows = range(count)[slice(None) if rows is None else slice(*rows)]
         if not self.rows:
             raise InputError(f"{self.path} holds {count:,} rows, of which rows={rows} selects none")
-        try:
-            self[0]
-        except InputError as e:
-            raise InputError(f"{self.describe(0)}: {e}") from None
+        packing.check_first_row(self)
 
     def __len__(self) -> int:
         return len(self.rows)
