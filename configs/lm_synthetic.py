@@ -5,7 +5,7 @@
     dcvit evaluate --workdir W
 
 An example is "apple . wolf . cello . in initial animal w ;": a pattern selects a word, a relation transforms it.
-`input_pipeline/text/synthetic_tasks.py` lists the tasks. Tokens are words, only the answers count, and nothing is
+`input_pipeline/text/synthetic.py` lists the tasks. Tokens are words, only the answers count, and nothing is
 downloaded. `dcvit evaluate` prints the accuracy of each task; docs/composed_tasks.md compares compositions.
 """
 

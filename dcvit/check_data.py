@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
-    from input_pipeline.check import check_data
-    from input_pipeline.images.statistics import value_range
+    from input_pipeline.check import check_data, value_range
 
     reports, listed = [], set[str]()  # inputs may read the same files
     for name, data, pp, optional in all_inputs(config):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dcvit import cli
 from dcvit.errors import escaped
 from dcvit.runs.progress import ProgressBar
-from input_pipeline.text.megatron_writer import tokenize_files
+from input_pipeline.text.megatron import tokenize_files
 from input_pipeline.text.tokenizer import END_OF_TEXT
 
 

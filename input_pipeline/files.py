@@ -54,12 +54,10 @@ def store_errors(url: str) -> Iterator[None]:
         raise ReadingError(f"cannot read {url}: {first_line_with_type(e)}") from None
 
 
-def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
+def files_below(folder: str | Path) -> Iterator[str]:
     """Yield the paths of the files in a folder and its subfolders, however deep; links to folders are not followed.
 
-    Args:
-      folder: the folder.
-      hidden: also yield hidden files and hidden folders, whose names begin with a dot and which are not entered.
+    Hidden files and hidden folders, whose names begin with a dot, are ignored.
 
     Raises:
       InputError: a folder cannot be read.
@@ -69,12 +67,10 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
         raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
 
     for inside, folders, files in os.walk(folder, onerror=refuse):
-        if hidden:
-            yield from (os.path.join(inside, name) for name in folders if name.startswith("."))  # noqa: PTH118
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             file = os.path.join(inside, name)  # noqa: PTH118 - there may be a million
-            if hidden if name.startswith(".") else os.path.isfile(file):  # noqa: PTH113 - a link to itself is no file
+            if not name.startswith(".") and os.path.isfile(file):  # noqa: PTH113 - a link to itself is no file
                 yield file
 
 
@@ -127,6 +123,23 @@ def _remote_state(path: str, period: int) -> FileState:
     return file_state(path)
 
 
+def read_at(path: str, state: FileState, start: int = 0, length: int = -1) -> bytes:
+    """Return `length` bytes of a file from byte `start` on, or all of them.
+
+    Raises:
+      ReadingError: the file cannot be read, or its state is not `state` any more.
+    """
+    if "://" in path:
+        check_unchanged(path, state)
+        with store_errors(path):
+            data: bytes = stores.filesystem(path).cat_file(path, start=start, end=start + length)
+            return data
+    with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        check_unchanged(path, state, _local_state(os.fstat(file.fileno())))
+        file.seek(start)
+        return file.read(length)
+
+
 class OpenedFiles:
     """The files of a data source, in order, and their states when it was opened."""
 
@@ -158,10 +171,7 @@ class OpenedFiles:
 
     def read(self, number: int) -> bytes:
         """Return the content of a local file. Raises ReadingError if it cannot be read or was changed."""
-        path = self.paths[number]
-        with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            check_unchanged(path, self.state(number), _local_state(os.fstat(file.fileno())))
-            return file.readall()
+        return read_at(self.paths[number], self.state(number))
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""

@@ -1,22 +1,25 @@
-"""Data sources: the interface of every kind of data, and `open_source`, which opens one by its kind."""
+"""Data sources: the interface of every kind of data, `open_source`, and selection of examples, such as folds."""
 
 import abc
 import functools
+import hashlib
 import importlib
 import logging
+import re
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 from input_pipeline.files import OpenedFiles
-from input_pipeline.folds import rows_of_fold
 from input_pipeline.preprocess import keys
 from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
 Example = keys.Example
+FOLD = re.compile(r"(all but )?fold (\d{1,9}) of (\d{1,9})")
 
 # The module of each kind of data. It is imported when the kind is opened, because most need an optional library.
 KINDS = {
@@ -131,7 +134,11 @@ def open_source(
         raise InputError(f"data of kind {kind!r} with {options} holds no examples")
     rows: range | np.ndarray = range(len(source))
     if isinstance(part, str):
-        rows = _rows_of_fold(part, source, f"data of kind {kind!r}")
+        if isinstance(source, TokenSource):
+            reason = "rows of text have parts of the same documents; give two fractions"
+            raise InputError(f"data of kind {kind!r}: part={part!r} is for images, because {reason}")
+        names = [source.name(i) for i in range(len(source))]
+        rows = rows_of_fold(part, names, source.labels, f"data of kind {kind!r}")
     elif part is not None:
         rows = _rows_of_part(part, source, f"data of kind {kind!r}")
     if not cache and len(rows[:limit]) == len(source):
@@ -196,14 +203,42 @@ class _TokenSelection(_Selection, TokenSource):
         self.task_names = source.task_names
 
 
-def _rows_of_fold(part: str, source: Source, what: str) -> np.ndarray:
-    """Return the indices of a fold of a source; see `rows_of_fold`. Raises InputError for text."""
-    if isinstance(source, TokenSource):
+def rows_of_fold(part: str, names: Sequence[str], labels: np.ndarray | None, what: str) -> Int64[np.ndarray, " rows"]:
+    """Return the increasing indices of the examples in a fold, or in all other folds.
+
+    The folds are disjoint and complete, and their sizes differ by at most one, as do their numbers of examples of each
+    class. The examples of each class are ordered by a hash of their names, the classes follow each other, and the folds
+    take turns. A fold therefore depends on names and labels, and not on the order of the examples.
+
+    Args:
+      part: "fold I of K" or "all but fold I of K", with I from 1 to K.
+      names: a name of each example.
+      labels: the class of each example, N, or a row for each, N C, of which equal rows count as one class. None: all
+        examples are of one class.
+      what: the subject of error messages.
+
+    Raises:
+      InputError: `part` is not of this form, or there are fewer examples than folds.
+    """
+    match = FOLD.fullmatch(part)
+    number, folds = (int(match[2]), int(match[3])) if match else (0, 0)
+    if not 1 <= number <= folds or folds < 2:
         raise InputError(
-            f"{what}: part={part!r} is for images, because rows of text have parts of the same documents; give two"
-            " fractions"
+            f'{what}: part={part!r} should be like "fold 2 of 5" or "all but fold 2 of 5", or two fractions'
         )
-    return rows_of_fold(part, [source.name(i) for i in range(len(source))], source.labels, what)
+    if folds > len(names):
+        raise InputError(
+            f"{what}: part={part!r} of {len(names)} example(s): expected at most as many folds as examples"
+        )
+    classes = np.zeros(len(names), np.int64) if labels is None else labels
+    if classes.ndim > 1:
+        classes = np.unique(classes, axis=0, return_inverse=True)[1].reshape(-1)
+    hashes = [hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names]
+    order = np.lexsort((np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64), classes))
+    fold = np.empty(len(names), np.int64)
+    fold[order] = np.arange(len(names)) % folds
+    inside = fold == number - 1
+    return np.flatnonzero(~inside if match and match[1] else inside)
 
 
 def _rows_of_part(part: Sequence[float], source: Source, what: str) -> range:

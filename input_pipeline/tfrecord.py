@@ -13,7 +13,6 @@ import bisect
 import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import logging
 import os
@@ -28,14 +27,22 @@ import numpy as np
 
 from input_pipeline import stores
 from input_pipeline.errors import InputError, ReadingError, first_line
-from input_pipeline.files import FileState, OpenedFiles, check_unchanged, file_state, named_errors, store_errors
+from input_pipeline.files import (
+    FileState,
+    OpenedFiles,
+    check_unchanged,
+    file_state,
+    named_errors,
+    read_at,
+    store_errors,
+)
 from input_pipeline.optional import require
 from input_pipeline.source import Source
 
 logger = logging.getLogger(__name__)
 
 HEADER, FOOTER = 12, 4  # bytes of the length and its checksum before the data, and of the checksum after it
-OPEN_FILES = 128  # files of each format that are kept open; a process may usually open about a thousand
+OPEN_FILES = 128  # ArrayRecord files that are kept open; a process may usually open about a thousand
 REMOTE_BLOCK = 1 << 20  # bytes per request while the records of a remote file are found
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
@@ -56,9 +63,8 @@ class TFRecordFile:
 
     def read(self, number: int) -> bytes:
         """Return the data of a record. Raises InputError if its checksum is wrong."""
-        check_unchanged(self.path, self.state)
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
-        data = _read(self.path, self.state, start, end - start + FOOTER)
+        data = read_at(self.path, self.state, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
             check_unchanged(self.path, self.state, file_state(self.path))
@@ -234,37 +240,6 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def _read(path: str, state: FileState, start: int, length: int) -> bytes:
-    """Return `length` bytes of a file from byte `start` on. Reading local files does not block other threads."""
-    if "://" not in path:
-        return _kept_open(path, state).read(start, length)
-    with store_errors(path):
-        data: bytes = stores.filesystem(path).cat_file(path, start=start, end=start + length)
-        return data
-
-
-class _LocalFile:
-    """An open local file that threads read at any position. It is closed when no thread refers to it any more.
-
-    The state of the file is only part of the key by which it is kept open.
-    """
-
-    def __init__(self, path: str, _: FileState):
-        self.descriptor = -1
-        with named_errors(path, error=ReadingError):
-            self.descriptor = os.open(path, os.O_RDONLY)
-
-    def read(self, start: int, length: int) -> bytes:
-        return os.pread(self.descriptor, length, start)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-_kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)
-
-
 @contextlib.contextmanager
 def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading its records' lengths, a remote one in large pieces."""
@@ -272,7 +247,5 @@ def _open(path: str) -> Iterator[BinaryIO]:
         with store_errors(path), stores.filesystem(path).open(path, "rb", block_size=REMOTE_BLOCK) as remote:
             yield remote
     else:
-        with named_errors(path, error=ReadingError):
-            local = io.FileIO(path)
-        with local:
+        with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as local:  # noqa: PTH123
             yield local

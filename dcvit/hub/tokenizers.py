@@ -14,8 +14,8 @@ from dcvit.config.values import replaced
 from dcvit.errors import ConfigError
 from dcvit.hub.open import TOKENIZER, Opened
 from input_pipeline import InputError, MissingDataError
-from input_pipeline.text.megatron_format import find_prefix, read_description
-from input_pipeline.text.synthetic_tasks import WORDS
+from input_pipeline.text.megatron import find_prefix, read_description
+from input_pipeline.text.synthetic import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
 
 

@@ -25,7 +25,7 @@ from dcvit.runs.steps import saved_steps
 from dcvit.training.evaluation import check_data, corrupt_hint
 from input_pipeline import CorruptPolicy, Source, TokenSource
 from input_pipeline.preprocess.packing import Packing, place
-from input_pipeline.text.train_tokenizer import train_tokenizer
+from input_pipeline.text.files import train_tokenizer
 
 LOG = logging.getLogger(__name__)
 

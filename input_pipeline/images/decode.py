@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -85,10 +86,11 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
     Raises:
       InputError: the file is not an image, is damaged, or has more than MAX_PIXELS.
     """
-    if is_jpeg(data):
-        jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
     if is_jpeg(data) and not precise:
-        return upright(_decode_jpeg(data, channels, None), _orientation(data) if exif else 1)
+        jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
+        with _jpeg_errors() as tf:
+            pixels = np.asarray(tf.io.decode_jpeg(tf.constant(data), channels=channels))
+        return upright(pixels, _orientation(data) if exif else 1)
     with pillow_image(data) as image:
         if exif:
             image = ImageOps.exif_transpose(image)
@@ -110,7 +112,10 @@ def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
     Raises:
       InputError: the file is damaged.
     """
-    return upright(_decode_jpeg(data, 3, window), _orientation(data) if exif else 1)
+    with _jpeg_errors() as tf:
+        # the decoder would take 40 µs longer with Python's values
+        pixels = np.asarray(tf.io.decode_and_crop_jpeg(tf.constant(data), tf.constant(window), channels=3))
+    return upright(pixels, _orientation(data) if exif else 1)
 
 
 def resize(
@@ -202,14 +207,12 @@ def _offset(room: int, drawn: float) -> int:
     return int(position) if position < room else int((position - room) * room)
 
 
-def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
-    """Return the pixels of a JPEG or of a window of it, from TensorFlow. Raises InputError with a one-line message."""
+@contextlib.contextmanager
+def _jpeg_errors() -> Iterator[types.ModuleType]:
+    """Yield TensorFlow for the context, and convert its errors about a JPEG to an InputError of one line."""
     tf = tensorflow()
     try:
-        encoded = tf.constant(data)  # the decoder would take 40 µs longer with Python's values
-        if window is None:
-            return np.asarray(tf.io.decode_jpeg(encoded, channels=channels))
-        return np.asarray(tf.io.decode_and_crop_jpeg(encoded, tf.constant(window), channels=channels))
+        yield tf
     except tf.errors.ResourceExhaustedError as e:
         raise MemoryError(first_line(e)) from None
     except tf.errors.OpError:

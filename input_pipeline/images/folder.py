@@ -134,13 +134,11 @@ def image_files(folder: str | Path, skipped: Counter[str]) -> list[str]:
 
     Args:
       folder: the folder.
-      skipped: the number of other files of each kind, to which those in the folder are added.
+      skipped: the number of other files of each suffix, to which those in the folder are added.
     """
     files = []
-    for file in files_below(folder, hidden=True):
-        if f"{os.sep}." in file.removeprefix(str(folder).rstrip(os.sep)):
-            skipped["hidden"] += 1
-        elif file.lower().endswith(SUFFIXES):
+    for file in files_below(folder):
+        if file.lower().endswith(SUFFIXES):
             files.append(file)
         else:
             skipped[Path(file).suffix.lower() or "without suffix"] += 1
@@ -148,7 +146,7 @@ def image_files(folder: str | Path, skipped: Counter[str]) -> list[str]:
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """Return a text about skipped files, such as "; skipped 3 file(s): 2 .txt, 1 hidden"; empty if there are none."""
+    """Return a text about skipped files, such as "; skipped 3 file(s): 2 .txt, 1 .pdf"; empty if there are none."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common(10) if count)
     return f"; skipped {skipped.total():,} file(s): {kinds}" if kinds else ""
 

@@ -1,15 +1,18 @@
-"""Operations on the pixels of RGB images, each as one compiled loop, with the arithmetic of TensorFlow.
+"""Operations on the pixels of RGB images, each as one loop that numba compiles, with the arithmetic of TensorFlow.
 
-The loops are in `input_pipeline.images.loops`, which needs numba; it is imported when the first of them runs. The loops
-do not check bounds. Therefore every function raises InputError for an image that is not uint8 RGB. All functions return
-new images, and threads run them in parallel.
+These are the loops without which training loses more than a few percent of its images/s. A loop is compiled when it
+runs for the first time, which takes some seconds, and its machine code is stored beside this file or in the user's
+cache folder, if one can be written. The loops do not hold Python's lock, do not check bounds, and neither reorder nor
+fuse operations. Therefore every function raises InputError for an image that is not uint8 RGB. All functions return new
+images, and threads run them in parallel.
 """
 
 import functools
-import types
+from collections.abc import Callable
+from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Float32, Int64, UInt8, UInt32
+from jaxtyping import Float32, UInt8, UInt32
 
 from input_pipeline.errors import InputError
 from input_pipeline.optional import require
@@ -18,14 +21,30 @@ MOST_VALUES = 1 << 32  # of an image; the loops index with 32 bits
 Pixels = UInt8[np.ndarray, "height width 3"]
 Axis = tuple[UInt32[np.ndarray, "n"], UInt32[np.ndarray, "n"], Float32[np.ndarray, "n"]]
 
+# Types of arguments, as numba names them. A writable array is accepted as a read-only one.
+IMAGE, OUT = "Array(uint8, 3, 'C', readonly=True)", "Array(uint8, 3, 'C')"
+SOURCES = "Array(uint32, 2, 'C', readonly=True)"
+INDICES, WEIGHTS = "Array(uint32, 1, 'C', readonly=True)", "Array(float32, 1, 'C', readonly=True)"
+AXIS = f"Tuple(({INDICES}, {INDICES}, {WEIGHTS}))"  # both neighbors of each pixel, and the weight of the second
+
+
+def _compiled(*arguments: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a function of arguments of the given types, which is compiled at its first call."""
+    signature = f"void({', '.join(arguments)})"
+    return lambda function: lambda *values: _machine_code(function, signature)(*values)
+
 
 @functools.cache
-def _loops() -> types.ModuleType:
-    """Import the compiled loops. Raises ReadingError if numba is not installed."""
-    require("numba")
-    from input_pipeline.images import loops
-
-    return loops
+def _machine_code(function: Callable[..., None], signature: str) -> Callable[..., None]:
+    """Return a compiled function. Raises MissingLibraryError if numba is not installed."""
+    options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    njit = require("numba").njit
+    compiled: Callable[..., None]
+    try:
+        compiled = njit(signature, cache=True, **options)(function)
+    except (RuntimeError, OSError, EOFError):  # no folder is writable, the disk is full, or a file is cut off
+        compiled = njit(signature, **options)(function)
+    return compiled
 
 
 def resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarray, "new_height new_width 3"]:
@@ -42,7 +61,7 @@ def resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarra
     out = np.empty((height, width, 3), np.uint8)
     left, right, across = _interpolation(image.shape[1], width)
     upper, lower, down = _interpolation(image.shape[0], height)
-    _loops().resize(image, (3 * left, 3 * right, across), (upper, lower, down), out)
+    _resize(image, (3 * left, 3 * right, across), (upper, lower, down), out)
     return out
 
 
@@ -57,20 +76,42 @@ def _interpolation(length: int, new_length: int) -> Axis:
     return before.astype(np.uint32), after.astype(np.uint32), position - below
 
 
-def lookup(image: np.ndarray, tables: UInt8[np.ndarray, "3 256"]) -> Pixels:
-    """Replace each value v of channel c by tables[c, v]."""
-    image = _image(image, "lookup")
-    out = np.empty(image.shape, np.uint8)
-    _loops().lookup(image, np.ascontiguousarray(tables), out)
-    return out
+@_compiled(IMAGE, AXIS, AXIS, OUT)
+@no_type_check  # numba does not compile a function that checks its arguments
+def _resize(image, columns, rows, out):
+    """Interpolate each row along x once, and then between the rows above and below each row of the output.
 
-
-def histogram(image: np.ndarray) -> Int64[np.ndarray, "3 256"]:
-    """Return the number of pixels of each channel and value."""
-    image = _image(image, "histogram")
-    counts = np.zeros((3, 256), np.int64)
-    _loops().count(image, counts)
-    return counts
+    The neighbors of `columns` are three times the index of a pixel, and index a channel of a row.
+    """
+    left, right, across = columns
+    upper, lower, down = rows
+    height, width = out.shape[:2]
+    row = np.empty(image.shape[1] * 3, np.float32)
+    above, below = np.empty(width * 3, np.float32), np.empty(width * 3, np.float32)
+    in_above = in_below = np.int64(-1)  # the rows of the image in `above` and `below`
+    for y in range(height):
+        if upper[y] == in_below:
+            above, below, in_above, in_below = below, above, in_below, in_above
+        for side in range(2):
+            wanted, current = (np.int64(upper[y]), in_above) if side == 0 else (np.int64(lower[y]), in_below)
+            if wanted == current:
+                continue
+            line = above if side == 0 else below
+            pixels = image[wanted].reshape(-1)
+            for i in range(pixels.size):
+                row[i] = pixels[i]
+            for x in range(np.uint32(width)):  # unsigned indices need no check for negative ones
+                first, second, weight = left[x], right[x], across[x]
+                for channel in range(np.uint32(3)):
+                    start = row[first + channel]
+                    line[np.uint32(3) * x + channel] = start + (row[second + channel] - start) * weight
+            if side == 0:
+                in_above = wanted
+            else:
+                in_below = wanted
+        weight, result = down[y], out[y].reshape(-1)
+        for i in range(result.size):
+            result[i] = np.uint8(np.int32(above[i] + (below[i] - above[i]) * weight))
 
 
 def move(image: np.ndarray, sources: UInt32[np.ndarray, "height width"], outside: int) -> Pixels:
@@ -84,19 +125,20 @@ def move(image: np.ndarray, sources: UInt32[np.ndarray, "height width"], outside
     """
     image = _image(image, "move")
     out = np.empty(image.shape, np.uint8)
-    _loops().move(image, np.ascontiguousarray(sources), np.uint8(outside), out)
+    _move(image, np.ascontiguousarray(sources), np.uint8(outside), out)
     return out
 
 
-def color(image: np.ndarray, factor: float) -> Pixels:
-    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate.
-
-    Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
-    """
-    image = _image(image, "color")
-    out = np.empty(image.shape, np.uint8)
-    _loops().color(image, np.float32(factor), out)
-    return out
+@_compiled(IMAGE, SOURCES, "uint8", OUT)
+@no_type_check
+def _move(image, sources, outside, out):
+    """Write the source of each pixel, or `outside` if its index is not in the image."""
+    values, indices, result = image.reshape(-1), sources.reshape(-1), out.reshape(-1)
+    pixels = np.uint32(indices.size)
+    for i in range(indices.size):
+        index = indices[i]
+        for channel in range(3):
+            result[3 * i + channel] = values[3 * np.int64(index) + channel] if index < pixels else outside
 
 
 def sharpen(image: np.ndarray, factor: float) -> Pixels:
@@ -108,8 +150,31 @@ def sharpen(image: np.ndarray, factor: float) -> Pixels:
     """
     image = _image(image, "sharpen")
     out = image.copy()
-    _loops().sharpen(image, np.float32(factor), out)
+    _sharpen(image, np.float32(factor), out)
     return out
+
+
+@_compiled(IMAGE, "float32", OUT)
+@no_type_check
+def _sharpen(image, factor, out):
+    """Interpolate each value that is not at the border from the weighted mean of 3 × 3 values, added row by row."""
+    once, five = np.float32(1) / np.float32(13), np.float32(5) / np.float32(13)
+    size = max(3 * image.shape[1] - 6, 0)  # values of a row without the border
+    mean = np.empty(size, np.float32)
+    for y in range(1, image.shape[0] - 1):
+        mean[:] = 0
+        for neighbor in range(3):
+            row = image[y - 1 + neighbor].reshape(-1)
+            left, middle, right = row[:-6], row[3:-3], row[6:]  # slices, because offsets could be negative indices
+            center = five if neighbor == 1 else once
+            for i in range(size):
+                partial = mean[i] + np.float32(left[i]) * once
+                mean[i] = partial + np.float32(middle[i]) * center + np.float32(right[i]) * once
+        row, result = image[y].reshape(-1)[3:-3], out[y].reshape(-1)[3:-3]
+        for i in range(size):
+            smooth = np.float32(np.int32(mean[i]))
+            mixed = (np.float32(row[i]) - smooth) * factor + smooth
+            result[i] = np.uint8(np.int32(min(max(mixed, np.float32(0)), np.float32(255))))
 
 
 def _image(image: np.ndarray, name: str) -> Pixels:

@@ -1,21 +1,26 @@
-"""Image files listed with their labels in a CSV or Parquet file, with one label for each image or several."""
+"""Image files listed with their labels in a CSV file, with one label for each image or several."""
 
+import csv
+import io
 import logging
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from input_pipeline import source as base
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import OpenedFiles, expand
+from input_pipeline.files import OpenedFiles, expand, named_errors
 from input_pipeline.images.folder import describe_classes
-from input_pipeline.table import Table, read_table
+from input_pipeline.parquet_files import place
 
 logger = logging.getLogger(__name__)
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 IGNORED = ("", "-1")  # cells of unknown labels
 TRUTH = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, **dict.fromkeys((*IGNORED, "-1.0"), -1)}
@@ -31,8 +36,54 @@ class Labels(NamedTuple):
     class_names: tuple[str, ...]
 
 
+class Table(NamedTuple):
+    """Columns of a file by name, and the number of each row: its last line."""
+
+    file: Path
+    columns: dict[str, list[str]]
+    numbers: list[int]
+
+    def location(self, row: int) -> str:
+        """Return the location of a row for messages, such as "labels.csv:7"."""
+        return f"{self.file}:{self.numbers[row]}"
+
+
+def read_table(path: str, names: Sequence[str]) -> Table:
+    """Read some columns of a file ending in .csv (commas) or .tsv (tabs), whose first line names them.
+
+    Raises:
+      MissingDataError: the file does not exist.
+      InputError: the file is damaged, or a column is missing.
+    """
+    file = expand(path)
+    if "://" in path or not file.is_file():
+        raise MissingDataError(f"no file {path}{'; only local files are read' * ('://' in path)}")
+    if file.suffix.lower() not in DELIMITERS:
+        raise InputError(f"{file}: expected a name ending in {' or '.join(DELIMITERS)}; write other tables as one")
+    with named_errors(file):
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as e:
+            raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start + 1:,}") from None
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=DELIMITERS[file.suffix.lower()], strict=True)
+    numbers, cells = [], []
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        places = {name: place(file, name, header) for name in names}
+        for row in filter(None, reader):  # without blank lines
+            if len(row) != len(header):
+                raise InputError(f"{file}:{reader.line_num}: {len(row)} cells, but {len(header)} in the first line")
+            numbers.append(reader.line_num)
+            cells.append(row)
+    except csv.Error as e:
+        raise InputError(f"{file}:{reader.line_num}: {e}") from None
+    if not numbers:
+        raise InputError(f"{file} has no rows")
+    return Table(file, {name: [row[at] for row in cells] for name, at in places.items()}, numbers)
+
+
 class Source(base.Source):
-    """Images of a manifest: a file ending in .csv, .tsv or .parquet, with a row for each image.
+    """Images of a manifest: a file ending in .csv or .tsv, with a row for each image.
 
     An example is `image` (the bytes of the image file), and for one label `label` (int32; -1 if it is unknown), for
     several `labels` (float32, 1 for the classes of the image, 0 for others, and -1 for unknown ones). Unknown labels

@@ -24,8 +24,8 @@ from input_pipeline import source as base
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, check_split
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import require
+from input_pipeline.parquet_files import open_parquet, place, read_batches
 from input_pipeline.shuffle import Blocks
-from input_pipeline.table import open_parquet, place, read_batches
 
 if TYPE_CHECKING:
     import pyarrow as pa

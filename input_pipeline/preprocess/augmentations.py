@@ -55,7 +55,7 @@ def color_jitter(brightness: float = 0, contrast: float = 0, saturation: float =
     sizes = (brightness, contrast, saturation, hue)
     if not (all(0 <= size <= 100 for size in sizes) and hue <= 0.5 and any(sizes)):
         raise InputError(f"color_jitter{sizes}: expected numbers of 0 or more, one above 0, and a hue of at most 0.5")
-    changes = (change_brightness, change_contrast, change_saturation, change_hue)
+    changes = tuple(COLORS.values())
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         pillow = Image.fromarray(ops.rgb(image, "color_jitter"))
@@ -68,26 +68,20 @@ def color_jitter(brightness: float = 0, contrast: float = 0, saturation: float =
     return Change(change)
 
 
-def change_brightness(image: Image.Image, factor: float) -> Image.Image:
-    """Interpolate between black (factor 0) and the image (factor 1), or extrapolate."""
-    return ImageEnhance.Brightness(image).enhance(factor)
-
-
-def change_contrast(image: Image.Image, factor: float) -> Image.Image:
-    """Interpolate between the mean of the gray image (factor 0) and the image (factor 1), or extrapolate."""
-    return ImageEnhance.Contrast(image).enhance(factor)
-
-
-def change_saturation(image: Image.Image, factor: float) -> Image.Image:
-    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate."""
-    return ImageEnhance.Color(image).enhance(factor)
-
-
 def change_hue(image: Image.Image, turn: float) -> Image.Image:
     """Turn the hues of an RGB image by a part of the circle, in [-0.5, 0.5], in steps of 1/256."""
     h, s, v = image.convert("HSV").split()
     turned = (np.asarray(h, np.int32) + int(turn * 255)) % 256
     return Image.merge("HSV", (Image.fromarray(turned.astype(np.uint8)), s, v)).convert("RGB")
+
+
+# Changes of colors: by a factor, which interpolates from black, the mean gray or the gray image, or by a turn.
+COLORS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    "saturation": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    "hue": change_hue,
+}
 
 
 def three_augment() -> Change:

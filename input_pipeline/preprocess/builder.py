@@ -92,11 +92,7 @@ def checking(spec: str) -> str:
     """Return the part of a preprocessing string that fails for a damaged example: `decoding`, and the ops on labels."""
     steps = parsed(spec)
     made = {step.arguments.get("outkey") for step in steps if step.op != "copy"} - {"image"}
-    kept = [
-        step.text
-        for step in steps
-        if step.op in ("flatten", "onehot") or (step.op == "copy" and step.arguments["inkey"] not in made)
-    ]
+    kept = [s.text for s in steps if s.op == "onehot" or (s.op == "copy" and s.arguments["inkey"] not in made)]
     return "|".join([decoding(spec), *kept])
 
 

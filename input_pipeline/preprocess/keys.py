@@ -1,7 +1,7 @@
 """Ops that change one value of an example, and those on its labels and its keys."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,21 +126,3 @@ def copy(inkey: str, outkey: str) -> Op:
         return {**example, outkey: example[inkey]}
 
     return op
-
-
-def flatten() -> Op:
-    """Replace nested dicts by their values, with the keys joined by "/", such as `objects/bbox`."""
-
-    def op(example: Example, rng: np.random.Generator) -> Example:
-        return dict(_leaves(example))
-
-    return op
-
-
-def _leaves(example: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (key, value) of the values in nested dicts; the key is `prefix` and their keys, joined by "/"."""
-    for key, value in example.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value

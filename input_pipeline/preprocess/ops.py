@@ -17,12 +17,12 @@ from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images import stored
 from input_pipeline.preprocess.augmentations import augmix, color_jitter, randaug, three_augment
-from input_pipeline.preprocess.keys import Change, copy, drop, flatten, keep, onehot
+from input_pipeline.preprocess.keys import Change, copy, drop, keep, onehot
 from input_pipeline.preprocess.patches import patches
 
 __all__ = [
-    "augmix", "central_crop", "color_jitter", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flatten",
-    "flip_lr", "inception_crop", "keep", "onehot", "pad", "patches", "randaug", "random_crop", "resize", "resize_long",
+    "augmix", "central_crop", "color_jitter", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flip_lr",
+    "inception_crop", "keep", "onehot", "pad", "patches", "randaug", "random_crop", "resize", "resize_long",
     "resize_pillow", "resize_small", "three_augment", "value_range", "vgg_value_range",
 ]  # fmt: skip
 

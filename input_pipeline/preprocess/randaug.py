@@ -6,17 +6,25 @@ are allowed, and numbers that exceed the range of uint8 wrap around or are clipp
 moves in from outside the image are gray, with value 128.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import UInt8
 
 from input_pipeline.errors import ReadingError
 from input_pipeline.images import kernels
-from input_pipeline.images.kernels import color
 from input_pipeline.images.kernels import sharpen as sharpness
+from input_pipeline.optional import Late
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageOps
+else:
+    Image, ImageOps = Late("PIL.Image"), Late("PIL.ImageOps")
 
 GREY = 128
 LEVELS = np.arange(256, dtype=np.uint8)
@@ -53,31 +61,18 @@ def rgb(image: np.ndarray, op: str) -> Pixels:
 
 def autocontrast(image: Pixels) -> Pixels:
     """Stretch each channel linearly so that its values span 0 to 255; a constant channel does not change."""
-    tables = []
-    for low, high in zip(image.min(0).min(0), image.max(0).max(0), strict=True):
-        if low == high:
-            tables.append(LEVELS)
-            continue
-        scale = np.float32(255) / (np.float32(high) - np.float32(low))
-        tables.append(np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8))
-    return kernels.lookup(image, np.stack(tables))
+    result = image.copy()
+    for channel, (low, high) in enumerate(zip(image.min(0).min(0), image.max(0).max(0), strict=True)):
+        if low < high:
+            scale = np.float32(255) / (np.float32(high) - np.float32(low))
+            table = np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8)
+            result[..., channel] = np.take(table, image[..., channel])
+    return result
 
 
 def equalize(image: Pixels) -> Pixels:
-    """Make the cumulative histogram of each channel approximately linear, as Pillow does.
-
-    With n_v pixels of value v, the result is
-
-        v -> min(255, (step // 2 + Σ_{u<v} n_u) // step),   step = (Σ_u n_u - n_{greatest value}) // 255
-
-    A channel with step 0 does not change.
-    """
-    tables = []
-    for counts in kernels.histogram(image):
-        step = (counts.sum() - counts[counts > 0][-1]) // 255
-        below = np.cumsum(counts) - counts
-        tables.append(np.minimum((below + step // 2) // step, 255).astype(np.uint8) if step else LEVELS)
-    return kernels.lookup(image, np.stack(tables))
+    """Make the cumulative histogram of each channel approximately linear, with Pillow."""
+    return np.asarray(ImageOps.equalize(Image.fromarray(image)))
 
 
 def invert(image: Pixels) -> Pixels:
@@ -116,12 +111,23 @@ def contrast(image: Pixels, factor: float) -> Pixels:
     min(255, height · width // 256), which is 196 for 224 × 224 pixels.
     """
     constant = min(image.shape[0] * image.shape[1] // 256, 255)
-    return _lookup(image, _blend(np.full_like(LEVELS, constant), LEVELS, factor))
+    return _lookup(image, _blend(np.float32(constant), LEVELS, factor))
 
 
 def brightness(image: Pixels, factor: float) -> Pixels:
     """Interpolate between black (factor 0) and the image (factor 1), or extrapolate."""
-    return _lookup(image, _blend(np.zeros_like(LEVELS), LEVELS, factor))
+    return _lookup(image, _blend(np.float32(0), LEVELS, factor))
+
+
+def color(image: Pixels, factor: float) -> Pixels:
+    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate.
+
+    Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
+    """
+    weights = map(np.float32, (0.2989, 0.587, 0.114))
+    red, green, blue = (image[..., c] * np.float32(1 / 255) * weight for c, weight in enumerate(weights))
+    gray = np.trunc((red + green + blue) * np.float32(255.5))
+    return _blend(gray[..., None], image, factor)
 
 
 def rotate(image: Pixels, degrees: float) -> Pixels:
@@ -200,17 +206,16 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
 }
 
 
-def _lookup(image: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _lookup(image: Pixels, table: np.ndarray) -> Pixels:
     """Replace each value v by table[v]."""
-    return kernels.lookup(image, np.stack([table] * 3))
+    return np.take(table, image)
 
 
-def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
+def _blend(start: np.ndarray | np.float32, end: np.ndarray, factor: float) -> np.ndarray:
     """Return start + factor · (end - start), computed in float32, clipped to 0 … 255 and truncated to integers."""
-    origin = start.astype(np.float32)
-    mixed = end - origin
+    mixed = end - start
     mixed *= np.float32(factor)
-    mixed += origin
+    mixed += start
     return np.clip(mixed, 0, 255, out=mixed).astype(np.uint8)
 
 

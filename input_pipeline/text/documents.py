@@ -10,21 +10,21 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
 from input_pipeline.optional import require
-from input_pipeline.table import open_parquet, parquet_rows, place
+from input_pipeline.parquet_files import open_parquet, place, read_batches
 from input_pipeline.text.tokenizer import Tokenizer
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
 PARQUET = ".parquet"
 SUFFIXES = (".txt", *LINE_SUFFIXES, PARQUET)
 INDEX_SUFFIX = ".offsets"  # of the index that `input_pipeline.tfrecord` stores next to a file
-PIECE_BYTES = 1 << 16  # bytes read at a time
+PIECE_BYTES = 1 << 16  # of a compressed file, read at a time
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 MAX_WINDOW_BYTES = 1 << 31  # the largest zstd window, of --long=31; memory is allocated only for files that use it
 
@@ -35,7 +35,7 @@ class Document(NamedTuple):
     texts: tuple[str, ...]
     location: str  # "file:line"
     name: str  # the same, relative to the folder of the files
-    bytes_read: int  # bytes of all files read so far, as they are stored
+    bytes_read: int  # of all files so far, as they are stored; those of a Parquet file count at its end
 
 
 class EncodedDocument(NamedTuple):
@@ -81,7 +81,7 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
         return contains in name and not name.endswith(INDEX_SUFFIX) if contains else name.endswith(tuple(suffixes))
 
     if place.is_dir():
-        paths = [p for p in map(Path, files_below(place, hidden=False)) if matches(p)]
+        paths = [p for p in map(Path, files_below(place)) if matches(p)]
         root = place
     else:
         paths = [place] if place.is_file() else [Path(p) for p in glob.glob(str(place), recursive=True)]  # noqa: PTH207
@@ -110,10 +110,10 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
     before = 0
     for file in files.paths:
         name = file.relative_to(files.root).as_posix()
-        with named_errors(file):
-            for number, texts, read in _texts(file, keys):
+        with named_errors(file), file.open("rb") as stream:
+            for number, texts in _texts(file, stream, keys):
                 if any(texts) or len(keys) > 1:
-                    yield Document(texts, f"{file}:{number}", f"{name}:{number}", before + read)
+                    yield Document(texts, f"{file}:{number}", f"{name}:{number}", before + stream.tell())
             before += file.stat().st_size
 
 
@@ -145,15 +145,17 @@ def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[Encod
         yield EncodedDocument(document, [next(tokens) for _ in document.texts])
 
 
-def _texts(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
-    """Yield (line or row number, or 1; strings; bytes of the file read so far) of each document of a file."""
+def _texts(file: Path, stream: BinaryIO, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield (line or row number, or 1; strings) of each document of a file, which `stream` reads."""
     if file.name.endswith(LINE_SUFFIXES):
-        for number, line, read in _lines(file):
-            yield number, _strings(line, keys, f"{file}:{number}"), read
+        lines = _split(_decompressed(file, stream)) if file.name.endswith(".zst") else stream
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _strings(line, keys, f"{file}:{number}")
     elif file.name.endswith(PARQUET):
         yield from _rows(file, keys)
     else:
-        yield 1, (_decode(file.read_bytes(), f"{file}:1"),), file.stat().st_size
+        yield 1, (_decode(stream.read(), f"{file}:1"),)
 
 
 def _strings(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ...]:
@@ -188,62 +190,51 @@ def _decode(data: bytes, location: str) -> str:
         raise InputError(f"{file}:{line}: not UTF-8: {e.reason} at byte {at + 1}") from None
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (line number from 1, line, bytes of the file read so far) of each line that is not blank."""
-    number, read, rest = 0, 0, [b""]  # the parts of a line whose end was not read yet
-    for data, read in _decompressed(file) if file.name.endswith(".zst") else _pieces(file):
-        first, *others = data.split(b"\n")
-        rest.append(first)
-        for other in others:
-            number, line, rest = number + 1, b"".join(rest), [other]
-            if line.strip():
-                yield number, line, read
-    if (line := b"".join(rest)).strip():
-        yield number + 1, line, read
-
-
-def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
-    """Yield (number, strings of the columns `keys`, bytes of the file read so far) of each row of a Parquet file."""
+def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield (number, strings of the columns `keys`) of each row of a Parquet file."""
     types = require("pyarrow.types")
     with open_parquet(str(file)) as opened:
-        schema, total, size = opened.schema_arrow, opened.metadata.num_rows, file.stat().st_size
+        schema = opened.schema_arrow
         for key in keys:
             place(file, key, schema.names)
             if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
                 raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
-        for number, texts in enumerate(parquet_rows(opened, keys), start=1):
+        batches = (batch for group in range(opened.num_row_groups) for batch in read_batches(opened, group, keys))
+        rows = (row for batch in batches for row in zip(*(batch[key].to_pylist() for key in keys), strict=True))
+        for number, texts in enumerate(rows, start=1):
             if None in texts:
                 raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
-            yield number, tuple(map(str, texts)), size * number // max(1, total)
+            yield number, tuple(map(str, texts))
 
 
-def _pieces(file: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (next bytes, at most PIECE_BYTES; number of bytes read so far) until the end of a file."""
-    read = 0
-    with file.open("rb") as stream:
-        while data := stream.read(PIECE_BYTES):
-            read += len(data)
-            yield data, read
+def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a text that is given in pieces."""
+    rest = [b""]  # the parts of a line whose end was not read yet
+    for data in pieces:
+        first, *others = data.split(b"\n")
+        rest.append(first)
+        for other in others:
+            yield b"".join(rest)
+            rest = [other]
+    yield b"".join(rest)
 
 
-def _decompressed(file: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed piece, compressed bytes read so far) of a zstd file with any number of frames.
+def _decompressed(file: Path, stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the decompressed pieces of a zstd file with any number of frames.
 
     zstandard's stream reader would accept a file that is cut off; here the last frame must be complete.
     """
     zstandard = require("zstandard")
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     frame = None
-    read = 0
-    for data, read in _pieces(file):
+    while data := stream.read(PIECE_BYTES):
         while data:
             frame = frame or decompressor.decompressobj()
             try:
-                decompressed = frame.decompress(data)
+                yield frame.decompress(data)
             except zstandard.ZstdError as e:
-                raise InputError(f"{file} is damaged before byte {read:,}: {first_line(e)}") from None
+                raise InputError(f"{file} is damaged before byte {stream.tell():,}: {first_line(e)}") from None
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
-            yield decompressed, read
-    if frame is not None or not read:
-        raise InputError(f"{file} is cut off at byte {read:,}: its last zstd frame is incomplete")
+    if frame is not None or not stream.tell():
+        raise InputError(f"{file} is cut off at byte {stream.tell():,}: its last zstd frame is incomplete")

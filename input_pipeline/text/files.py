@@ -8,10 +8,11 @@ import numpy as np
 
 from input_pipeline.errors import InputError, check_split
 from input_pipeline.files import OpenedFiles
+from input_pipeline.optional import require
 from input_pipeline.source import TokenSource
 from input_pipeline.text import documents as texts
 from input_pipeline.text import packing
-from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
+from input_pipeline.text.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, end_token, open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +153,34 @@ def check_size(files: texts.Files, path: str) -> None:
             f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenize it once, with "
             f"python -m dcvit.tokenize --data {path} --out PREFIX, and read it with kind='megatron'"
         )
+
+
+def train_tokenizer(path: str, vocab_size: int, key: str = "text") -> str:
+    """Return the tokenizer.json of a BPE tokenizer of bytes, as GPT-2's, trained on text files.
+
+    The result is a function of the files and the arguments.
+
+    Args:
+      path: a file, folder or glob, as of data of kind "text".
+      vocab_size: the number of tokens, `END_OF_TEXT` included; fewer if the text has too few pairs to merge.
+      key: key of the text in the JSON object of a line.
+
+    Raises:
+      MissingDataError: the files do not exist.
+      InputError: a file is invalid, the files are too large, or `vocab_size` is too small.
+    """
+    if vocab_size < (fewest := ByteTokenizer.vocab_size):
+        raise InputError(f"a tokenizer of {vocab_size} tokens: expected {fewest}, for all bytes, or more")
+    files = texts.find_files(path)
+    check_size(files, path)
+    tokenizers = require("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator((document.texts[0] for document in texts.read_documents(files, (key,))), trainer)
+    content: str = tokenizer.to_str()
+    return content

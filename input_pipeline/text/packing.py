@@ -80,6 +80,14 @@ def padded_row(tokens: Tokens, context: int, first_target: int = 1) -> Row:
     return {"tokens": row, "is_target": (positions >= first_target) & (positions < len(tokens))}
 
 
+def check_first_row(source: TokenSource) -> None:
+    """Raise InputError, with the row's location, if the first row of a source is invalid."""
+    try:
+        source[0]
+    except InputError as e:
+        raise InputError(f"{source.describe(0)}: {e}") from None
+
+
 def check_tokens(tokens: Tokens, vocab_size: int | None) -> Tokens:
     """Return the tokens. Raises InputError if one is negative, or not below a known `vocab_size`."""
     largest = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1

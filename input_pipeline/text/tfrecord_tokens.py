@@ -42,10 +42,7 @@ class Source(Records, TokenSource):
         files = open_files(map(str, found.paths))
         super().__init__([Shard(file, 0, len(file)) for file in files], found.root)
         if len(self):
-            try:
-                self[0]
-            except InputError as e:
-                raise InputError(f"{self.describe(0)}: {e}") from None
+            packing.check_first_row(self)
 
     def __getitem__(self, index: int) -> Example:
         tokens = read_input_ids(self.read(index))

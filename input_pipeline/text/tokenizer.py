@@ -5,6 +5,7 @@ Text is never converted to special tokens: the characters "<|endoftext|>" in a d
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import re
@@ -31,35 +32,49 @@ SPACE = "\u2581"  # represents a space in sentencepiece's tokens
 TokenBytes = Int32[np.ndarray, "vocab_size"]
 
 
-class ByteTokenizer:
-    """A tokenizer whose tokens are UTF-8 bytes, and one token that ends a text."""
+class Tokenizer(abc.ABC):
+    """Base class of tokenizers.
 
-    end_of_text: int | None = BYTE_END_OF_TEXT
-    vocab_size = BYTE_END_OF_TEXT + 1
+    Fields:
+      vocab_size: number of different tokens.
+      end_of_text: the token that ends a text, or None if there is none.
+      token_bytes: number of bytes of text of each token, int32 of shape (vocab_size,), or None if it is unknown.
+    """
 
-    @property
-    def token_bytes(self) -> TokenBytes | None:
-        """Number of bytes of text of each token, int32 of shape (257,): 1, and 0 for the token that ends a text."""
-        return (np.arange(self.vocab_size) < BYTE_END_OF_TEXT).astype(np.int32)
+    vocab_size: int
+    end_of_text: int | None = None
+    token_bytes: TokenBytes | None = None
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, without an end of text. Raises InputError if a text has no tokens."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with U+FFFD for invalid UTF-8 such as an incomplete last character."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end of text."""
-        return list(text.encode())
+        """Return the tokens of a text, as `encode_batch` does."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+
+class ByteTokenizer(Tokenizer):
+    """A tokenizer whose tokens are UTF-8 bytes, and one token that ends a text."""
+
+    vocab_size = BYTE_END_OF_TEXT + 1
+    end_of_text = BYTE_END_OF_TEXT
+    token_bytes = (np.arange(vocab_size) < BYTE_END_OF_TEXT).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without an end of text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with U+FFFD for invalid UTF-8 such as an incomplete last character."""
         return bytes(i for i in ids if i < BYTE_END_OF_TEXT).decode(errors="replace")
 
 
-class WordTokenizer:
+class WordTokenizer(Tokenizer):
     """A tokenizer whose tokens are the words of a fixed list, separated by white space in texts."""
-
-    end_of_text: int | None = None
-    token_bytes: TokenBytes | None = None
 
     def __init__(self, words: Sequence[str]):
         self.words, self.vocab_size = tuple(words), len(words)
@@ -72,20 +87,15 @@ class WordTokenizer:
         except KeyError as e:
             raise InputError(f"no word {e.args[0]!r} in the vocabulary; {nearest(e.args[0], self.words)}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. Raises InputError if a word is not in the list."""
-        return self.numbers(text.split())
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text. Raises InputError if a word is not in the list."""
-        return [np.array(self.encode(text), np.int32) for text in texts]
+        return [np.array(self.numbers(text.split()), np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the words of tokens, each with a space before it; nothing for tokens beyond the vocabulary."""
         return "".join(f" {self.words[i]}" for i in ids if i < self.vocab_size)
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding.
 
     Fields:
@@ -127,7 +137,7 @@ class FileTokenizer:
         self.end_of_text = None if end_of_text is None else self._special_token(end_of_text)
 
     @property
-    def token_bytes(self) -> TokenBytes | None:
+    def token_bytes(self) -> TokenBytes | None:  # type: ignore[override]  # an attribute of others
         """Number of bytes of text of each token, 0 for special tokens.
 
         None if the tokens are neither in GPT-2's byte alphabet nor text with tokens of single bytes as in
@@ -145,27 +155,13 @@ class FileTokenizer:
             counts[number] = 0 if added.special else len(added.content.encode())
         return counts
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end of text. Raises InputError as `encode_batch` does."""
-        ids: list[int] = self.encode_batch([text])[0].tolist()
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without an end of text; several threads tokenize.
-
-        Raises:
-          InputError: the tokenizer fails, or a text has a lone surrogate.
-        """
         with _one_line_errors(f"{self.path} cannot tokenize"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens without special tokens, with U+FFFD for invalid UTF-8.
-
-        Raises:
-          InputError: the decoder fails.
-        """
+        """Return the text of tokens without special tokens. Raises InputError if the decoder fails."""
         with _one_line_errors(f"{self.path} cannot decode"):
             return str(self._tokenizer.decode(list(ids)))
 
@@ -178,9 +174,6 @@ class FileTokenizer:
         if special[name] in self.encode(name):
             raise InputError(f"{self.path} encodes the text {name!r} as the special token")
         return special[name]
-
-
-Tokenizer = ByteTokenizer | FileTokenizer | WordTokenizer
 
 
 def open_tokenizer(path: str | None, end_of_text: str | None = END_OF_TEXT) -> Tokenizer:

@@ -1,6 +1,6 @@
 """Tables 5 and 11, Figures 5 to 8: a plain and a composed model of generated in-context tasks, and their heads.
 
-The tasks are those of `input_pipeline.text.synthetic_tasks`, not the authors' file, with which any model can be
+The tasks are those of `input_pipeline.text.synthetic`, not the authors' file, with which any model can be
 evaluated (docs/composed_tasks.md). Figures 7 and 8 show an example that only the composed model answers correctly.
 """
 
@@ -23,8 +23,7 @@ from dcvit.models.lm import LM
 from dcvit.pages.evaluation import evaluate
 from dcvit.runs.seeds import workdir_of
 from dcvit.training.evaluation import open_evaluators
-from input_pipeline.text.synthetic import Source
-from input_pipeline.text.synthetic_tasks import TASKS
+from input_pipeline.text.synthetic import TASKS, Source
 
 STEPS, SHOTS = 600, 3
 PLAIN, COMPOSED = "plain", "DCMHA"

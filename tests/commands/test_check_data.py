@@ -88,7 +88,7 @@ def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, 
     ("reduced", "pp", "expected"),
     [
         (decoding, "decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),
-        (checking, 'decode|resize(8)|flatten|onehot(3)|keep("image", "labels")', "decode|flatten|onehot(3)"),
+        (checking, 'decode|resize(8)|onehot(3)|keep("image", "labels")', "decode|onehot(3)"),
         (checking, 'decode|resize(8, outkey="small")|copy("small", "a")', "decode"),
     ],
 )

@@ -50,7 +50,7 @@ USES = {
 @pytest.mark.parametrize("module", USES)
 def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
     extra, use = USES[module]
-    for cached in (optional._start_tensorflow, kernels._loops, stored._tifffile):
+    for cached in (optional._start_tensorflow, kernels._machine_code, stored._tifffile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):

@@ -10,7 +10,7 @@ from refusals import refused
 import input_pipeline as ip
 from input_pipeline import memory, tfrecord
 from input_pipeline.images import tfds
-from input_pipeline.text import megatron_format, tokenizer
+from input_pipeline.text import megatron, tokenizer
 
 
 def open_text(path, kind="text", **options):
@@ -23,7 +23,7 @@ class TestTokens:
         content = prefix.with_suffix(".idx").read_bytes()
         prefix.with_suffix(".idx").write_bytes(content[:18] + struct.pack("<QQ", 1 << 40, 1) + content[34:])
         with refused(ip.InputError, "a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
-            megatron_format.read_index(str(prefix))
+            megatron.read_index(str(prefix))
 
     @pytest.mark.parametrize(("sizes", "starts"), [((3, 2), (2, 8)), ((3, 2), (0, 8)), ((6, -1), (0, 12))])
     def test_sequences_that_do_not_follow_each_other_are_refused(self, tmp_path, sizes, starts):

@@ -257,8 +257,7 @@ def text(kind: str, path: str, **options: object) -> Argv:
 
 def write_tokens(ws: Workspace) -> None:
     """Write a .bin/.idx pair of 500 tokens below 200."""
-    from input_pipeline.text.megatron_writer import MegatronWriter
+    from input_pipeline.text.megatron import write_pair
 
-    with MegatronWriter(str(ws.folder / "pair"), {"vocab_size": 257, "end_of_text": 256}) as writer:
-        writer.add(np.arange(500) % 200)
+    write_pair(str(ws.folder / "pair"), [np.arange(500) % 200], {"vocab_size": 257, "end_of_text": 256})
     (ws.folder / "pair.json").unlink()

@@ -158,8 +158,6 @@ def written_megatron(
     prefix: Path, documents: Iterable[Sequence[int]], vocab_size: int = 10, end: int | None = None
 ) -> None:
     """Write a .bin/.idx pair with the package's writer."""
-    from input_pipeline.text.megatron_writer import MegatronWriter
+    from input_pipeline.text.megatron import write_pair
 
-    with MegatronWriter(str(prefix), {"vocab_size": vocab_size, "end_of_text": end}) as writer:
-        for document in documents:
-            writer.add(document)
+    write_pair(str(prefix), documents, {"vocab_size": vocab_size, "end_of_text": end})

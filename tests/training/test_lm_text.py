@@ -6,7 +6,7 @@ from dcvit import cli, evaluate, generate, train
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, InputError
 from dcvit.training.setup import make_setup
-from input_pipeline.text.train_tokenizer import train_tokenizer
+from input_pipeline.text.files import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 TINY = [

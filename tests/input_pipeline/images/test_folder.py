@@ -102,9 +102,9 @@ def test_training_and_prediction_take_the_same_files_and_count_the_others(tmp_pa
     trained, predicted = (record.getMessage().partition(": ")[2] for record in caplog.records)
     assert trained == (
         "12 images of 2 classes, from 2 of 'große Hunde' to 10 of 'cat'; "
-        "skipped 5 file(s): 2 .txt, 1 beside the class folders, 1 hidden, 1 without suffix"
+        "skipped 4 file(s): 2 .txt, 1 beside the class folders, 1 without suffix"
     )
-    assert predicted == "12 images; skipped 5 file(s): 3 .txt, 1 hidden, 1 without suffix"
+    assert predicted == "12 images; skipped 4 file(s): 3 .txt, 1 without suffix"
 
 
 def rename_a_class(root):

@@ -238,18 +238,6 @@ def test_damaged_folders_are_named_in_one_line(root, damage, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "validation"}, "imagenet has no split 'validation'; known: train"),
-        ({"image": "images"}, "has no column 'images'; did you mean 'image'"),
-    ],
-)
-def test_invalid_options_are_named(shared_root, options, message):
-    with pytest.raises(ip.InputError, match=message):
-        open_parquet(shared_root, **options)
-
-
-@pytest.mark.parametrize(
     ("image", "label", "message"),
     [(None, 0, "the image is null"), (b"a", 1000, "label=1000 is not one of the 1000 classes")],
 )

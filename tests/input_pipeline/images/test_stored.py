@@ -82,8 +82,9 @@ def test_planes_of_a_tiff_of_bytes_are_all_read(compression):
     image = values("uint8", 3)
     data = tiff(image, "separate", compression=compression)
     np.testing.assert_array_equal(decode(data, 3), image)
-    with refused(ip.InputError, "no TIFF of several gray channels"):
-        ip.Preprocess("decode_jpeg_and_inception_crop(8)")({"image": data}, np.random.default_rng(0))
+    for file in (data, npy(image)):
+        with refused(ip.InputError, r"no \.npy file, and no TIFF of several gray channels: use decode"):
+            ip.Preprocess("decode_jpeg_and_inception_crop(8)")({"image": file}, np.random.default_rng(0))
 
 
 def test_masks_and_reduced_copies_are_not_channels():
@@ -113,12 +114,6 @@ def test_transparency_of_a_palette_and_gray_arrays_are_read():
     np.testing.assert_array_equal(decode(npy(gray), 1, "uint16")[..., 0], gray)
     rgb = values("uint8", 3)
     np.testing.assert_array_equal(decode(npy(rgb), 3), rgb)  # `decode` alone, too
-
-
-def test_an_array_for_the_op_that_decodes_jpegs_names_another_op():
-    op = ip.Preprocess("decode_jpeg_and_inception_crop(8)")
-    with pytest.raises(ip.InputError, match=r"no \.npy file, .*: use decode\(channels\)\|inception_crop\(size\)$"):
-        op({"image": npy(values("uint8", 3))}, np.random.default_rng(0))
 
 
 def test_files_of_8_bits_have_the_pixels_of_pillow():

@@ -75,11 +75,9 @@ class TestNames:
         with pytest.raises(ip.MissingDataError, match=r"'imagenet2012:9\.9\.9' .*existing versions: 5\.1\.0"):
             ip.open_source("tfds", name="imagenet2012:9.9.9", **options)
 
-    def test_unknown_splits_are_refused(self, imagenet):
+    def test_unknown_splits_and_invalid_names_are_refused(self, imagenet):
         with pytest.raises(ip.InputError, match=r"no split 'test'; known: train \(120\), validation \(10\)"):
             open_imagenet(imagenet[0]["tfrecord"], "test")
-
-    def test_invalid_dataset_name_is_refused(self, imagenet):
         with pytest.raises(ip.InputError, match="is not a dataset name"):
             ip.open_source("tfds", name="../x", split="train", data_dir=str(imagenet[0]["tfrecord"]))
 

@@ -75,15 +75,12 @@ class TestTable:
         assert apply("onehot(3, multi=False)", label=[])["labels"].shape == (0, 3)
         assert apply("onehot(3, 'label', None)", label=1)["label"].tolist() == [0, 1, 0]
 
-    def test_keys_are_kept_dropped_copied_and_flattened(self):
+    def test_keys_are_kept_dropped_and_copied(self):
         assert apply('keep("label")', label=2, other=3) == {"label": 2}
         assert apply("drop('image', 'absent')", label=2) == {"label": 2}
         copied = apply("copy('image', 'original')|pad(1)")
         np.testing.assert_array_equal(copied["original"], SMALL)
         assert copied["image"].shape == (4, 5, 1)
-        nested = {"image": 1, "objects": {"bbox": [0, 1], "inside": {"label": 3}}}
-        flat = ip.Preprocess("flatten")(nested, np.random.default_rng(0))
-        assert flat == {"image": 1, "objects/bbox": [0, 1], "objects/inside/label": 3}
 
     def test_ops_read_and_store_other_keys(self):
         mask = np.ones((2, 3, 1), np.uint8)

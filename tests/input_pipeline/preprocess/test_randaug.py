@@ -115,9 +115,13 @@ class TestValues:
         expected = [min(max(v + addition, 0), 255) if v < 128 else v for v in EVERY_VALUE.ravel().tolist()]
         assert randaug.solarize_add(EVERY_VALUE, addition).ravel().tolist() == expected
 
-    def test_equalize_equals_pillow(self):
-        for name, image in IMAGES.items():
-            assert np.array_equal(randaug.equalize(image), ImageOps.equalize(Image.fromarray(image))), name
+    def test_equalize_makes_the_cumulative_histogram_linear(self):
+        """v becomes min(255, (step // 2 + Σ_{u<v} n_u) // step), step = (Σ_u n_u - n_{greatest value}) // 255."""
+        for (name, image), channel in itertools.product(IMAGES.items(), range(3)):
+            counts = np.bincount(image[..., channel].ravel(), minlength=256)
+            step = (counts.sum() - counts[counts > 0][-1]) // 255
+            table = np.minimum((np.cumsum(counts) - counts + step // 2) // max(1, step), 255) if step else LEVELS
+            assert np.array_equal(randaug.equalize(image)[..., channel], table[image[..., channel]]), name
 
     @pytest.mark.slow
     def test_autocontrast_scales_in_float32_as_tensorflow_does(self, tf):

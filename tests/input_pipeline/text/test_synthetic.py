@@ -9,8 +9,18 @@ import pytest
 
 import input_pipeline as ip
 from input_pipeline.shuffle import draws
-from input_pipeline.text.synthetic import LONGEST, Source
-from input_pipeline.text.synthetic_tasks import CITIES, DRAWS, MEMBERS, OPPOSITES, PERSONS, TASKS, WORDS, make_example
+from input_pipeline.text.synthetic import (
+    CITIES,
+    DRAWS,
+    LONGEST,
+    MEMBERS,
+    OPPOSITES,
+    PERSONS,
+    TASKS,
+    WORDS,
+    Source,
+    make_example,
+)
 
 
 def group_of(word, tables):

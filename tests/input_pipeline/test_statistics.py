@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.images.statistics import Statistics, value_range
+from input_pipeline.check import Statistics, value_range
 
 
 def images(dtype, channels=3, offset=0.0):
