@@ -115,6 +115,22 @@ def test_a_batch_gets_mixup_or_cutmix_with_the_probability_of_a_switch():
     assert is_cut.mean() == pytest.approx(0.3, abs=0.05)
 
 
+@pytest.mark.slow
+def test_erasing_and_the_switch_do_not_share_keys_with_mixup_and_cutmix(monkeypatch):
+    used = []
+    real = jax.random.uniform
+    monkeypatch.setattr(jax.random, "uniform", lambda key, *a, **k: used.append(key) or real(key, *a, **k))
+    monkeypatch.setattr(augment, "erase", lambda key, images, *_: used.append(key) or images)
+    images, labels = batch_of(6, 6)
+    key = jax.random.key(5)
+    with jax.disable_jit():
+        Augmentation(mixup=1.0, cutmix=1.0, reprob=0.5)(key, images, labels)
+    of_mixing = [key, *jax.random.split(key, 2), *jax.random.split(key, 3)]
+    mine, theirs = ({np.asarray(jax.random.key_data(k)).tobytes() for k in keys} for keys in (used[:2], of_mixing))
+    assert len(mine) == 2
+    assert not mine & theirs
+
+
 def test_an_erased_rectangle_depends_on_the_key_and_the_place_in_the_batch_only():
     """Without options nothing changes."""
     images, labels = batch_of(8, 8)
