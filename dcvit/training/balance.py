@@ -14,8 +14,8 @@ BALANCED = "balanced"
 Weights = tuple[float, ...]  # one for each class
 
 
-def weights(key: str, value: str | Sequence[float] | None, source: Source, classes: int) -> Weights | None:
-    """Return the value of `config.class_weights` or `config.pos_weight`, which `key` names, as numbers; None for None.
+def weights(key: str, value: str | Sequence[float], source: Source, classes: int) -> Weights:
+    """Return the value of `config.class_weights` or `config.pos_weight`, which `key` names, as numbers.
 
     "balanced" class weights are n/(C·count_c), scikit-learn's rule, where count_c is the number of labels of class c,
     and n that of all labels. A "balanced" weight of the positive labels of class c is the number of its negative ones
@@ -25,8 +25,6 @@ def weights(key: str, value: str | Sequence[float] | None, source: Source, class
       ConfigError: there is not one number for each class, the source does not know its labels without reading images,
         or a class has no examples, so that its weight would not be finite.
     """
-    if value is None:
-        return None
     if value != BALANCED:
         if len(value) != classes:
             raise ConfigError(f"config.{key} has {len(value)} number(s), but there are {classes} classes")

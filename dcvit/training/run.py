@@ -22,11 +22,7 @@ from input_pipeline.optional import require_extra
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A training run, returned by `train`: its metrics, checkpoints and model.
-
-    Fields:
-      workdir: the folder of the run, for the commands of dcvit too.
-    """
+    """A training run, returned by `train`: its metrics, checkpoints and model, in the folder `workdir`."""
 
     workdir: Folder
 

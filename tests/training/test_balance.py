@@ -9,6 +9,7 @@ from sources import ListSource
 from training_runs import make_step, refusal, small_lm_setup, small_setup
 
 from dcvit.errors import ConfigError
+from dcvit.models import losses
 from dcvit.training import balance
 from dcvit.training.augment import cutmix, mixup
 
@@ -49,6 +50,30 @@ def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message)
         balance.weights(key, value, source, CLASSES)
 
 
+@pytest.mark.interop
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_losses_are_those_of_pytorch_but_for_the_divisor_of_mixed_labels(smoothing):
+    """PyTorch divides by the weights of class indices, and by the number of examples for probabilities."""
+    import torch
+    from torch.nn import functional
+
+    rng = np.random.default_rng(0)
+    logits, weights = rng.normal(0, 2, (7, CLASSES)).astype(np.float32), np.float32([0.2, 1, 3, 0.5])
+    index, mixed = rng.integers(0, CLASSES, 7), rng.dirichlet(np.ones(CLASSES), 7).astype(np.float32)
+
+    def ours(labels):
+        smooth = losses.smooth(jnp.asarray(labels), smoothing)
+        scale = losses.mean_scale("softmax_xent", jnp.asarray(labels), jnp.asarray(weights))
+        return float(jnp.mean(losses.softmax_xent(jnp.asarray(logits), smooth, jnp.asarray(weights)) * scale))
+
+    def theirs(target):
+        arguments = torch.tensor(logits), torch.tensor(target), torch.tensor(weights)
+        return float(functional.cross_entropy(*arguments, label_smoothing=smoothing))
+
+    assert ours(np.eye(CLASSES, dtype=np.float32)[index]) == pytest.approx(theirs(index), rel=1e-5)
+    assert ours(mixed) * (mixed @ weights).sum() / 7 == pytest.approx(theirs(mixed), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", [mixup, cutmix])
 def test_a_mixed_label_is_unknown_where_a_part_of_it_is(mix):
@@ -72,7 +97,7 @@ def test_weights_and_unknown_labels_give_the_same_step_in_parts():
         "schedule": {"decay_type": "constant"}, "model.depth": 0,
     }  # fmt: skip
     setup = small_setup(**options)
-    assert setup.task.class_weights == tuple(range(1, 11))
+    assert setup.task.weights["class_weights"] == tuple(range(1, 11))
     state, batch, update = make_step(setup)
     _, _, accumulated = make_step(small_setup(**options, grad_accum=4))
     batch["labels"] = batch["labels"].at[::3, 2:5].set(-1)

@@ -119,7 +119,7 @@ def test_pixels_are_converted_to_the_teachers_range(ours, theirs):
 def prepared_batch(setup):
     """Return a batch for the loss and its dropout key, as the first step of a run computes them."""
     batch = {k: jnp.asarray(v) for k, v in next(setup.data.batches(0)).items()}
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(setup.seed), 0))
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(setup.config.seed), 0))
     return jit(setup.task.prepare)(batch, keys[0]), keys[1]
 
 

@@ -6,18 +6,10 @@ import numpy as np
 import optax
 import pytest
 from small_models import random_params, stack_blocks
-from training_runs import (
-    make_step,
-    refusal,
-    same,
-    small_lm_setup,
-    small_setup,
-    steps_on_meshes,
-)
+from training_runs import make_step, optimizer_of, refusal, same, small_lm_setup, small_setup, steps_on_meshes
 
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.trees import by_name, nested
-from dcvit.training import optim
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -38,7 +30,7 @@ def unrolled_shapes(make, options):
 def optimized(params, gradients, depth=DEPTH, **options):
     """Return the parameters after these gradients, by name."""
     options = {"lr": 0.1, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_mults": [(".*", 1.0)]} | options
-    tx, *_ = optim.make(params, len(gradients), optim.Options(**options), depth)
+    tx = optimizer_of(params, len(gradients), depth, **options)
     state, update = tx.init(params), jax.jit(tx.update)
     for grads in gradients:
         updates, state = update(grads, state, params)
