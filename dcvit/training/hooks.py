@@ -48,8 +48,10 @@ class StepResult:
 class Progress:
     """Progress of a run, shared by its hooks.
 
+    It measures the mean wall time of a step, without the pauses for evaluation and saving.
+
     Attributes:
-      clock: measures the mean time of a step.
+      steps: those that were started since the measurement began.
       guard: stops the run after too many steps that are not finite.
       best: the best step so far by `config.ckpt_best`.
       early: the reason to stop by `config.early_stop`, if there is one.
@@ -59,19 +61,13 @@ class Progress:
 
     def __init__(self, run: Run):
         config = run.setup.config
-        self.clock, self.guard = StepClock(), NonFiniteGuard(run)
+        self.guard = NonFiniteGuard(run)
         self.best, self.early = BestStep(config.ckpt_best), EarlyStop(config.early_stop)
         self.row: dict[str, Any] = {}
         self.row_step = -1
+        self.start_clock()
 
-
-class StepClock:
-    """Measures the mean wall time of a step in seconds, without the pauses for evaluation and saving."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
+    def start_clock(self) -> None:
         """Start a new measurement of the mean time of a step."""
         self.since, self.steps = time.perf_counter(), 0
 
@@ -83,9 +79,9 @@ class StepClock:
         self.since += time.perf_counter() - paused_at
 
     def lap(self) -> float:
-        """Return the mean seconds per step since the last call or `start`, and start a new measurement."""
+        """Return the mean seconds per step since the last call or `start_clock`, and start a new measurement."""
         seconds = (time.perf_counter() - self.since) / max(1, self.steps)
-        self.start()
+        self.start_clock()
         return seconds
 
 
@@ -216,7 +212,7 @@ class MetricsHook(Hook):
             return
         self.progress.guard.check(result)
         timing = self._timing() if logs else {}
-        with self.progress.clock.paused():
+        with self.progress.paused():
             self._record(result.step, result.state, result.numbers, evaluators, timing)
 
     def close(self, *, failed: bool) -> None:
@@ -256,7 +252,7 @@ class MetricsHook(Hook):
         return chip.peak * len(devices) / flops if same_size and chip and flops else None
 
     def _timing(self) -> dict[str, float]:
-        seconds = self.progress.clock.lap()
+        seconds = self.progress.lap()
         timing = {"step_seconds": seconds, "examples_per_second": self.setup.data.batch_size / seconds}
         if self.peak:
             timing["mfu"] = timing["examples_per_second"] / self.peak
@@ -298,7 +294,7 @@ class CheckpointHook(Hook):
         if not due and not kept and progress.best.step != step:
             return
         progress.guard.check(result)  # waits for the steps under way, which are not part of the pause
-        with progress.clock.paused():
+        with progress.paused():
             self.run.watchdog.progress()
             self.save(result)
 

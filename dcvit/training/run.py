@@ -51,7 +51,7 @@ def train(
 ) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
 
-    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.
+    Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.
 
     Args:
       config: "NAME[:argument=value,…]", a config file or the name of a shipped config.

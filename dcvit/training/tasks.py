@@ -8,12 +8,11 @@ Each task class has
 
 and each task
 
-  example       shape and dtype of a model input for one example
-  pp            preprocessing on the host
-  rate          unit of speed, such as "tok/s", and how many of it an example is
-  prepare       from a batch of the input pipeline to the arguments of the loss
-  distillation  the teacher of a distilled model, or None
-  loss          the objective, a mean over examples: a batch may be split into equal parts
+  example  shape and dtype of a model input for one example
+  pp       preprocessing on the host
+  rate     unit of speed, such as "tok/s", and how many of it an example is
+  prepare  from a batch of the input pipeline to the arguments of the loss
+  loss     the objective, a mean over examples: a batch may be split into equal parts
 """
 
 from __future__ import annotations

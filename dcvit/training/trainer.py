@@ -149,7 +149,7 @@ class Trainer:
             update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
         if self.setup.config.check_memory:
             memory.check_step(self.setup.model.mesh, update)
-        self.progress.clock.start()
+        self.progress.start_clock()
         compiled: Update = update
         return compiled
 
@@ -161,7 +161,7 @@ class Trainer:
         """
         self.progress.guard.check(previous)
         self.run.checkpointer.check_for_errors()
-        self.progress.clock.steps += 1
+        self.progress.steps += 1
         self.run.display.advance(result.step)
         for hook in self.hooks:
             hook.after_step(result)

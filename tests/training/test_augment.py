@@ -140,13 +140,5 @@ def test_an_erased_rectangle_depends_on_the_key_and_the_place_in_the_batch_only(
     assert Augmentation()(key, images, labels)[0] is images
 
 
-BAD = {
-    "mixup_switch_prob=0.3": "set config.mixup and config.cutmix",
-    "reprob=1.5": "config.reprob=1.5 should be in [0, 1]",
-}
-
-
-@pytest.mark.parametrize("override", BAD)
-def test_options_that_are_invalid_or_without_effect_are_refused_in_one_line(override):
-    key, value = override.split("=")
-    assert BAD[override] in refusal(small_setup, **{key: value})
+def test_an_option_without_effect_is_refused_in_one_line():
+    assert "set config.mixup and config.cutmix" in refusal(small_setup, mixup_switch_prob=0.3)

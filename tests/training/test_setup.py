@@ -19,12 +19,10 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 BAD = {
-    "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
     "batch": ({"input.batch_size": 60}, "is not a positive multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
-    "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
     "no total": ({"total_steps": 0}, "set one of total_steps"),
 }
 
@@ -39,7 +37,6 @@ def make(config="vit_digits", tiny=TINY, **overrides):
 
 
 BAD_TEXT = {
-    "too small a vocabulary": ({"vocab_size": 200}, "has 257 tokens, config.vocab_size=200"),
     "context above the model's": ({"model.context": 8}, "config.model.context=8 is less than the data's 24"),
     "images for a language model": ({"input.data": {"kind": "digits"}}, "holds no text"),
 }
