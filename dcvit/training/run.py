@@ -15,7 +15,7 @@ from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
 from dcvit.runs.seeds import check_no_seeds
-from dcvit.training import trainer
+from dcvit.training import loop
 from dcvit.training.setup import make_setup
 from input_pipeline.optional import require_extra
 
@@ -77,5 +77,5 @@ def train(
     check_no_seeds(path)
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)
-    trainer.train(setup, path, accept, on_row=on_row)
+    loop.train(setup, path, accept, on_row=on_row)
     return TrainingRun(path)

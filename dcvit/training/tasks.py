@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float64, Int8, Int32
 from ml_collections import ConfigDict
 
 import input_pipeline
@@ -35,7 +36,6 @@ from dcvit.hub.kinds import kind_of, require, with_text
 from dcvit.hub.tokenizers import tokenizer_of
 from dcvit.models import Outputs, Params, lm, losses, pixels
 from dcvit.models.packed_images import PackedImages, model_inputs
-from dcvit.training import balance
 from dcvit.training.augment import Augmentation
 from dcvit.training.distillation import TEACHER, Distillation, heads_of, make_distillation
 from dcvit.training.inputs import check_loss, check_predict, image_example, packing_of, text_example
@@ -46,6 +46,7 @@ from input_pipeline.preprocess.packing import Packing
 Batch = dict[str, Any]  # arrays, or trees of arrays
 Loss = Callable[[Params, Batch, jax.Array], jax.Array]  # (parameters, prepared batch, dropout key) -> mean loss
 STAND_IN_EXAMPLES = 1_000_000
+BALANCED = "balanced"  # weights of classes that are counted from the labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class ImageTask:
         augmentation = Augmentation(**{field.name: config[field.name] for field in dataclasses.fields(Augmentation)})
         augmentation.check()
         weights = {
-            key: balance.weights(key, config[key], source, config.num_classes)
+            key: class_weights(key, config[key], source, config.num_classes)
             for key in ("class_weights", "pos_weight")
             if config[key] is not None and not isinstance(source, StandIn)  # which has no labels to count
         }
@@ -239,6 +240,59 @@ class TokenTask:
             return jnp.mean(nats * batch["weights"])
 
         return loss_of
+
+
+def class_weights(key: str, value: str | Sequence[float], source: Source, classes: int) -> tuple[float, ...]:
+    """Return the value of `config.class_weights` or `config.pos_weight`, which `key` names, as numbers.
+
+    "balanced" class weights are n/(C·count_c), scikit-learn's rule, where count_c is the number of labels of class c,
+    and n that of all labels. A "balanced" weight of the positive labels of class c is the number of its negative ones
+    divided by that of its positive ones.
+
+    Raises:
+      ConfigError: there is not one number for each class, the source does not know its labels without reading images,
+        or a class has no examples, so that its weight would not be finite.
+    """
+    if value != BALANCED:
+        if len(value) != classes:
+            raise ConfigError(f"config.{key} has {len(value)} number(s), but there are {classes} classes")
+        return tuple(map(float, value))
+    labels = source.labels
+    if labels is None:
+        raise ConfigError(
+            f"config.{key}='balanced': this kind of data has to read its images to know their labels; give {classes} "
+            "numbers"
+        )
+    positives, negatives = label_counts(labels, classes)
+    missing = positives if not positives.all() else negatives
+    empty = np.flatnonzero(missing == 0)
+    if len(empty) and (missing is positives or key == "pos_weight"):
+        names, kind = source.class_names or (), "positive" if missing is positives else "negative"
+        name = repr(names[empty[0]]) if empty[0] < len(names) else f"number {empty[0]}"
+        raise ConfigError(
+            f"config.{key}='balanced': {len(empty)} of {classes} classes, such as {name}, have no {kind} label in the "
+            f"training data, so that their weights are unknown; give {classes} numbers"
+        )
+    found = negatives / positives if key == "pos_weight" else positives.sum() / (classes * positives)
+    return tuple(map(float, found))
+
+
+def label_counts(
+    labels: Int32[np.ndarray, " N"] | Int8[np.ndarray, "N C"], classes: int
+) -> tuple[Float64[np.ndarray, " C"], Float64[np.ndarray, " C"]]:
+    """Return the numbers of positive and negative labels of each class, of labels as `Source` describes them.
+
+    Raises:
+      ConfigError: a label is not one of the classes.
+    """
+    found = labels.shape[1] if labels.ndim > 1 else int(labels.max(initial=-1)) + 1
+    if found > classes:
+        raise ConfigError(f"the training data has labels of {found} classes, config.num_classes={classes}")
+    if labels.ndim > 1:
+        both = [(labels == value).sum(axis=0, dtype=np.float64) for value in (1, 0)]
+        return tuple(np.pad(each, (0, classes - found)) for each in both)  # type: ignore[return-value]
+    positives = np.bincount(labels[labels >= 0], minlength=classes).astype(np.float64)
+    return positives, positives.sum() - positives
 
 
 def _refuse(config: ConfigDict, keys: Iterable[str], models: str) -> None:

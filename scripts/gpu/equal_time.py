@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
 from dcvit.config.durations import Durations
-from dcvit.config.values import defaults
+from dcvit.config.load import load
+from dcvit.config.values import replaced
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
@@ -52,7 +52,7 @@ SEEDS = {"grouped": 3, "folded": 3, "folded, post": 3, "mha": 1}
 SECONDS = 40.0
 # Those of configs/lm_stdlib.py, with Muon, and a lower rate for compositions; not tuned at this size.
 OPTIMIZER = {
-    "optax_name": "muon", "lr": 3e-3, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_times_lr": True,
+    "optax_name": "muon", "optax": {}, "lr": 3e-3, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_times_lr": True,
     "grad_clip_norm": 1.0, "wd_mults": (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
 }  # fmt: skip
 OF_COMPOSITIONS = (("(.*/)?(pre|post)/.*", 0.1),)  # docs/optimizers.md
@@ -108,13 +108,13 @@ def lowered(
         preset=None, **fields,
     )  # fmt: skip
     composes = fields.get("compose", "both") is not None
-    options = defaults() | OPTIMIZER | {"lr_mults": OF_COMPOSITIONS if composes else ()}
+    config = replaced(load("lm_stdlib"), **OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
 
     def parameters(seed: jax.Array) -> optax.Params:
         params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
         return params
 
-    tx, *_ = make_optimizer(ConfigDict(options), jax.eval_shape(parameters, 0), Durations(size.rows, size.rows, 1))
+    tx, *_ = make_optimizer(config, jax.eval_shape(parameters, 0), Durations(size.rows, size.rows, 1))
 
     def nats(params: optax.Params, rows: jax.Array) -> jax.Array:
         tokens = rows.astype(jnp.int32)

@@ -10,8 +10,8 @@ from training_runs import make_step, refusal, small_lm_setup, small_setup
 
 from dcvit.errors import ConfigError
 from dcvit.models import losses
-from dcvit.training import balance
 from dcvit.training.augment import cutmix, mixup
+from dcvit.training.tasks import class_weights
 
 CLASSES = 4
 SINGLE = np.array([0, 0, 0, 1, 2, 2, 3, -1, -1], np.int32)
@@ -27,14 +27,14 @@ def labeled(labels, **options):
 def test_balanced_weights_of_one_label_are_those_of_scikit_learn():
     known = SINGLE[SINGLE >= 0]
     expected = compute_class_weight("balanced", classes=np.arange(CLASSES), y=known)
-    np.testing.assert_allclose(balance.weights("class_weights", "balanced", labeled(SINGLE), CLASSES), expected)
+    np.testing.assert_allclose(class_weights("class_weights", "balanced", labeled(SINGLE), CLASSES), expected)
 
 
 def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_labels():
     every = np.nonzero(MULTI == 1)[1]
     expected = compute_class_weight("balanced", classes=np.arange(CLASSES), y=every)
-    np.testing.assert_allclose(balance.weights("class_weights", "balanced", labeled(MULTI), CLASSES), expected)
-    for c, weight in enumerate(balance.weights("pos_weight", "balanced", labeled(MULTI), CLASSES)):
+    np.testing.assert_allclose(class_weights("class_weights", "balanced", labeled(MULTI), CLASSES), expected)
+    for c, weight in enumerate(class_weights("pos_weight", "balanced", labeled(MULTI), CLASSES)):
         known = MULTI[:, c][MULTI[:, c] >= 0]
         negative, positive = compute_class_weight("balanced", classes=np.arange(2), y=known)
         assert weight == pytest.approx(positive / negative)
@@ -47,7 +47,7 @@ def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_la
 def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message):
     source = labeled(labels, class_names=tuple("abcd"))
     with pytest.raises(ConfigError, match=message):
-        balance.weights(key, value, source, CLASSES)
+        class_weights(key, value, source, CLASSES)
 
 
 @pytest.mark.interop
