@@ -52,8 +52,9 @@ SEEDS = {"grouped": 3, "folded": 3, "folded, post": 3, "mha": 1}
 SECONDS = 40.0
 # Those of configs/lm_stdlib.py, with Muon, and a lower rate for compositions; not tuned at this size.
 OPTIMIZER = {
-    "optax_name": "muon", "optax": {}, "lr": 3e-3, "schedule": {"decay_type": "constant"}, "wd": 0.1, "wd_times_lr": True,
-    "grad_clip_norm": 1.0, "wd_mults": (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
+    "optax_name": "muon", "optax": {}, "lr": 3e-3, "schedule": {"decay_type": "constant"}, "wd": 0.1,
+    "wd_times_lr": True, "grad_clip_norm": 1.0,
+    "wd_mults": (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
 }  # fmt: skip
 OF_COMPOSITIONS = (("(.*/)?(pre|post)/.*", 0.1),)  # docs/optimizers.md
 
@@ -217,8 +218,8 @@ def main() -> None:
     counts = {name: 10 if args.tiny else max(1, round(args.seconds / time)) for name, time in medians.items()}
     bits: dict[str, dict[int, float]] = {name: {} for name in ARMS}
     result = {
-        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "optimizer": OPTIMIZER.optax_name,
-        "learning rate": OPTIMIZER.lr, "multipliers of compositions": OF_COMPOSITIONS,
+        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "optimizer": OPTIMIZER["optax_name"],
+        "learning rate": OPTIMIZER["lr"], "multipliers of compositions": OF_COMPOSITIONS,
         "seconds per step": seconds, "steps": counts, "bits per byte": bits,
     }  # fmt: skip
     print(*(f"{name}: {1e3 * time:.2f} ms per step" for name, time in medians.items()), sep="\n", flush=True)
