@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.runs.progress import stage
     from dcvit.runs.stop import StopSignals
+    from dcvit.training.loop import train
     from dcvit.training.setup import make_setup
-    from dcvit.training.trainer import train
 
     cli.start_jax(args, preemptible=True)
     with process.ignore_broken_pipe(), StopSignals() as signals:
@@ -89,8 +89,8 @@ def _train_seeds(
       ConfigError, InputError: the config or the data is invalid, which concerns every seed.
     """
     from dcvit.config import load as configs
+    from dcvit.training.loop import train
     from dcvit.training.setup import make_setup
-    from dcvit.training.trainer import train
 
     if not multihost.is_single_process():
         raise ConfigError("--seeds needs a run of one process; start one run of several processes per seed")

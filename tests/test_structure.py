@@ -117,7 +117,7 @@ def test_config_is_read_in_few_files():
         "train.py",
         *(
             f"training/{name}.py"
-            for name in ("distillation", "evaluation", "inputs", "model", "plan", "run", "setup", "tasks")
+            for name in ("distillation", "evaluation", "inputs", "model", "optim", "run", "setup", "tasks")
         ),
     )
     assert reads == {f"dcvit/{name}" for name in files}

@@ -1,4 +1,4 @@
-"""Training: setup, tasks, optimizer, step, trainer and hooks, resuming; `train` is a run as a call in Python.
+"""Training: setup, tasks, optimizer, step, loop and hooks, resuming; `train` is a run as a call in Python.
 
 Commands need the whole extra `train`; benchmarks of steps only the libraries of it that flax brings, too.
 """

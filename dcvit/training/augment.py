@@ -46,15 +46,17 @@ class Augmentation:
         self, key: jax.Array, images: Float[Array, "B h w c"], labels: Float[Array, "B C"]
     ) -> tuple[Float[Array, "B h w c"], Float[Array, "B C"]]:
         """Return images and labels after random erasing and then mixup or cutmix, as far as they are on."""
+        # `mixup` and `cutmix` draw from the keys that they split off `key`, which are fold_in(key, 0), 1 and 2.
+        of_erasing, of_switch = jax.random.split(jax.random.fold_in(key, 3))
         if self.reprob:
-            images = erase(jax.random.fold_in(key, 1), images, self.reprob, self.remode)
+            images = erase(of_erasing, images, self.reprob, self.remode)
         if not self.cutmix:
             return mixup(key, images, labels, self.mixup) if self.mixup else (images, labels)
         cut = functools.partial(cutmix, alpha=self.cutmix)
         if not self.mixup:
             return cut(key, images, labels)
         mix = functools.partial(mixup, alpha=self.mixup)
-        switch = jax.random.uniform(jax.random.fold_in(key, 2)) < self.mixup_switch_prob
+        switch = jax.random.uniform(of_switch) < self.mixup_switch_prob
         mixed: tuple[Array, Array] = jax.lax.cond(switch, cut, mix, key, images, labels)
         return mixed
 

@@ -117,7 +117,7 @@ class Program:
         """
         self.setup, self.mode = setup, mode
         selection = selection or kernels.select(None, {})
-        policy = setup.options.kernels or selection.policy
+        policy = setup.config.kernels or selection.policy
         with (
             selecting(dataclasses.replace(selection, policy=policy, forward_only=mode == "forward")),
             jax.set_mesh(setup.model.mesh),
@@ -131,7 +131,7 @@ class Program:
             started = time.perf_counter()
             self.compiled: jax.stages.Compiled = lowered.compile()
             self.seconds = time.perf_counter() - started
-        if setup.options.check_memory:
+        if setup.config.check_memory:
             memory.check_programs(setup.model.mesh, [self.compiled])
 
     def start(self) -> Step:
@@ -159,7 +159,7 @@ class Program:
     def _arguments(self) -> list[PyTree]:
         """Return the state, or the parameters, and the batch; `image` and `tokens` of the batch are random."""
         setup, rows = self.setup, self.setup.data.batch_size
-        model, example, key = setup.model, setup.task.example, jax.random.key(setup.seed)
+        model, example, key = setup.model, setup.task.example, jax.random.key(setup.config.seed)
         vocab = getattr(model.module, "vocab_size", 1)
 
         def noise(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

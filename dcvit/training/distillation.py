@@ -51,19 +51,12 @@ TEACHER = "teacher"  # key of the teacher's logits, B C, in a batch
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `config.distill`.
+    """Options of `config.distill`."""
 
-    Fields:
-      teacher: anything that `dcvit.load` opens.
-      loss: a name in `LOSSES`.
-      temperature: divides the logits of both models in `kl`.
-      weight: part of the teacher's loss; the rest is that of the labels.
-    """
-
-    teacher: str
+    teacher: str  # anything that `dcvit.load` opens
     loss: str = "kl"
-    temperature: float = 1.0
-    weight: float = 0.5
+    temperature: float = 1.0  # divides the logits of both models in `kl`
+    weight: float = 0.5  # of the teacher's loss; the rest is that of the labels
 
 
 def kl(student: Float[Array, "B C"], teacher: Float[Array, "B C"], temperature: float = 1.0) -> Float[Array, " B"]:
@@ -72,14 +65,12 @@ def kl(student: Float[Array, "B C"], teacher: Float[Array, "B C"], temperature: 
     The factor T² keeps the size of the gradient (Hinton et al., 2015, Section 2).
     """
     ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
-    found: Array = temperature**2 * optax.losses.kl_divergence_with_log_targets(ours, theirs)
-    return found
+    return temperature**2 * optax.losses.kl_divergence_with_log_targets(ours, theirs)
 
 
 def hard(student: Float[Array, "B C"], teacher: Float[Array, "B C"]) -> Float[Array, " B"]:
     """Return the cross-entropy to the teacher's class of the highest logit (DeiT, Equation 3), in nats."""
-    found: Array = optax.softmax_cross_entropy_with_integer_labels(student, jnp.argmax(teacher, axis=-1))
-    return found
+    return optax.softmax_cross_entropy_with_integer_labels(student, jnp.argmax(teacher, axis=-1))
 
 
 LOSSES = ("kl", "hard")
@@ -112,13 +103,7 @@ class Distillation:
         self, of_labels: Callable[[Array], Array], heads: tuple[Float[Array, "B C"], Float[Array, "B C"]],
         teacher: Float[Array, "B C"],
     ) -> Float[Array, " B"]:  # fmt: skip
-        """Return the loss of each example.
-
-        Args:
-          of_labels: function from logits B C to the loss of the labels.
-          heads: logits of `heads_of`.
-          teacher: the teacher's logits.
-        """
+        """Return the loss of each example, for the function logits → loss of the labels and the logits `heads_of`."""
         weight, temperature = self.options.weight, self.options.temperature
         found = hard(heads[1], teacher) if self.options.loss == "hard" else kl(heads[1], teacher, temperature)
         return found if weight == 1 else (1 - weight) * of_labels(heads[0]) + weight * found
@@ -137,10 +122,8 @@ class Distillation:
         with _named(self.options.teacher):
             found = layer_checksums(self.teacher.params)
         record = json.loads(self.teacher.config.to_json())
-        of_config = {
-            key: zlib.crc32(json.dumps(record[key], sort_keys=True).encode()) for key in ("model", "pp_predict")
-        }
-        return found | of_config
+        texts = {key: json.dumps(record[key], sort_keys=True) for key in ("model", "pp_predict")}
+        return found | {key: zlib.crc32(text.encode()) for key, text in texts.items()}
 
     def check_student(self, student: nn.Module, mesh: Mesh) -> None:
         """Raise ConfigError if the student has no two heads to average, or the mesh cannot split the teacher."""
@@ -165,13 +148,7 @@ def heads_of(
     """Return the student's logits that learn from the labels, and those that learn from the teacher.
 
     Both are `logits`, except with `pool_type="tok+reg"`. There, `head/kernel` is [W₁; W₂] and the two are 2·W₁·(class
-    token) + b and 2·W₂·(first register) + b, whose mean is `logits`.
-
-    Args:
-      student: the model.
-      params: its parameters.
-      logits: its logits.
-      out: its named intermediates.
+    token) + b and 2·W₂·(first register) + b, whose mean is `logits`. `out` has the named intermediates.
     """
     if getattr(student, "pool_type", "") != "tok+reg":
         return logits, logits
@@ -184,13 +161,7 @@ def heads_of(
 def make_distillation(
     config: ConfigDict, source: Source, pp: str, example: jax.ShapeDtypeStruct
 ) -> Distillation | None:
-    """Open the teacher of `config.distill`; return None without one.
-
-    Args:
-      config: the config, complete.
-      source: the training data.
-      pp: its preprocessing string.
-      example: shape and dtype of one preprocessed image.
+    """Open the teacher of `config.distill`; return None without one. `example` is one image of `source` after `pp`.
 
     Raises:
       ConfigError: an option is invalid or has no effect, or the teacher has other classes or does not fit the images.
@@ -221,32 +192,30 @@ def make_distillation(
 
 def _check_options(options: Options, config: ConfigDict) -> None:
     """Raise ConfigError for an option that is out of range, or that has no effect with the others."""
-    if not options.teacher:
-        raise ConfigError(f"{WHAT}.teacher is empty: name a run, a checkpoint, a model of the package or weights")
-    if options.loss not in LOSSES:
-        raise ConfigError(f"{WHAT}.loss={options.loss!r}; {nearest(options.loss, LOSSES)}")
-    if not is_rate(options.temperature) or not options.temperature:
-        raise ConfigError(f"{WHAT}.temperature={options.temperature!r} should be finite and above 0")
-    if options.loss == "hard" and options.temperature != 1:
-        raise ConfigError(f"{WHAT}.temperature={options.temperature!r} has no effect with loss='hard'")
-    if not 0 < options.weight <= 1:
-        raise ConfigError(f"{WHAT}.weight={options.weight!r} should be above 0 and at most 1")
-    unused = next((key for key in ("label_smoothing", "class_weights") if config[key]), None)
-    if options.weight == 1 and unused:
-        raise ConfigError(f"config.{unused}={config[unused]} has no effect: {WHAT}.weight=1 omits labels")
-    if config.loss != "softmax_xent":
-        raise ConfigError(f"{WHAT} needs config.loss='softmax_xent', found {config.loss!r}")
-    if patch_sizes(config.input.get("pp", "")):
-        raise ConfigError(f"{WHAT} is for images of one size, not for the op patches")
+    temperature, weight = options.temperature, options.weight
+    refused = {
+        f"{WHAT}.teacher is empty: name a run, a checkpoint, a model of the package or weights": not options.teacher,
+        f"{WHAT}.loss={options.loss!r}; {nearest(options.loss, LOSSES)}": options.loss not in LOSSES,
+        f"{WHAT}.temperature={temperature!r} should be finite and above 0": not (is_rate(temperature) and temperature),
+        f"{WHAT}.temperature has no effect with loss='hard'": options.loss == "hard" and temperature != 1,
+        f"{WHAT}.weight={weight!r} should be above 0 and at most 1": not 0 < weight <= 1,
+        f"{WHAT} needs config.loss='softmax_xent', found {config.loss!r}": config.loss != "softmax_xent",
+        f"{WHAT} is for images of one size, not for the op patches": patch_sizes(config.input.get("pp", "")),
+    }
+    refused |= {
+        f"config.{key}={config[key]} has no effect: {WHAT}.weight=1 omits labels": weight == 1 and config[key]
+        for key in ("label_smoothing", "class_weights")
+    }
+    for message, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(message)
 
 
 def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
     """Raise ConfigError if both models name their classes, and some are the same but not all; warn if none is.
 
-    A model whose classes have no names has their numbers instead.
-
     Names that are partly the same, or in another order, indicate another numbering. Names that are all different may
-    be of another language, or WordNet's numbers instead of words.
+    be of another language, or WordNet's numbers instead of words. Unnamed classes have their numbers.
     """
     if list(theirs) == [str(i) for i in range(len(theirs))]:
         return
@@ -265,11 +234,6 @@ def normalizer(ours: str, theirs: str, channels: int) -> Callable[[Array], Array
     """Return the function from images of one preprocessing string to those of another's normalization of pixels.
 
     With means m and standard deviations s of pixels in [0, 1], it is x·(s / s') + (m - m') / s'.
-
-    Args:
-      ours: the preprocessing string of the images.
-      theirs: the other string, of which only the normalization counts.
-      channels: the number of channels.
 
     Raises:
       ConfigError: a string is empty, or has not exactly one `value_range` or `vgg_value_range`.

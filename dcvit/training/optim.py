@@ -9,7 +9,6 @@ is set; see `layer_scales`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
-from dcvit.errors import matches
+from dcvit.config.durations import Durations, is_duration
+from dcvit.config.keys import is_rate
+from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import names_of, shapes_of
 from dcvit.weights.placement import SINGLE, unrolled
@@ -30,6 +32,10 @@ from dcvit.weights.placement import SINGLE, unrolled
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
 Schedule = Callable[[jax.Array | int], jax.Array]
+RATES = (  # of `config.optax`: numbers that are not negative
+    "b1", "b2", "b3", "decay", "eps", "eps_root", "momentum", "beta", "consistent_rms", "adam_b1", "adam_b2",
+)  # fmt: skip
+DECAYS = ("cosine", "linear", "rsqrt", "constant")  # of a schedule
 EMBEDDINGS = re.compile(r"(embedding|pre_norm)/.*|pos_embedding|cls|registers")
 LAST_NORM = re.compile(r"Transformer/(encoder|decoder)_norm/.*")  # of the blocks' output
 
@@ -57,9 +63,8 @@ def schedule(
     Raises:
       ValueError: an unknown `decay_type`, or warm-up and cool-down longer than the training.
     """
-    kinds = ("cosine", "linear", "rsqrt", "constant")
-    if decay_type not in kinds:
-        raise ValueError(f"decay_type={decay_type!r}; known: {', '.join(kinds)}")
+    if decay_type not in DECAYS:
+        raise ValueError(f"decay_type={decay_type!r}; known: {', '.join(DECAYS)}")
     if not math.isfinite(end):
         raise ValueError(f"end={end} should be finite")
     if timescale <= 0:
@@ -104,14 +109,9 @@ def first_match(params: PyTree, rules: Rules, default: float | None, what: str) 
 
 
 def layers_of(params: PyTree, depth: int) -> dict[str, np.ndarray]:
-    """Return the layer of each parameter by its name: 0 for embeddings, 1 … L for blocks, L + 1 for all others.
+    """Return the layer of each parameter by its name: 0 for embeddings, 1 … `depth` for blocks, `depth` + 1 for others.
 
-    Args:
-      params: the parameters, or their shapes.
-      depth: L.
-
-    Returns:
-      Arrays of integers that broadcast against the parameters: scalars, or shape L' 1 1 … for L' layers of a scan.
+    The arrays of integers broadcast against the parameters: scalars, or shape L 1 1 … for L layers of a scan.
     """
     shapes, numbers = shapes_of(params), dict[str, list[int]]()
     for name, part in unrolled(shapes).items():
@@ -126,15 +126,10 @@ def layers_of(params: PyTree, depth: int) -> dict[str, np.ndarray]:
 
 
 def layer_scales(params: PyTree, decay: float, depth: int) -> PyTree:
-    """Return for each parameter the factor decay^(L + 1 - layer) of its update, float32, with `layers_of` its layer.
+    """Return for each parameter the factor decay^(depth + 1 - layer) of its update, float32; layers are of `layers_of`.
 
     These are the scales of `timm.optim.param_groups_layer_decay`. As there, the norm after the blocks belongs to the
     last block, and the weight decay is scaled too: AdamW multiplies it by the learning rate of the layer.
-
-    Args:
-      params: the parameters, or their shapes.
-      decay: factor from one layer to the one below.
-      depth: L.
     """
     layers = layers_of(params, depth)
     layers |= {name: np.asarray(depth) for name in layers if LAST_NORM.fullmatch(name)}
@@ -144,12 +139,8 @@ def layer_scales(params: PyTree, decay: float, depth: int) -> PyTree:
 def frozen_parts(params: PyTree, patterns: Sequence[str], freeze_layers: int | None, depth: int) -> PyTree:
     """Return for each parameter a mask, True where it is not trained, that broadcasts against it.
 
-    Args:
-      params: the parameters, or their shapes.
-      patterns: regexes of the names of parameters that are not trained.
-      freeze_layers: number of blocks, from the first one, that are not trained; nor are the embeddings. None: no block
-        and no embedding.
-      depth: L.
+    The names of parameters that are not trained match one of the regexes `patterns`. `freeze_layers` blocks, from the
+    first one, and the embeddings are not trained either; None: no block and no embedding.
 
     Raises:
       ValueError: `freeze_layers` is out of range, a regex matches no parameter, or it freezes all or nothing.
@@ -171,7 +162,6 @@ def scale_by_adafactor(
     *,
     min_dim_size_to_factor: int = 32,
     decay_rate: float = 0.8,
-    decay_offset: int = 0,
     beta2_cap: float = 0.999,
     clipping_threshold: float | None = None,
     momentum: float | None = 0.9,
@@ -180,78 +170,20 @@ def scale_by_adafactor(
 ) -> optax.GradientTransformation:
     """Return big_vision's Adafactor with momentum (Zhai et al., 2022, arXiv 2106.04560).
 
-    Second moments decay by β2(t) = min(beta2_cap, 1 - t^-decay_rate) at step t = 1, 2, …; the learning rate and the
-    weight decay are those of `make`.
-
-    Args:
-      min_dim_size_to_factor: second moments of parameters with two dimensions of at least this size are factored.
-      decay_rate: exponent of β2.
-      decay_offset: number of steps by which t is reduced.
-      beta2_cap: upper limit of β2.
-      clipping_threshold: RMS to which the update of each parameter is clipped; None: no clipping.
-      momentum: decay of the average of the updates, which is not debiased; None or 0: no average.
-      dtype_momentum: dtype of the average.
-      eps: added to squared gradients.
+    Second moments decay by β2(t) = min(beta2_cap, 1 - t^-decay_rate) at step t = 1, 2, …; those of parameters with two
+    dimensions of at least `min_dim_size_to_factor` are factored. `eps` is added to squared gradients. The update of
+    each parameter is clipped to the RMS `clipping_threshold`, and averaged with the decay `momentum`, not debiased.
     """
 
     def beta2(step: jax.Array, exponent: float) -> jax.Array:
         return jnp.minimum(beta2_cap, 1 - (jnp.asarray(step, jnp.float32) + 1) ** -exponent)
 
     scale = optax.scale_by_factored_rms(
-        decay_rate=decay_rate, step_offset=decay_offset, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps,
-        decay_rate_fn=beta2,
-    )  # fmt: skip
+        decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps, decay_rate_fn=beta2
+    )
     clip = optax.clip_by_block_rms(clipping_threshold) if clipping_threshold else optax.identity()
     average = optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum) if momentum else optax.identity()
     return optax.chain(scale, clip, average)
-
-
-MAX_NS_STEPS = 20  # the iterations are unrolled
-
-
-def muon(
-    *,
-    beta: float = 0.95,
-    ns_steps: int = 5,
-    nesterov: bool = True,
-    eps: float = 1e-8,
-    mu_dtype: str | None = None,
-    consistent_rms: float | None = 0.2,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-) -> optax.GradientTransformation:
-    """Return Muon for hidden matrices and Adam for all other parameters (Jordan et al., 2024), by `optax.contrib.muon`.
-
-    Muon orthogonalizes the momentum of a matrix M×N, approximately U·V^T of its singular value decomposition, and
-    scales it by consistent_rms·√max(M, N), which makes the RMS of its entries about `consistent_rms`, that of Adam's
-    updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW fit. The matrices are
-    those of `dcvit.models.trees.MATRICES`: the projections of attention, with all heads as one axis, and the layers of
-    the MLPs. Adam updates embeddings, heads, norms, biases, and the small projections of compositions and of other head
-    variants. The momentum has optax's correction of its bias, so that early updates, from the second on, differ from
-    those of modded-nanogpt.
-
-    Args:
-      beta: decay of the momentum.
-      ns_steps: Newton-Schulz iterations, at most 20.
-      nesterov: Nesterov momentum, in Adam too.
-      eps: added to denominators, in Adam too.
-      mu_dtype: dtype of the momentum, in Adam too; None: that of the parameters.
-      consistent_rms: RMS of an update; None: the scale √max(1, N/M), with which Muon needs another learning rate than
-        Adam: see `lr_mults`.
-      adam_b1, adam_b2: decays of Adam.
-
-    Raises:
-      ValueError: `ns_steps` is out of range, or `beta` is not in [0, 1).
-    """
-    if not 1 <= ns_steps <= MAX_NS_STEPS:
-        raise ValueError(f"optax.ns_steps={ns_steps} should be in [1, {MAX_NS_STEPS}]")
-    if not 0 <= beta < 1:
-        raise ValueError(f"optax.beta={beta} should be in [0, 1)")
-    return optax.contrib.muon(
-        -1.0,  # the learning rate and its sign are those of `make`
-        ns_steps=ns_steps, beta=beta, eps=eps, mu_dtype=mu_dtype, nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2,
-        muon_weight_dimension_numbers=muon_matrices, consistent_rms=consistent_rms,
-    )  # fmt: skip
 
 
 def muon_matrices(params: PyTree) -> PyTree:
@@ -267,33 +199,29 @@ def muon_matrices(params: PyTree) -> PyTree:
     return jax.tree.map(axes, names_of(params))
 
 
+def muon(
+    *, beta: float = 0.95, ns_steps: int = 5, nesterov: bool = True, eps: float = 1e-8, mu_dtype: str | None = None,
+    consistent_rms: float | None = 0.2, adam_b1: float = 0.9, adam_b2: float = 0.999,
+) -> optax.GradientTransformation:  # fmt: skip
+    """Return Muon for hidden matrices and Adam for all other parameters (Jordan et al., 2024), by `optax.contrib.muon`.
+
+    The orthogonalized momentum of a matrix M×N is scaled by consistent_rms·√max(M, N), so that the RMS of its entries
+    is about that of Adam's updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW
+    fit. None: the scale √max(1, N/M), with which Muon needs another learning rate than Adam; see `lr_mults`.
+    """
+    return optax.contrib.muon(
+        -1.0,  # the learning rate and its sign are those of `make_optimizer`
+        ns_steps=ns_steps, beta=beta, eps=eps, mu_dtype=mu_dtype, nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2,
+        muon_weight_dimension_numbers=muon_matrices, consistent_rms=consistent_rms,
+    )  # fmt: skip
+
+
 # The transformations that a config can name.
 TRANSFORMATIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
     **{name: getattr(optax, name) for name in dir(optax) if name.startswith("scale_by_") or name == "trace"},
     "scale_by_adafactor": scale_by_adafactor,
     "muon": muon,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of `make`: keys of a config, which `dcvit.config.keys.KEYS` describes.
-
-    The duration of a schedule is in steps. Frozen parameters do not contribute to the norm of clipping.
-    """
-
-    optax_name: str = "scale_by_adam"
-    optax: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lr: float = 1e-3
-    schedule: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    wd: float = 0.0
-    wd_times_lr: bool = False
-    wd_mults: Rules = ((".*/kernel", 1.0),)
-    lr_mults: Rules = ()
-    layer_decay: float = 1.0
-    frozen: Sequence[str] = ()
-    freeze_layers: int | None = None
-    grad_clip_norm: float | None = None
 
 
 def zero_frozen(tree: PyTree, masks: PyTree) -> PyTree:
@@ -305,26 +233,61 @@ def zero_frozen(tree: PyTree, masks: PyTree) -> PyTree:
     return jax.tree.map(trained, tree, masks)
 
 
-def make(
-    params: PyTree, total_steps: int, options: Options, depth: int = 0
+def make_optimizer(
+    config: ConfigDict, params: PyTree, durations: Durations, depth: int = 0
 ) -> tuple[optax.GradientTransformation, Schedule, PyTree]:
     """Return the optimizer, whose update is the equation of this module, its schedule, and masks of `frozen_parts`.
 
     Args:
+      config: the config.
       params: the parameters, or their shapes.
-      total_steps: length of training.
-      options: optimizer, learning rate, schedule, weight decay and clipping.
+      durations: the run's length and sizes, which convert epochs and examples to steps.
       depth: number of blocks of the model, for `layer_decay` and `freeze_layers`.
 
     Raises:
-      ValueError: a regex matches no parameter, `freeze_layers` is out of range, or the schedule is invalid.
+      ConfigError: an unknown transformation or schedule, an argument that does not fit, or a regex that matches no
+        parameter.
     """
-    factor, lr, wd = schedule(total_steps, **options.schedule), options.lr, options.wd
-    lr_mult = first_match(params, options.lr_mults, 1.0, "lr_mults")
-    wd_mult = first_match(params, options.wd_mults, 0.0, "wd_mults") if wd else None
-    masks = frozen_parts(params, options.frozen, options.freeze_layers, depth)
+    _check_transformation(config.optax_name, config.optax.to_dict())
+    arguments = {key: x for key, x in config.schedule.items() if not is_duration(key, ("warmup", "cooldown"))}
+    for name in ("warmup", "cooldown"):
+        arguments[f"{name}_steps"] = durations.steps(config.schedule, name, 0, "config.schedule")
+    check_call(schedule, arguments, "config.schedule", args=(durations.total_steps,))
+    try:
+        factor = schedule(durations.total_steps or 0, **arguments)
+        masks = frozen_parts(params, config.frozen, config.freeze_layers, depth)
+        optimizer = _chain(config, params, factor, masks, layer_scales(params, config.layer_decay, depth))
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"config: {first_line(e)}") from None
+    return optimizer, factor, masks
+
+
+def _check_transformation(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown `config.optax_name`, or `config.optax` that does not fit it."""
+    if name not in TRANSFORMATIONS:
+        hint = nearest(f"scale_by_{name.removesuffix('w')}", TRANSFORMATIONS)
+        raise ConfigError(
+            f"config.optax_name={name!r} is no transformation of gradients; {hint}; the learning rate is config.lr, "
+            "the weight decay config.wd, and SGD with momentum is 'trace'"
+        )
+    check_call(TRANSFORMATIONS[name], arguments, "config.optax")
+    for key, value in arguments.items():
+        if key in RATES and isinstance(value, int | float) and not is_rate(float(value)):
+            raise ConfigError(f"config.optax.{key}={value!r} should be finite and not negative")
+
+
+def _chain(
+    config: ConfigDict, params: PyTree, factor: Schedule, masks: PyTree, scales: PyTree
+) -> optax.GradientTransformation:
+    """Return the optimizer; `scales` are those of `layer_scales`.
+
+    Frozen parameters do not contribute to the norm of clipping.
+    """
+    lr, wd = config.lr, config.wd
+    lr_mult = first_match(params, config.lr_mults, 1.0, "lr_mults")
+    wd_mult = first_match(params, config.wd_mults, 0.0, "wd_mults") if wd else None
     is_trained = jax.tree.map(lambda mask: not mask.all(), masks)
-    scales = layer_scales(params, options.layer_decay, depth)
 
     def freeze(updates: PyTree, _: PyTree) -> PyTree:
         return zero_frozen(updates, masks)
@@ -333,24 +296,23 @@ def make(
         return jax.tree.map(lambda u, mult: u * (lr * mult), updates, lr_mult)
 
     def decay(updates: PyTree, params: PyTree) -> PyTree:
-        rate = wd * lr if options.wd_times_lr else wd
+        rate = wd * lr if config.wd_times_lr else wd
         return jax.tree.map(lambda u, p, mult: u + p * (rate * mult), updates, params, wd_mult)
 
     def descend(updates: PyTree, _: PyTree) -> PyTree:
         return jax.tree.map(lambda u, scale: -u * scale.astype(u.dtype), updates, scales)
 
     masked_freeze = optax.masked(optax.stateless(freeze), True)
-    optimizer = optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
+    return optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
         masked_freeze,
-        optax.clip_by_global_norm(options.grad_clip_norm) if options.grad_clip_norm else optax.identity(),
-        optax.masked(TRANSFORMATIONS[options.optax_name](**options.optax), is_trained),
+        optax.clip_by_global_norm(config.grad_clip_norm) if config.grad_clip_norm else optax.identity(),
+        optax.masked(TRANSFORMATIONS[config.optax_name](**config.optax.to_dict()), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),
         optax.stateless(descend),
         masked_freeze,
     )
-    return optimizer, factor, masks
 
 
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,28 +105,43 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
       ConfigError: the workdir is in use, cannot be written, or holds another run.
       CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
     """
+    config, plan = setup.config, setup.plan
     identity.check_accepted(accept)
     check_name(folder)
-    if setup.options.profile and not isinstance(folder, Path):
+    if config.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
-    fresh = _fresh_start(setup, folder, data)
+    start = _fresh_start(setup, folder, data)
     if setup.task.distillation:
         about[TEACHER] = setup.task.distillation.identity()
+    accepted = _accepted_differences(folder, about, accept)
     with contextlib.ExitStack() as stack:
-        lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
+        lock = writer = None
+        if multihost.is_first() and isinstance(folder, Path):
+            lock = stack.enter_context(WorkdirLock(folder))
+        multihost.wait_for_all("workdir locked")
+        checkpointer = Checkpointer(folder, keep=config.ckpt_keep, keep_every=plan.intervals.keep_ckpt)
+        start = _latest_start(setup, folder, start)
+        names = sorted({*accept, *workdir.accepted(folder)})
+        if start.about:
+            name = checkpointer.folder / str(start.step)
+            accepted += identity.check_same_run(name, start.about, setup.record, data, names)
         if start.step and not {"distill", "distill.teacher"} & {*accept}:
             _check_same_teacher(start.about.get(TEACHER, {}), about.get(TEACHER, {}))
-        writer = None
+        lines = [f"accepted: {line}" for line in dict.fromkeys(accepted)]
+        for line in lines + identity.resume_warnings(start.about, about):
+            if multihost.is_first():
+                LOG.warning(line)
+        _claim(setup, folder, data, names)
         if multihost.is_first():
-            trackers = setup.options.trackers
+            trackers = setup.trackers
             writer = metrics.MetricWriter(folder, resumed=start.about, trackers=trackers, config=setup.record)
             stack.callback(writer.close)
-        watchdog = Watchdog(setup.options.watchdog_seconds)
+        watchdog = Watchdog(config.watchdog_seconds)
         stack.callback(watchdog.close)
-        display = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start.step, setup.task.rate))
-        selection = kernels.select(setup.options.kernels, start.about)
+        display = stack.enter_context(RunProgress(folder.name, plan.total_steps, start.step, setup.task.rate))
+        selection = kernels.select(config.kernels, start.about)
         about |= {"kernels": kernels.record(selection)}
         yield Run(setup, folder, start, about, selection, checkpointer, watchdog, display, writer, lock)
 
@@ -148,7 +162,9 @@ def start_state(run: Run) -> TrainState:
         return initial_state(setup, params)
 
     places = jax.tree.map(lambda s: s.sharding, start.shapes.replace(teacher=None))
-    words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
+    words = np.asarray(
+        jax.random.key_data(jax.random.key(setup.config.seed))
+    )  # an argument: all seeds share the program
     with stage("initializing the parameters", run.display.line):
         state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
     return state.replace(teacher=start.teacher)
@@ -189,47 +205,12 @@ def _check_same_teacher(before: Mapping[str, int], now: Mapping[str, int]) -> No
         raise CheckpointError(f"config.distill.teacher has another {changed[0]} than when the run started")
 
 
-@contextlib.contextmanager
-def _open_workdir(
-    setup: Setup, folder: Folder, fresh: Start, about: Mapping[str, Any], accept: Sequence[str]
-) -> Iterator[tuple[WorkdirLock | None, Checkpointer, Start]]:
-    """Yield the lock, checkpointer and start of a workdir, which is locked and claimed for this run by its files."""
-    data, saved = about["data"], steps.saved_steps(folder)
-    has_started = saved or any(row["step"] for row in metrics.read(folder / "metrics.jsonl"))
+def _accepted_differences(folder: Folder, about: Mapping[str, Any], accept: Sequence[str]) -> list[str]:
+    """Return the accepted differences from the run in a workdir; raise ConfigError for others, or damaged metrics."""
+    rows = next(metrics.read(folder / name) for name in metrics.FILES)
+    has_started = steps.saved_steps(folder) or any(row["step"] for row in rows)
     existing = workdir.existing(folder) if has_started else {}
-    accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
-    with contextlib.ExitStack() as stack:
-        lock = None
-        if multihost.is_first() and isinstance(folder, Path):
-            lock = stack.enter_context(WorkdirLock(folder))
-        multihost.wait_for_all("workdir locked")
-        checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
-        start = _latest_start(setup, folder, fresh)
-        before = workdir.accepted(folder)
-        if start.about:
-            name = checkpointer.folder / str(start.step)
-            accepted += identity.check_same_run(name, start.about, setup.record, data, [*accept, *before])
-        for name in metrics.FILES:
-            metrics.read(folder / name)  # raises if the file is damaged
-        for line in [
-            *(f"accepted: {line}" for line in dict.fromkeys(accepted)),
-            *identity.resume_warnings(start.about, about),
-        ]:
-            if multihost.is_first():
-                LOG.warning(line)
-        _warn_of_full_disk(folder, start.shapes)
-        _claim(setup, folder, data, sorted({*accept, *before}))
-        yield lock, checkpointer, start
-
-
-def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
-    """Warn before the first step if a checkpoint may not fit on the disk of a workdir, in the first process."""
-    if not isinstance(folder, Path) or not multihost.is_first():
-        return
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.items()))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        LOG.warning("%s has %.2f GB free, and a checkpoint takes up to %.2f GB", folder, free / 1e9, needed / 1e9)
+    return identity.check_same_run(folder, existing, about["config"], about["data"], accept)
 
 
 def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence[str]) -> None:
@@ -247,7 +228,7 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
 
     The checkpoint of step 0 holds the parameters of a converted model, from which a new run starts.
     """
-    step = restoring.latest(folder, setup.options.on_corrupt)
+    step = restoring.latest(folder, setup.config.on_corrupt)
     if step is None:
         return fresh
     if step > setup.plan.total_steps:

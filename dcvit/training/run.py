@@ -15,18 +15,14 @@ from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
 from dcvit.runs.seeds import check_no_seeds
-from dcvit.training import trainer
+from dcvit.training import loop
 from dcvit.training.setup import make_setup
 from input_pipeline.optional import require_extra
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A training run, returned by `train`: its metrics, checkpoints and model.
-
-    Fields:
-      workdir: the folder of the run, for the commands of dcvit too.
-    """
+    """A training run, returned by `train`: its metrics, checkpoints and model, in the folder `workdir`."""
 
     workdir: Folder
 
@@ -55,7 +51,7 @@ def train(
 ) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
 
-    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.
+    Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.
 
     Args:
       config: "NAME[:argument=value,…]", a config file or the name of a shipped config.
@@ -81,5 +77,5 @@ def train(
     check_no_seeds(path)
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)
-    trainer.train(setup, path, accept, on_row=on_row)
+    loop.train(setup, path, accept, on_row=on_row)
     return TrainingRun(path)

@@ -1,65 +1,86 @@
 """Setup of a training run: the objects that a checked config describes, built once.
 
-`make_setup` returns a frozen `Setup`; training reads nothing else. It builds one value after the other: what the config
-determines alone, the data and its task, the model for that data (`build_model`), and the length and the optimizer
-(`dcvit.training.plan.make_plan`). Objects that do not fit each other raise ConfigError here, before anything compiles.
+`make_setup` returns a frozen `Setup`; training reads nothing else. It builds one value after the other: the data and
+its task, which complete the config (number of classes, vocabulary), the model and the evaluators for that data, and the
+plan: length, optimizer and intervals. Objects that do not fit each other raise ConfigError here, before anything
+compiles.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
-from jax.sharding import Mesh
+import optax
 from ml_collections import ConfigDict
 
 import input_pipeline
+from dcvit.config.durations import Durations
 from dcvit.config.load import load
-from dcvit.dcmha.plan import fused_only
+from dcvit.config.values import replaced
+from dcvit.errors import ConfigError, matches, nearest
 from dcvit.hub.kinds import make_model
 from dcvit.hub.tokenizers import with_tokenizer
 from dcvit.models import Params
 from dcvit.models.packed_images import check_packed
 from dcvit.models.trees import param_shapes
-from dcvit.parallel.sharding import Strategy, check_context
+from dcvit.parallel.trees import by_name
+from dcvit.runs import trackers
 from dcvit.runs.files import Folder
 from dcvit.training.evaluation import make_evaluators, mesh_of, open_source, predictor
-from dcvit.training.inputs import TrainingData, check_batch, own_tokenizer, read_input
-from dcvit.training.model import make_loader, upcycles
-from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
+from dcvit.training.inputs import TrainingData, check_batch, check_input, own_tokenizer
+from dcvit.training.model import ModelSetup, build_model
+from dcvit.training.optim import Schedule, make_optimizer
 from dcvit.training.tasks import Task, task_class
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSetup:
-    """The model of a run: its module, the mesh of devices, and the shapes and the source of its parameters."""
+class Intervals:
+    """Steps between two rows of metrics, checkpoints, kept checkpoints and evaluations; 0 or None: never."""
 
-    module: nn.Module
-    mesh: Mesh
-    strategy: Strategy
-    shapes: Params
-    load_initial: Callable[[Params], Params] | None  # from parameter shapes to the parameters of `config.model_init`
-    upcycle: bool  # `load_initial` upcycles: compositions that it does not load start as the identity
+    log: int | None
+    ckpt: int | None
+    keep_ckpt: int | None
+    evals: Mapping[str, int | None]  # by the evaluator's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Length, optimization and intervals of a run."""
+
+    total_steps: int
+    optimizer: optax.GradientTransformation
+    schedule: Schedule
+    frozen: Params  # masks of `dcvit.training.optim.frozen_parts`
+    intervals: Intervals
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """All objects of a training run; `make_setup` builds them from a config."""
 
-    record: Mapping[str, Any]  # the complete config as JSON data, as written to config.json
-    seed: int
+    config: ConfigDict  # complete: with the number of classes, the vocabulary and the context of the data
     task: Task
     data: TrainingData
     model: ModelSetup
     plan: Plan
     evaluators: Mapping[str, Any]
-    options: RunOptions
     tokenizer: str | None = None  # the tokenizer.json of a run that trains its tokenizer, for its workdir
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """The complete config as JSON data, as written to config.json."""
+        found: dict[str, Any] = json.loads(self.config.to_json())
+        return found
+
+    @property
+    def trackers(self) -> dict[str, Any]:
+        """The options of the trackers that the config enables, by name; see `dcvit.runs.trackers`."""
+        return {name: self.record[name] for name in trackers.NAMES if self.record[name]}
 
 
 def make_setup(
@@ -84,42 +105,26 @@ def make_setup(
       InputError: the data is missing or unusable.
     """
     tokenizer = own_tokenizer(config, workdir) if source is None else None
+    given = config
     with with_tokenizer(config, tokenizer) as located:
-        module = make_model(located, devices[0] if devices else None)
-        mesh = mesh_of(located, module, devices)
-        batch_size, corrupt = read_input(located, mesh)
+        corrupt = check_input(located)
         source = open_source(located.input.data, "config.input.data") if source is None else source
-        task, completed = task_class(located).create(located, source, corrupt)  # names missing libraries
-        check_batch(source, batch_size)
+        task, config = task_class(located).create(located, source, corrupt)  # names missing libraries
+        module = make_model(config, devices[0] if devices else None)
+        mesh = mesh_of(config, module, devices)
+        check_batch(config, source, mesh, task.packing)
         if sizes := input_pipeline.patch_sizes(task.pp):
             check_packed(module, sizes[0] ** 2)
-        data = TrainingData(source, task.pp, batch_size, completed.seed, corrupt, task.packing)
-        model = build_model(completed, module.clone(**task.model_fields), mesh, task.example)
+        data = TrainingData(source, task.pp, config.input.batch_size, config.seed, corrupt, task.packing)
+        model = build_model(config, module, mesh, task.example)
         if task.distillation:
-            task.distillation.check_student(model.module, mesh)
-        evaluators = _evaluators_of_training(completed, task, source, model) if evaluate else {}
-        plan = make_plan(completed, data, model.shapes, evaluators, module.depth)
-        options = make_options(completed, evaluators, plan.total_steps, model.module)
-    record = json.loads(completed.to_json())
+            task.distillation.check_student(module, mesh)
+        evaluators = _evaluators_of_training(config, task, source, model) if evaluate else {}
+        plan = _make_plan(config, data, model, evaluators)
+        _check_keys(config, evaluators, plan.total_steps)
     if tokenizer is not None:  # without the path of a temporary file
-        record |= {key: json.loads(config[key].to_json()) for key in ("input", "evals")}
-    return Setup(record, config.seed, task, data, model, plan, evaluators, options, tokenizer)
-
-
-def build_model(config: ConfigDict, module: nn.Module, mesh: Mesh, example: jax.ShapeDtypeStruct) -> ModelSetup:
-    """Return the model with its parameter shapes; `example` has the shape and dtype of a training input.
-
-    Raises:
-      ConfigError: the model's fields do not fit each other or the data, its attention is not fused although
-        `config.require_fused`, or `config.model_load` is invalid.
-    """
-    check_context(mesh, module, example.shape[1] if len(example.shape) == 2 else None)
-    fused = fused_only() if config.require_fused else contextlib.nullcontext()
-    # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
-    with jax.set_mesh(mesh), fused:
-        shapes = param_shapes(module, example, "trust" if config.require_fused else "off")
-    load_initial = make_loader(config, module, shapes)
-    return ModelSetup(module, mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
+        config = replaced(config, input=given.input, evals=given.evals)
+    return Setup(config, task, data, model, plan, evaluators, tokenizer)
 
 
 def load_setup(
@@ -153,3 +158,57 @@ def _evaluators_of_training(
     for example in {evaluator.data.example for evaluator in evaluators.values()} - {task.example}:
         param_shapes(model.module, example)  # rows may be longer than those of training, or too long
     return evaluators
+
+
+def _make_plan(config: ConfigDict, data: TrainingData, model: ModelSetup, evaluators: Iterable[str]) -> Plan:
+    """Return the plan of a run; ConfigError for an invalid duration, optimizer, schedule or average."""
+    if config.ema_warmup and not config.ema_decay:
+        raise ConfigError(
+            "config.ema_warmup=True needs an average of the weights: set config.ema_decay, such as 0.9999"
+        )
+    durations = Durations(data.batch_size, len(data.source))
+    total_steps = durations.steps(config, "total")
+    if not total_steps:
+        raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
+    durations = dataclasses.replace(durations, total_steps=total_steps)
+    optimizer, schedule, frozen = make_optimizer(config, model.shapes, durations, model.module.depth)
+    _check_frozen(config, frozen)
+    intervals = Intervals(
+        log=durations.steps(config, "log", 50),
+        ckpt=durations.steps(config, "ckpt", total_steps),
+        keep_ckpt=durations.steps(config, "keep_ckpt"),
+        evals={n: durations.steps(config.evals[n], "log", total_steps, f"config.evals.{n}") for n in evaluators},
+    )
+    return Plan(total_steps, optimizer, schedule, frozen, intervals)
+
+
+def _check_frozen(config: ConfigDict, frozen: Params) -> None:
+    """Raise ConfigError if a parameter is frozen that `config.model_init` does not set."""
+    if not config.model_init:
+        return
+    names = [name for name, mask in by_name(frozen).items() if mask.any()]
+    for pattern in config.model_load.get("dont_load", ()):
+        if found := sorted(matches(pattern, names, "config.model_load.dont_load")):
+            raise ConfigError(
+                f"config.freeze_layers or config.frozen freezes {found[0]}, which model_load.dont_load leaves at its "
+                "initial value: choose one of them"
+            )
+    if config.model_load.get("upcycle") and config.freeze_layers:
+        raise ConfigError(
+            f"config.freeze_layers={config.freeze_layers} would keep the compositions that model_load.upcycle adds to "
+            "these blocks at the identity: choose one of them"
+        )
+
+
+def _check_keys(config: ConfigDict, evaluators: Mapping[str, Any], total_steps: int) -> None:
+    """Raise ConfigError if `ckpt_best` or `early_stop` names no metric, `profile` no step, or a tracker is invalid."""
+    known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
+    if (config.num_classes or 0) <= 5:
+        known = [metric for metric in known if not metric.endswith("/top5")]
+    for key in ("ckpt_best", "early_stop"):
+        if config[key] and (metric := config[key][0]) not in known:
+            raise ConfigError(f"config.{key}: no evaluation yields {metric!r}; {nearest(metric, known)}")
+    if config.profile and config.profile[0] > total_steps:
+        raise ConfigError(f"config.profile={tuple(config.profile)}: the run has {total_steps} steps")
+    if config.wandb:
+        trackers.check({"wandb": config.wandb.to_dict()})

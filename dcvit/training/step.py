@@ -65,7 +65,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 def initial_state(setup: Setup, params: Params, teacher: Params | None = None) -> TrainState:
     """Return the state before the first step, from all parameters of the model, and those of its teacher if any."""
-    ema = jax.tree.map(jnp.copy, params) if setup.plan.ema_decay else None
+    ema = jax.tree.map(jnp.copy, params) if setup.config.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
     opt_state = setup.plan.optimizer.init(params)
     return TrainState(params=params, opt_state=opt_state, ema=ema, teacher=teacher, **counts)
@@ -134,32 +134,32 @@ def make_update(setup: Setup, places: Any = None) -> Update:
       setup: the run.
       places: the shardings of the gradients; None leaves them to the compiler.
     """
-    plan = setup.plan
+    config, plan = setup.config, setup.plan
     objective = make_objective(setup, setup.model.module)
 
     def value_and_grad(state: TrainState, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         try:
-            with fused_only() if setup.options.require_fused else contextlib.nullcontext():
+            with fused_only() if config.require_fused else contextlib.nullcontext():
                 loss, grads = jax.value_and_grad(objective)(params, state, batch, key)
         except NotFusedError as e:
             raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         prepare_key, dropout_key = jax.random.split(key)
         prepared = setup.task.prepare(batch, prepare_key)
         loss_and_grad = functools.partial(value_and_grad, state)
-        loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
+        loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, config.grad_accum)
         grads = zero_frozen(grads, plan.frozen)  # so that the compiler omits what only they need
         updates, opt_state = plan.optimizer.update(grads, at_step(state.opt_state, state.step), state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
-        if plan.ema_decay:
+        if config.ema_decay:
             updated = state.step - state.nonfinite
-            rate = warm_rate(plan.ema_decay, updated) if plan.ema_warmup else 1 - plan.ema_decay
+            rate = warm_rate(config.ema_decay, updated) if config.ema_warmup else 1 - config.ema_decay
             ema = optax.incremental_update(params, ema, rate)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": plan.lr * plan.schedule(state.step)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * plan.schedule(state.step)}
         metrics |= token_counts(batch)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         params, opt_state, ema = jax.tree.map(

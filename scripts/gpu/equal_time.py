@@ -29,12 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dcvit.config.durations import Durations
+from dcvit.config.load import load
+from dcvit.config.values import replaced
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
 from dcvit.parallel import runtime
 from dcvit.runs.seeds import summarize
-from dcvit.training import optim
+from dcvit.training.optim import make_optimizer, schedule
 from dcvit.training.timing import device, interleaved
 from input_pipeline.text import stdlib
 
@@ -48,10 +51,11 @@ ARMS: dict[str, dict[str, object]] = {
 SEEDS = {"grouped": 3, "folded": 3, "folded, post": 3, "mha": 1}
 SECONDS = 40.0
 # Those of configs/lm_stdlib.py, with Muon, and a lower rate for compositions; not tuned at this size.
-OPTIMIZER = optim.Options(
-    optax_name="muon", lr=3e-3, schedule={"decay_type": "constant"}, wd=0.1, wd_times_lr=True, grad_clip_norm=1.0,
-    wd_mults=(("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
-)  # fmt: skip
+OPTIMIZER = {
+    "optax_name": "muon", "optax": {}, "lr": 3e-3, "schedule": {"decay_type": "constant"}, "wd": 0.1,
+    "wd_times_lr": True, "grad_clip_norm": 1.0,
+    "wd_mults": (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0)),
+}  # fmt: skip
 OF_COMPOSITIONS = (("(.*/)?(pre|post)/.*", 0.1),)  # docs/optimizers.md
 
 
@@ -105,13 +109,13 @@ def lowered(
         preset=None, **fields,
     )  # fmt: skip
     composes = fields.get("compose", "both") is not None
-    options = dataclasses.replace(OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
+    config = replaced(load("lm_stdlib"), **OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
 
     def parameters(seed: jax.Array) -> optax.Params:
         params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
         return params
 
-    tx, *_ = optim.make(jax.eval_shape(parameters, 0), 1, options)
+    tx, *_ = make_optimizer(config, jax.eval_shape(parameters, 0), Durations(size.rows, size.rows, 1))
 
     def nats(params: optax.Params, rows: jax.Array) -> jax.Array:
         tokens = rows.astype(jnp.int32)
@@ -171,7 +175,7 @@ def train(arm: Arm, seed: int, steps: int, size: Size, text: jax.Array) -> optax
     rng = np.random.default_rng(seed)
     epochs = [rng.permutation(rows) for _ in range(-(-total * size.rows // rows))]  # one if the text suffices
     order = np.concatenate(epochs)[: total * size.rows].reshape(chunks, size.chunk, size.rows).astype(np.int32)
-    factors = optim.schedule(total, warmup_steps=total // 20, end=0.1)(jnp.arange(total)).reshape(chunks, size.chunk)
+    factors = schedule(total, warmup_steps=total // 20, end=0.1)(jnp.arange(total)).reshape(chunks, size.chunk)
     carry = arm.initial(jnp.int32(seed))
     for number in range(chunks):
         carry = arm.train(carry, text, jnp.asarray(order[number]), factors[number])
@@ -214,8 +218,8 @@ def main() -> None:
     counts = {name: 10 if args.tiny else max(1, round(args.seconds / time)) for name, time in medians.items()}
     bits: dict[str, dict[int, float]] = {name: {} for name in ARMS}
     result = {
-        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "optimizer": OPTIMIZER.optax_name,
-        "learning rate": OPTIMIZER.lr, "multipliers of compositions": OF_COMPOSITIONS,
+        "machine": device(), "size": dataclasses.asdict(size), "text": rows.size, "optimizer": OPTIMIZER["optax_name"],
+        "learning rate": OPTIMIZER["lr"], "multipliers of compositions": OF_COMPOSITIONS,
         "seconds per step": seconds, "steps": counts, "bits per byte": bits,
     }  # fmt: skip
     print(*(f"{name}: {1e3 * time:.2f} ms per step" for name, time in medians.items()), sep="\n", flush=True)

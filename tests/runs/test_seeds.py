@@ -13,7 +13,7 @@ from training_runs import same
 from dcvit import cli
 from dcvit.__main__ import dispatch
 from dcvit.runs import metrics, seeds
-from dcvit.training import progress
+from dcvit.training import hooks
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -56,16 +56,16 @@ def command(workdir, *words):
 
 @pytest.mark.exhaustive
 def test_each_seed_is_a_run_and_a_failed_one_is_resumed(tmp_path, capsys, monkeypatch):
-    real = progress.NonFiniteGuard.check
+    real = hooks.NonFiniteGuard.check
 
     def check(self, result):
-        if self.run.setup.seed == 5 and result.step == 2:
+        if self.run.setup.config.seed == 5 and result.step == 2:
             raise FloatingPointError("step 2: the loss is nan; stopped")
         real(self, result)
 
     folder = tmp_path / "runs"
     with monkeypatch.context() as patch:
-        patch.setattr(progress.NonFiniteGuard, "check", check)
+        patch.setattr(hooks.NonFiniteGuard, "check", check)
         assert command(folder, "--seeds", "3,5") == 2
     captured = capsys.readouterr()
     assert captured.err == "error: seed 5: step 2: the loss is nan; stopped\n"

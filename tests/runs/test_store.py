@@ -21,15 +21,15 @@ COMMAND = """
 import sys, time
 stall = int(sys.argv.pop(1))
 from dcvit import __main__
-from dcvit.training import trainer
-prefetch = trainer.prefetch
+from dcvit.training import loop
+prefetch = loop.prefetch
 def stalling(*args):
     for number, batch in enumerate(prefetch(*args), start=1):
         if number == stall:
             print("stalled", flush=True)
             time.sleep(600)
         yield batch
-trainer.prefetch = stalling
+loop.prefetch = stalling
 sys.exit(__main__.main())
 """
 

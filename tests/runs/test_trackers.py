@@ -164,7 +164,7 @@ def test_invalid_option_is_refused(wandb, options, message):
 @pytest.mark.slow
 def test_missing_library_is_refused_before_anything_compiles(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert small_setup().options.trackers == {"tensorboard": True}
+    assert small_setup().trackers == {"tensorboard": True}
     with pytest.raises(MissingLibraryError, match=r'^this needs wandb, .*: pip install "dcvit\[wandb\]"$'):
         small_setup(wandb={"project": "x"})
 

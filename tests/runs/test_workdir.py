@@ -15,7 +15,7 @@ from dcvit.config import values
 from dcvit.errors import ConfigError
 from dcvit.runs import identity, workdir
 from dcvit.runs.steps import saved_steps
-from dcvit.training import trainer
+from dcvit.training import loop
 from input_pipeline.shuffle import Blocks
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -71,7 +71,7 @@ def test_checkpoint_identifies_the_run_if_its_files_are_missing(folder, capsys):
 @pytest.mark.slow
 def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_path, capsys, monkeypatch):
     """The run failed, for example, because its batch was too large for the memory."""
-    monkeypatch.setattr(trainer.Trainer, "_compile", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
+    monkeypatch.setattr(loop.Trainer, "_compile", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
     for seed in (1, 0):
         assert run(tmp_path, seed=seed) == 2
         assert "error: out of memory" in capsys.readouterr().err

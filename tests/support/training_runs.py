@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from small_models import jit
 from trained_workdirs import LM_TINY, TINY, load_params
 
 from dcvit import cli, train
 from dcvit.config import load as configs
+from dcvit.config import values
+from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.parallel import sharding
 from dcvit.training import hooks, step
+from dcvit.training.optim import make_optimizer
 from dcvit.training.setup import make_setup
 
 
@@ -40,6 +44,12 @@ def small_lm_setup(**overrides):
     """Return the setup of a small language model with plain attention."""
     options = LM_TINY | {"model.depth": 1, "model.compose": None} | overrides
     return make_setup(configs.load("lm_stdlib", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
+
+
+def optimizer_of(params, total_steps, depth=0, **keys):
+    """Return the optimizer of a config with these keys."""
+    config = ConfigDict(values.defaults() | keys)
+    return make_optimizer(config, params, Durations(1, 1, total_steps), depth)[0]
 
 
 def refusal(make, **overrides):

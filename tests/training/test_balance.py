@@ -9,8 +9,9 @@ from sources import ListSource
 from training_runs import make_step, refusal, small_lm_setup, small_setup
 
 from dcvit.errors import ConfigError
-from dcvit.training import balance
+from dcvit.models import losses
 from dcvit.training.augment import cutmix, mixup
+from dcvit.training.tasks import class_weights
 
 CLASSES = 4
 SINGLE = np.array([0, 0, 0, 1, 2, 2, 3, -1, -1], np.int32)
@@ -26,14 +27,14 @@ def labeled(labels, **options):
 def test_balanced_weights_of_one_label_are_those_of_scikit_learn():
     known = SINGLE[SINGLE >= 0]
     expected = compute_class_weight("balanced", classes=np.arange(CLASSES), y=known)
-    np.testing.assert_allclose(balance.weights("class_weights", "balanced", labeled(SINGLE), CLASSES), expected)
+    np.testing.assert_allclose(class_weights("class_weights", "balanced", labeled(SINGLE), CLASSES), expected)
 
 
 def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_labels():
     every = np.nonzero(MULTI == 1)[1]
     expected = compute_class_weight("balanced", classes=np.arange(CLASSES), y=every)
-    np.testing.assert_allclose(balance.weights("class_weights", "balanced", labeled(MULTI), CLASSES), expected)
-    for c, weight in enumerate(balance.weights("pos_weight", "balanced", labeled(MULTI), CLASSES)):
+    np.testing.assert_allclose(class_weights("class_weights", "balanced", labeled(MULTI), CLASSES), expected)
+    for c, weight in enumerate(class_weights("pos_weight", "balanced", labeled(MULTI), CLASSES)):
         known = MULTI[:, c][MULTI[:, c] >= 0]
         negative, positive = compute_class_weight("balanced", classes=np.arange(2), y=known)
         assert weight == pytest.approx(positive / negative)
@@ -46,7 +47,31 @@ def test_balanced_weights_of_several_labels_are_those_of_scikit_learn_for_all_la
 def test_weights_that_cannot_be_counted_are_refused(key, value, labels, message):
     source = labeled(labels, class_names=tuple("abcd"))
     with pytest.raises(ConfigError, match=message):
-        balance.weights(key, value, source, CLASSES)
+        class_weights(key, value, source, CLASSES)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_losses_are_those_of_pytorch_but_for_the_divisor_of_mixed_labels(smoothing):
+    """PyTorch divides by the weights of class indices, and by the number of examples for probabilities."""
+    import torch
+    from torch.nn import functional
+
+    rng = np.random.default_rng(0)
+    logits, weights = rng.normal(0, 2, (7, CLASSES)).astype(np.float32), np.float32([0.2, 1, 3, 0.5])
+    index, mixed = rng.integers(0, CLASSES, 7), rng.dirichlet(np.ones(CLASSES), 7).astype(np.float32)
+
+    def ours(labels):
+        smooth = losses.smooth(jnp.asarray(labels), smoothing)
+        scale = losses.mean_scale("softmax_xent", jnp.asarray(labels), jnp.asarray(weights))
+        return float(jnp.mean(losses.softmax_xent(jnp.asarray(logits), smooth, jnp.asarray(weights)) * scale))
+
+    def theirs(target):
+        arguments = torch.tensor(logits), torch.tensor(target), torch.tensor(weights)
+        return float(functional.cross_entropy(*arguments, label_smoothing=smoothing))
+
+    assert ours(np.eye(CLASSES, dtype=np.float32)[index]) == pytest.approx(theirs(index), rel=1e-5)
+    assert ours(mixed) * (mixed @ weights).sum() / 7 == pytest.approx(theirs(mixed), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -72,7 +97,7 @@ def test_weights_and_unknown_labels_give_the_same_step_in_parts():
         "schedule": {"decay_type": "constant"}, "model.depth": 0,
     }  # fmt: skip
     setup = small_setup(**options)
-    assert setup.task.class_weights == tuple(range(1, 11))
+    assert setup.task.weights["class_weights"] == tuple(range(1, 11))
     state, batch, update = make_step(setup)
     _, _, accumulated = make_step(small_setup(**options, grad_accum=4))
     batch["labels"] = batch["labels"].at[::3, 2:5].set(-1)

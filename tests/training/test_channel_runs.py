@@ -1,12 +1,10 @@
 """Runs on TIFFs of 13 channels of 16 bits: kill and resume, evaluation, prediction, and a start from RGB weights."""
 
 import re
-import runpy
 
 import jax
 import numpy as np
 import pytest
-from markdown_pages import ROOT
 from PIL import Image
 from trained_workdirs import load_params
 from training_runs import interrupted_before, same_runs
@@ -14,7 +12,6 @@ from training_runs import interrupted_before, same_runs
 import dcvit
 from dcvit import cli, convert, evaluate, predict, train
 from dcvit.runs import metrics
-from input_pipeline.preprocess.builder import decoded_as
 
 tifffile = pytest.importorskip("tifffile")
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -99,14 +96,6 @@ def test_evaluation_and_prediction_of_files_and_arrays_agree(trained, land, tmp_
         model.predict(arrays[0][..., :12])
     with pytest.raises(dcvit.errors.InputError, match="expected uint8, uint16 or int16 of"):
         model.predict(arrays[0].astype(np.float64))
-
-
-@pytest.mark.parametrize("ops", [DECODE, 'decode(1, dtype="float32", exif=True)', "decode"])
-def test_another_resolution_keeps_how_images_are_decoded(ops):
-    preprocessing = runpy.run_path(str(ROOT / "configs/transfer.py"))["preprocessing"]
-    for pp in preprocessing({"pp_predict": f"{ops}|resize(8)|{VALUES}"}, 32, None):
-        assert decoded_as(pp) == decoded_as(ops)
-        assert ("exif=True" in pp, VALUES in pp) == ("exif=True" in ops, True)
 
 
 def test_conversions_name_that_other_libraries_read_rgb(trained, tmp_path, capsys):

@@ -8,7 +8,7 @@ from training_runs import digits_command, interrupted_before, same_runs
 
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training.progress import EarlyStop
+from dcvit.training.hooks import EarlyStop
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 # The test loss falls, so that its maximum is the first evaluation, at step 1; the run would have six steps.

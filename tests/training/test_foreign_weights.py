@@ -14,7 +14,7 @@ from small_models import logits_of, make_tokens, param_shapes, random_params
 
 import dcvit
 from dcvit.config import values
-from dcvit.errors import CheckpointError, ConfigError
+from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import lm
 from dcvit.training.model import make_loader
@@ -94,9 +94,3 @@ def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, capl
     (record,) = caplog.records
     assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-
-
-def test_weights_of_another_shape_list_both_sides(weights):
-    folder, _, _ = weights
-    with pytest.raises(CheckpointError, match="only in the model: Transformer/decoderblock_2"):
-        load_into(settings(folder, depth=3))

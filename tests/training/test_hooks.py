@@ -12,7 +12,7 @@ from training_runs import interrupted_before
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
 from dcvit.training import inputs
-from dcvit.training.trainer import Trainer
+from dcvit.training.loop import Trainer
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 

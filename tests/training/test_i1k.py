@@ -110,15 +110,3 @@ def test_missing_optional_evaluation_sets_are_skipped_with_one_warning(data_dir,
         "a", "r", "real", "sketch",
     ]  # fmt: skip
     assert set(made.evaluators) == {"train", "minival", "val", "v2"}
-
-
-@pytest.mark.slow
-def test_missing_training_data_is_one_line_and_nothing_is_written(i1k, tmp_path, capsys):
-    pytest.importorskip("tensorflow_datasets")
-    status, workdir = i1k(tmp_path / "empty", "run")
-    assert status == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: no prepared dataset 'imagenet2012'")
-    assert "downloads/manual" in err
-    assert err.count("\n") == 1
-    assert not workdir.exists()

@@ -10,7 +10,6 @@ import pytest
 from dcvit import cli, generate, tokenize, train
 from dcvit.config import load as configs
 from dcvit.hub import kinds
-from dcvit.models.presets import PRESETS
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics
 from dcvit.training import optim, setup
@@ -21,16 +20,8 @@ PILE = Path(__file__).resolve().parents[2] / "configs" / "lm_pile.py"
 
 
 @pytest.mark.slow
-def test_recipe_is_that_of_the_released_configs():
+def test_all_parameters_but_scales_and_biases_decay():
     config = configs.load(f"{PILE}:preset=DCFormer++-405M")
-    assert (config.lr, config.wd, config.wd_times_lr, config.grad_clip_norm) == (3e-4, 0.1, True, 1.0)
-    assert config.optax.to_dict() == {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
-    assert config.schedule.to_dict() == {"decay_type": "cosine", "warmup_percent": 1, "end": 0.1}
-    rates = {name: configs.load(f"{PILE}:preset={name}").lr for name in PRESETS}
-    assert rates["DCFormer-834M"] == 2.5e-4
-    assert rates["Transformer++-1.4B"] == 2e-4
-    assert (rates["DCPythia-2.8B"], rates["DCPythia-6.9B"], rates["Pythia-12B"]) == (1.6e-4, 1.2e-4, 1.2e-4)
-    assert rates["DCFormer++-2.8B"] == 3.2e-4
     shapes = setup.param_shapes(kinds.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
     decays = optim.first_match(shapes, config.wd_mults, 0.0, "wd_mults")
     for name, rate in by_name(decays).items():

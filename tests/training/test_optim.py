@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from training_runs import optimizer_of
 
+from dcvit.errors import ConfigError
 from dcvit.training import optim
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -20,7 +22,7 @@ GRADS = [jax.tree.map(lambda p, s=s: 0.1 * (s + 1) * jnp.cos(p + s), PARAMS) for
 
 def train(**options):
     """Return the parameters after four gradients."""
-    tx, *_ = optim.make(PARAMS, 4, optim.Options(**options))
+    tx = optimizer_of(PARAMS, 4, **options)
     params, state = PARAMS, tx.init(PARAMS)
     for grads in GRADS:
         updates, state = tx.update(grads, state, params)
@@ -80,7 +82,7 @@ def test_bfloat16_momentum_stays_near_float32():
 
 def test_frozen_parameters_have_no_optimizer_state():
     def numbers(**options):
-        tx, *_ = optim.make(PARAMS, 4, optim.Options(**options))
+        tx = optimizer_of(PARAMS, 4, **options)
         return sum(x.size for x in jax.tree.leaves(tx.init(PARAMS)))
 
     assert numbers() - numbers(frozen=["block/.*"]) == 2 * 4
@@ -89,9 +91,9 @@ def test_frozen_parameters_have_no_optimizer_state():
 def test_the_state_has_the_structure_that_checkpoints_store():
     """Empty nodes included, with any options: a run that an earlier version began is resumed."""
     expected = ["Masked", "Empty", "Masked", "Empty", "Empty", "ScaleBySchedule", "Empty", "Masked"]
-    for options in (optim.Options(), optim.Options(wd=1e-4, grad_clip_norm=1.0, layer_decay=0.5, freeze_layers=0)):
+    for options in ({}, {"wd": 1e-4, "grad_clip_norm": 1.0, "layer_decay": 0.5, "freeze_layers": 0}):
         params = {"embedding": {"kernel": jnp.zeros((2, 2))}, "head": {"kernel": jnp.zeros((2, 2))}}
-        state = optim.make(params, 10, options)[0].init(params)
+        state = optimizer_of(params, 10, **options).init(params)
         assert [type(each).__name__ for each in state] == [f"{name}State" for name in expected]
 
 
@@ -122,8 +124,8 @@ def test_schedules_have_their_defined_values_at_the_corners():
     ],
 )
 def test_rules_without_a_match_and_invalid_schedules_are_refused(options, message):
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        optim.make(PARAMS, 4, optim.Options(**options))
+    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
+        optimizer_of(PARAMS, 4, **options)
 
 
 @pytest.mark.slow

@@ -133,9 +133,8 @@ def test_metrics_count_the_tokens_that_are_kept_and_dropped(setup):
         ({"input.pack": {"images": 4, "rows": 2, "tokens": 11}}, "less than max_tokens=12 of the op patches"),
         ({"input.pack": {"images": "4", "rows": 2, "tokens": 12}}, "images='4' should be of type int"),
         ({"input.pack": {"images": 4, "rows": 2.0, "tokens": 12}}, "rows=2.0 should be of type int"),
-        ({"input.pack": {"images": 4, "rows": 10**9, "tokens": 12}}, "expected at most as many rows as images"),
-        ({"input.pack": {"images": 4, "rows": 2, "tokens": 1 << 32}}, "of less than 2³¹ tokens"),
-        ({"mixup": 0.2, "reprob": 0.5}, "config.mixup=0.2, config.reprob=0.5 is for images of one size"),
+        ({"input.pack": {"images": 4, "rows": 10**9, "tokens": 12}}, "expected 1 ≤ rows ≤ images ≤ rows · tokens"),
+        ({"mixup": 0.2, "reprob": 0.5}, "config.mixup is for images of one size"),
         ({"model.patch_size": (4, 4)}, "patch_size=(4, 4), but the op patches yields patches of 4 pixels"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import input_pipeline
 from dcvit.config import load as configs
 from dcvit.config.durations import Durations
-from dcvit.training.plan import make_optimizer
+from dcvit.training.optim import make_optimizer
 from dcvit.training.setup import make_setup
 
 SPEC = "vit_i1k:variant=DCViT-S/16"
@@ -35,7 +35,7 @@ def test_batches_hold_the_records_of_the_simulated_order(tmp_path):
     image_datasets.imagenet2012(tmp_path, n_train=41)
     words = ["input.batch_size=8", "total_epochs=3", "schedule.warmup_steps=4", "model.depth=1"]
     setup = make_setup(configs.load(SPEC, [f"input.data.data_dir={tmp_path}", *words]), evaluate=False)
-    source, seed = setup.data.source, setup.seed
+    source, seed = setup.data.source, setup.config.seed
     orders = [order(len(source), seed, epoch) for epoch in range(4)]
     for step in range(setup.plan.total_steps):
         places = [divmod(step * 8 + row, len(source)) for row in range(8)]

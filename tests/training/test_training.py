@@ -2,18 +2,16 @@
 
 import json
 import shutil
-import types
 
 import jax
 import pytest
 from conversion_models import open_saved
 from trained_workdirs import TEXT, load_params
-from training_runs import digits_command, interrupted_before, lm_command, same, same_runs, small_setup
+from training_runs import digits_command, interrupted_before, lm_command, same, same_runs
 
 from dcvit.config import values
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training import resume
 from dcvit.weights.export import conversion
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -132,11 +130,3 @@ def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
     events = b"".join(p.read_bytes() for p in special.glob("events.out.tfevents*"))
     assert b"test/top1" in events
     assert b"grad_norm" in events
-
-
-@pytest.mark.parametrize(("free", "warned"), [(10**3, True), (10**9, False)])
-def test_a_disk_without_space_for_a_checkpoint_is_a_warning(tmp_path, monkeypatch, caplog, free, warned):
-    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
-    with resume.open_run(small_setup(), tmp_path / "run"):
-        pass
-    assert ("run has 0.00 GB free, and a checkpoint takes up to" in caplog.text) == warned

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 
@@ -21,11 +21,12 @@ from dcvit.runs.files import Folder
 from dcvit.runs.progress import stage
 from dcvit.runs.stop import StopSignals
 from dcvit.training import memory
-from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, RowHook
-from dcvit.training.progress import OnRow, Progress, StepResult
+from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, Progress, Row, StepResult
 from dcvit.training.resume import Run, open_run, start_state
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, Update, jit_update
+
+OnRow: TypeAlias = Callable[[int, Row], object]  # a function of a step and its row
 
 
 def train(
@@ -34,7 +35,7 @@ def train(
     accept: Sequence[str] = (),
     signals: StopSignals | None = None,
     on_row: OnRow | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Train to the last step, or until `config.early_stop` ends the run, from the latest checkpoint of the workdir.
 
     Writes config.json, data.json, metrics.jsonl, timing.jsonl and checkpoints/ to the workdir.
@@ -44,11 +45,7 @@ def train(
       workdir: the run's folder.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
       signals: the stop signals; by default signals are not handled.
-      on_row: called with the step and the metrics of each row, in every process; its exceptions end the run. Metrics
-        that are not finite are NaN or infinite.
-
-    Returns:
-      The last row of metrics; empty if no step was left.
+      on_row: called with the step and the metrics of each row, in every process; its exceptions end the run.
 
     Raises:
       ConfigError, InputError, CheckpointError: invalid input, before anything compiles.
@@ -67,7 +64,7 @@ def train(
                 try:
                     if not failed or multihost.is_single_process():  # others may not finish a common save
                         run.watchdog.progress()
-                        with signals.training() if signals else contextlib.nullcontext():  # it is completed
+                        with trainer.until_signal():  # it is completed
                             run.checkpointer.close()
                 finally:
                     run.watchdog.progress()
@@ -75,7 +72,6 @@ def train(
         multihost.gather("ended", True)
     if signals and trainer.stopped:
         signals.end(trainer.stopped)
-    return trainer.progress.row
 
 
 class Trainer:
@@ -86,15 +82,18 @@ class Trainer:
     """
 
     def __init__(self, run: Run, signals: StopSignals | None = None, on_row: OnRow | None = None):
-        self.run, self.setup, options = run, run.setup, run.setup.options
+        self.run, self.setup = run, run.setup
         self.signals, self.progress = signals, Progress(run)
         self.stopped: str | None = None
+        self.on_row, self.sent = on_row, -1  # the step of the last row that `on_row` got
         self.checkpoints = CheckpointHook(run, self.progress)
         self.hooks: list[Hook] = [MetricsHook(run, self.progress), self.checkpoints]
-        if options.profile:
+        if self.setup.config.profile:
             self.hooks.append(ProfilerHook(run, self.progress))
-        if on_row:
-            self.hooks.append(RowHook(self.progress, on_row))
+
+    def until_signal(self) -> contextlib.AbstractContextManager[None]:
+        """Context of work after which the trainer reads whether a signal has arrived."""
+        return self.signals.training() if self.signals else contextlib.nullcontext()
 
     def run_steps(self, state: TrainState) -> None:
         """Execute the steps after `run.start`, from its `state`, to the last one, early stopping or a signal."""
@@ -108,11 +107,12 @@ class Trainer:
             done = self.progress.early.reason or f"all {total} steps are done"
             run.display.line(f"the run is complete: {done}")
             return
+        self._send_row()
         mesh, data = self.setup.model.mesh, self.setup.data
         result = StepResult(start, state, {})
         update: Update | None = None
-        until_signal = self.signals.training() if self.signals else contextlib.nullcontext()
-        with until_signal, contextlib.closing(data.batches(start, local_rows(mesh, data.batch_size))) as batches:
+        batches = data.batches(start, local_rows(mesh, data.batch_size))
+        with self.until_signal(), contextlib.closing(batches):
             on_devices = prefetch(itertools.islice(batches, total - start), mesh, data.batch_size)
             for step in range(start + 1, total + 1):
                 if self.signals and self.signals.is_set():
@@ -147,9 +147,9 @@ class Trainer:
         self.run.watchdog.progress()
         with stage("compiling the training step", self.run.display.line):
             update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
-        if self.setup.options.check_memory:
+        if self.setup.config.check_memory:
             memory.check_step(self.setup.model.mesh, update)
-        self.progress.clock.start()
+        self.progress.start_clock()
         compiled: Update = update
         return compiled
 
@@ -161,8 +161,15 @@ class Trainer:
         """
         self.progress.guard.check(previous)
         self.run.checkpointer.check_for_errors()
-        self.progress.clock.steps += 1
+        self.progress.steps += 1
         self.run.display.advance(result.step)
         for hook in self.hooks:
             hook.after_step(result)
+        self._send_row()
         return self.progress.early.reason
+
+    def _send_row(self) -> None:
+        """Pass the last row of metrics to `on_row`, once."""
+        if self.on_row and self.progress.row_step > self.sent:
+            self.sent = self.progress.row_step
+            self.on_row(self.sent, self.progress.row)
