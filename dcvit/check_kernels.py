@@ -102,8 +102,7 @@ def attention_case(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit check-kernels",
-        description="Verify and time the implementations of attention on this device.",
+        "dcvit check-kernels",
         examples=["dcvit check-kernels", "dcvit check-kernels vit 405M --json", "dcvit check-kernels --config vit_i1k"],
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
@@ -174,7 +173,7 @@ def _rows(case: str, found: Mapping[str, Verdict]) -> list[Row]:
 def _of_config(spec: str, overrides: Sequence[str], store: Verdicts) -> list[Row]:
     """Verify the calls of attention in a config's training step; return the table's rows, named by the cases' keys."""
     from dcvit.dcmha.selection import Selection, selecting
-    from dcvit.training.aot import trace
+    from dcvit.training.measure import trace
     from dcvit.training.setup import load_setup
 
     setup = load_setup(spec, overrides, stand_in=True)

@@ -73,25 +73,30 @@ class _LineFormatter(logging.Formatter):
 
 
 @contextlib.contextmanager
-def log_to_stderr() -> Iterator[None]:
-    """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
+def logging_to(handler: logging.Handler, *names: str) -> Iterator[None]:
+    """Inside the context, the records of loggers at level INFO and above go to `handler` only.
 
-    Records do not reach the root logger, where absl may have installed a handler that would print them again. A live
-    progress bar replaces the handlers of these loggers while it is shown. The choice of an attention implementation,
-    which `dcvit.dcmha` logs whenever a model is traced, is printed by the progress display of training only.
+    They do not reach the root logger, where absl may have installed a handler that would print them again.
+    """
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in map(logging.getLogger, names)]
+    for logger, *_ in before:
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, handlers, level, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+def log_to_stderr() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the log records of `LOGGERS` are printed to stderr, one plain line each.
+
+    The choice of an attention implementation, which `dcvit.dcmha` logs whenever a model is traced, is printed by the
+    progress display of training only.
     """
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("dcvit.dcmha"))
     handler.setFormatter(_LineFormatter())
-    previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
-    for logger in previous:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in previous.items():
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
+    return logging_to(handler, *LOGGERS)

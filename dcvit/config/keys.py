@@ -137,9 +137,6 @@ KEYS = {
         Sequence, (),
         '("NAME/METRIC", "min" or "max", N): stop once N evaluations in a row have not improved the metric.',
     ),
-    "on_corrupt": Key(
-        str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
-    ),
     "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
     "watchdog_seconds": Key(float, 7200.0, "Print all stacks and exit after this time without progress. 0: never."),
     "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
@@ -190,7 +187,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: not v or (len(v) == 3 and v[1] in ("max", "min") and type(v[2]) is int and v[2] >= 1),
         '("NAME/METRIC", "min" or "max", evaluations, 1 or more)',
     ),
-    "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
     "kernels": (lambda v: v in (None, "verify", "trust", "off"), "'verify', 'trust' or 'off'"),
     "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
     "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),

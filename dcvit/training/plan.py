@@ -60,7 +60,6 @@ class RunOptions:
     ckpt_keep: int
     ckpt_best: Sequence[str]
     early_stop: Sequence[Any]
-    on_corrupt: str
     nonfinite_skip: int
     watchdog_seconds: float
     tensorboard: bool
