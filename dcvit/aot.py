@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", required=True, help="a TPU slice: v5e:4x4, v5p:4x4x8, v5e-16 or tpu7x-8")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="format of the output")
     args, overrides = parser.parse(argv)
-    from dcvit.config import load as configs
-
-    configs.check(args.config, overrides)
+    cli.check_config(args.config, overrides)
 
     import jax
 

@@ -35,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
-    from dcvit.config import load as configs
-
     for spec in args.config:
-        configs.check(spec, overrides)
+        cli.check_config(spec, overrides)
 
     from dcvit.training import measure
     from dcvit.training.timing import device

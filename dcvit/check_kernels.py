@@ -110,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
     args, overrides = parser.parse(argv)
-    from dcvit.config import load as configs
-
-    configs.check(args.config, overrides)
+    if args.config:
+        cli.check_config(args.config, overrides)
 
     import jax
 

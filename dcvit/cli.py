@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
           ConfigError: an unknown or invalid option, for which the message suggests the nearest valid one, or an
-            override for a command that takes no config.
+            override without a config.
           MissingLibraryError: a library of `extra` is not installed.
         """
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
@@ -113,6 +113,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
+        if overrides and not args.config:
+            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
         if self.extra:
             require_extra(self.extra)
         return args, overrides
@@ -211,6 +213,13 @@ def add_model_options(parser: Parser, *, weights: bool = True, image_size: bool 
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
+def check_config(spec: str, overrides: Sequence[str]) -> None:
+    """Load a config before JAX is imported, so that an error is shown at once."""
+    from dcvit.config import load as config
+
+    config.load(spec, overrides)
+
+
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDict | None:
     """Return the config that the options of `add_model_options` name, None for that of the model, before JAX starts.
 
@@ -230,8 +239,6 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
     if args.workdir is not None and not args.workdir.exists():
         raise ConfigError(f"no workdir {args.workdir}{pretrained.hint(args.workdir)}")
-    if args.config is None and overrides:
-        raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
     return None if args.config is None else config.load(args.config, overrides)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from dcvit.config.keys import UNITS
+from dcvit.config.keys import UNITS, is_rate
 from dcvit.errors import ConfigError
 
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
@@ -57,7 +56,7 @@ class Durations:
             deletions = " or ".join(f"`del {what}.{name}_{unit}`" for unit in units)
             raise ConfigError(f"{keys}: give exactly one of them; a file that changes another config needs {deletions}")
         key, value = f"{what}.{name}_{units[0]}", config[f"{name}_{units[0]}"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        if not is_rate(value):
             raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
         if units[0] == "percent" and self.total_steps is None:
             raise ConfigError(f"{key}: the total cannot be a percentage of itself")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ INPUT_KEYS = {
 
 def is_rate(value: Any) -> bool:
     """Return True for a finite number that is not negative."""
-    return has_type(value, float) and math.isfinite(value) and value >= 0
+    return has_type(value, float) and 0 <= value <= sys.float_info.max
 
 
 def are_weights(value: str | Sequence[float] | None) -> bool:
@@ -189,6 +189,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "kernels": (lambda v: v in (None, "verify", "trust", "off"), "'verify', 'trust' or 'off'"),
     "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
-    "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
+    "grad_clip_norm": (lambda v: v is None or (is_rate(v) and v > 0), "finite and above 0"),
     "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
 }

@@ -100,24 +100,6 @@ def _pinned(name: str, what: str, commits: Commits) -> str:
         raise ConfigError(f"{what}: {e}") from None
 
 
-def check(spec: str | None, overrides: Sequence[str]) -> None:
-    """Check a config before a command imports JAX and loads it, so that an error is shown at once; logs nothing.
-
-    Raises:
-      ConfigError: the config is invalid, or there are overrides but no config.
-    """
-    if spec is None:
-        if overrides:
-            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
-        return
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        load(spec, overrides)
-    finally:
-        logging.disable(before)
-
-
 def _find(name: str) -> Path:
     """Return the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
@@ -187,18 +169,6 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
 
         given["init_config"] = init_config(arguments.get("init", ""))
     return given
-
-
-def recommended() -> list[tuple[str, str]]:
-    """Return (config, TPU topology) for each recommendation of the package's configs.
-
-    A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
-    """
-    return [
-        (f"{path.stem}:{arguments}", topology)
-        for path in shipped()
-        for arguments, topology in runpy.run_path(str(path)).get("pods", dict)().items()
-    ]
 
 
 def shipped() -> list[Path]:

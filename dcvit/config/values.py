@@ -83,9 +83,9 @@ def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
     """Return the content of a config.json as a checked and locked config."""
     try:
         config = ConfigDict(defaults() | found)
+        check_types(config)
     except (ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
-    check_types(config)
     return config.lock()
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from paper.full import recommended
 
 from dcvit import aot, cli
-from dcvit.config import load as configs
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
@@ -121,7 +121,7 @@ def test_kernels_take_split_tokens_and_local_layers_gather_nothing(window, kinds
 )
 def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name, overrides):
     """Two of them."""
-    config, topology = next(pair for pair in configs.recommended() if name in re.split("[:,]", pair[0]))
+    config, topology = next(pair for pair in recommended() if name in re.split("[:,]", pair[0]))
     row = measure.compile_for(config, overrides, topology)
     assert row["verdict"] == "fits"
     assert row["total"] < row["memory"]

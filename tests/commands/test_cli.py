@@ -135,7 +135,7 @@ def test_overrides_are_collected_in_both_spellings():
     with pytest.raises(ConfigError, match=r"dcvit test takes no --config.a=1"):
         parser.parse(["--config.a=1"])
     parser.add_argument("--config")
-    args, overrides = parser.parse(["--config.a.b=1", "--number", "2", "--config.c", "d"])
+    args, overrides = parser.parse(["--config.a.b=1", "--number", "2", "--config.c", "d", "--config", "x"])
     assert (args.number, overrides) == (2, ["a.b=1", "c=d"])
 
 
@@ -144,7 +144,9 @@ def test_positional_words_and_options_may_come_in_any_order():
     parser.add_argument("files", nargs="*")
     parser.add_argument("--config")
     parser.add_argument("--number", type=int)
-    args, overrides = parser.parse(["a", "--config.x=1", "b", "--number", "2", "c", "--config.y", "3", "d"])
+    args, overrides = parser.parse(
+        ["a", "--config=x", "--config.x=1", "b", "--number", "2", "c", "--config.y", "3", "d"]
+    )
     assert (args.files, args.number, overrides) == (["a", "b", "c", "d"], 2, ["x=1", "y=3"])
 
 

@@ -118,7 +118,7 @@ def test_output_has_each_run_and_no_control_characters(make_run, capsys, monkeyp
         ("metrics.jsonl", f'{{"step": 0, "loss": {"9" * 400}}}\n', "expected a finite number or null for 'loss'"),
         ("metrics.jsonl", '{"step": 0, "loss": Infinity}\n', "expected a finite number or null for 'loss'"),
         ("config.json", f'{{"total_steps": {"9" * 5000}}}', "cannot read"),
-        ("config.json", '{"evals": 3}', "config.evals=3 should be of type dict"),
+        ("config.json", '{"evals": 3}', "config.evals=3 should be of type dict, not int"),
     ],
 )
 def test_a_damaged_run_is_named_and_the_others_are_shown(make_run, compared, name, text, message):

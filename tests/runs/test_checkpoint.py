@@ -117,9 +117,8 @@ def test_damaged_checkpoint_is_never_loaded_and_the_intact_one_is_named(workdir)
     folder = workdir / "checkpoints"
     for step in (3, 2):
         flip(damaged := largest(folder / str(step)))
-        with pytest.raises(
-            CheckpointError, match=f"checkpoint {folder}/3 is damaged: .*; {folder}/{step - 1} is intact"
-        ):
+        message = f"checkpoint {folder}/3 is damaged: .*; {folder}/{step - 1} is intact"
+        with pytest.raises(CheckpointError, match=message):
             restoring.latest(workdir)
     flip(largest(folder / "1"))
     with pytest.raises(CheckpointError, match=r"no earlier checkpoint is intact\. Remove .* to start from step 0"):

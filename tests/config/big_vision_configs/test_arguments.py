@@ -7,7 +7,6 @@ import pytest
 
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import arguments
 from dcvit.errors import ConfigError
 
 SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckpt": None}
@@ -20,14 +19,14 @@ def test_text_is_parsed_by_the_types_of_the_defaults():
         ("runlocal,res=128", {"runlocal": True, "res": 128}),
         ("runlocal=False,lr=1", {"runlocal": False, "lr": 1.0}),
     ):
-        assert arguments.parse_arg(text, **SPEC).to_dict() == defaults | expected
+        assert big_vision.parse_arg(text, **SPEC).to_dict() == defaults | expected
     with pytest.raises(ValueError, match="invalid literal for int"):
-        arguments.parse_arg("res=x", **SPEC)
+        big_vision.parse_arg("res=x", **SPEC)
 
 
 def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):
     with big_vision.importable():
-        assert importlib.import_module("big_vision.configs.common").parse_arg is arguments.parse_arg
+        assert importlib.import_module("big_vision.configs.common").parse_arg is big_vision.parse_arg
     assert not [name for name in sys.modules if name.startswith("big_vision")]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("big_vision.configs.common")

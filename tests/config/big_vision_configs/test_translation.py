@@ -15,7 +15,6 @@ import pytest
 import input_pipeline as ip
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import translation
 from dcvit.errors import ConfigError
 from dcvit.training import setup
 from input_pipeline.preprocess.builder import calls
@@ -172,7 +171,7 @@ def test_recipe_in_big_visions_form_equals_the_shipped_config():
             holder["pp"] = [ast.unparse(op) for op in calls(holder["pp"])]
             holder.pop("optional", None)
             holder.setdefault("loss", config["loss"])
-        config["pp_predict"] = translation.without_labels(config["pp_predict"])
+        config["pp_predict"] = big_vision.without_labels(config["pp_predict"])
         config["optax"] = {"b1": 0.9, "b2": 0.999} | config["optax"]
         config["schedule"] = {"end": 0.0} | config["schedule"]
     assert ours["model"].pop("dtype_mm") == "auto"  # theirs is float32
@@ -218,8 +217,8 @@ def test_onehot_keeps_big_visions_default_keys():
     """`onehot(4)` replaces `labels`, and `onehot(4, key="label")` replaces `label`."""
 
     def translated(pp):
-        holder = translation.Part({"pp": pp}, "config.input", [])
-        return translation.translate_pp(holder, "pp"), [*holder.notes]
+        holder = big_vision.Part({"pp": pp}, "config.input", [])
+        return big_vision.translate_pp(holder, "pp"), [*holder.notes]
 
     def apply(pp, **example):
         found = ip.Preprocess(translated(pp)[0])(example, np.random.default_rng(0))
