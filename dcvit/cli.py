@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -362,13 +361,13 @@ def _multihost() -> types.ModuleType | None:
 
 
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
-    """Print rows that have the same keys, as `form` says: as CSV or JSON, row by row, or as one table.
+    """Print rows that have the same keys, as `form` says: as CSV, each as soon as it is computed, JSON or a table.
 
     A table has the columns with a value, and is adapted to the width of the terminal, unless it is in Markdown. JSON
     has the exact text; in CSV and tables, characters that cannot be printed are escaped.
     """
     if form == "json":
-        _show_json(rows)
+        print(json.dumps([*rows], indent=2))
     elif form == "csv":
         _show_csv(rows)
     elif form == "markdown":
@@ -377,16 +376,6 @@ def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None =
             print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
     else:
         _show_table(_cells(list(rows)), title)
-
-
-def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows as a JSON list with an indentation of 2, each as soon as it is computed."""
-    printed = False
-    for row in rows:
-        print("," if printed else "[")
-        print(textwrap.indent(json.dumps(row, indent=2), "  "), end="", flush=True)
-        printed = True
-    print("\n]" if printed else "[]")
 
 
 def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:

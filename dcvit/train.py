@@ -17,9 +17,10 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from dcvit import cli, process
-from dcvit.errors import ConfigError, escaped
+from dcvit import cli
+from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
+from dcvit.process import say
 from dcvit.runs.seeds import check_no_seeds, parse_seeds, summarize, workdir_of, write
 
 
@@ -60,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.trainer import train
 
     cli.start_jax(args, preemptible=True)
-    with process.ignore_broken_pipe(), StopSignals() as signals:
+    with StopSignals() as signals:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
-        print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
+        say(f"dcvit train: {args.config} on {devices}, to {args.workdir}")
         makers = [functools.partial(make_setup, c, workdir=w) for c, w in zip(loaded, workdirs, strict=True)]
         if not args.seeds:
             check_no_seeds(args.workdir)
-            with stage("preparing data and model", print, announce=False):
+            with stage("preparing data and model", say, announce=False):
                 setup = makers[0]()
             train(setup, args.workdir, args.accept, signals)
             return 0
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rows := summarize(results):
             write(args.workdir, rows)
             cli.show(rows, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
-            print(escaped(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}"))
+            say(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}")
         return 0 if len(results) == len(args.seeds) else 2
 
 

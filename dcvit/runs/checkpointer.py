@@ -18,7 +18,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
@@ -164,7 +163,6 @@ def _daemon(function: Callable[..., None], *args: object) -> threading.Thread:
 def _writer(path_class: type[object], item_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which the given classes of temporary paths complete, as a whole and by item."""
     processes = process_options()
-    versions.stop_leak_of_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

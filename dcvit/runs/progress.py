@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dcvit.errors import escaped
 from dcvit.parallel import multihost
-from dcvit.process import logging_to
+from dcvit.process import logging_to, say
 
 LINE_SECONDS = 10.0  # between lines
 
@@ -55,7 +55,7 @@ class Progress:
           in_bytes: if True, sizes are numbers of bytes and are shown in MB.
         """
         self.title, self.total = title, total
-        self.scale, self.unit = (1e6, " MB") if in_bytes else (1, "")
+        self.scale, self.unit = (1e6, " MB") if in_bytes else (1.0, "")
         self.started = self.shown = time.monotonic()
 
     def show(self, completed: int, total: int | None = None, status: str = "") -> None:
@@ -96,8 +96,8 @@ class RunProgress:
         self.logs.close()
 
     def line(self, text: str) -> None:
-        """Print a line; characters that cannot be printed are escaped."""
-        print(escaped(text), flush=True)
+        """Print a line; training continues if no reader is left."""
+        say(text)
 
     def advance(self, step: int) -> None:
         """Show the number of completed steps in a line every `LINE_SECONDS` after the first step."""

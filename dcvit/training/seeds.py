@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dcvit.errors import EXPECTED, ConfigError, escaped
+from dcvit.errors import EXPECTED, ConfigError
 from dcvit.parallel import multihost
+from dcvit.process import say
 from dcvit.runs.files import Folder
 from dcvit.runs.seeds import final_metrics, workdir_of
 from dcvit.runs.stop import StopSignals
@@ -42,7 +43,7 @@ def train_seeds(
         if signals.received:
             signals.end(f"seed {seed} has not started")
         workdir, setup = workdir_of(folder, seed), None
-        print(escaped(f"seed {seed}, to {workdir}"))
+        say(f"seed {seed}, to {workdir}")
         try:
             setup = make()
             train(setup, workdir, accept, signals)
