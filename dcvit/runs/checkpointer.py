@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
-from dcvit.runs.files import Folder, absolute, remove, rename
+from dcvit.runs.files import Folder, absolute, rename
 from dcvit.runs.restoring import process_options
 
 ITEMS = ("params", "ema", "rest")
@@ -57,7 +57,7 @@ class Checkpointer:
 
     Orbax's AsyncCheckpointer saves a step. Orbax's CheckpointManager, which also removes old steps, is not used: it
     deletes the files of a step one by one under the step's name, so a kill leaves a folder that looks like a complete
-    checkpoint, and its list of steps, kept in memory, does not notice that damaged steps are set aside.
+    checkpoint, and its list of steps, kept in memory, does not notice that a user removes a damaged step.
     """
 
     def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
@@ -130,8 +130,6 @@ class Checkpointer:
     def _start(self, step: int, args: Mapping[str, ocp.args.CheckpointArgs]) -> None:
         """Start to save a step; return once the arrays are copied."""
         try:
-            if not isinstance(self.folder, Path) and multihost.is_first():
-                remove(self.folder / str(step))  # a checkpoint that was set aside
             self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
         except BaseException as e:
             self._fail(step, e)
