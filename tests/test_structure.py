@@ -108,7 +108,6 @@ def test_config_is_read_in_few_files():
     files = (
         "config/big_vision.py",  # stands in for modules that return ConfigDicts
         "check_data.py",
-        "config/durations.py",
         "config/load.py",
         "config/values.py",
         *(f"hub/{name}.py" for name in ("kinds", "open", "tokenizers")),

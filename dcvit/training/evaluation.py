@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import evaluators
-from dcvit.config.durations import Options, is_duration
 from dcvit.config.keys import UNITS
+from dcvit.config.values import Options, is_duration
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.evaluators import ModelInputs, Predict
 from dcvit.hub.kinds import kind_of

@@ -12,8 +12,8 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from dcvit.config.durations import Durations
 from dcvit.config.keys import is_rate
+from dcvit.config.values import Durations
 from dcvit.dcmha.selection import Policy
 from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models import Params

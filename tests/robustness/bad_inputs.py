@@ -45,7 +45,7 @@ BAD_CONFIGS = {
     "evaluator without preprocessing": bad(digits_config("del config.evals.test['pp']"), "missing", "pp"),
     "removed key": bad(vit("mlflow.experiment=a"), "config.mlflow", "removed in 0.3.0"),
     "negative total": bad(vit("total_steps=-5"), "config.total_steps=-5"),
-    "number above the largest float": bad(vit(f"lr={10**400}"), "finite and not negative"),
+    "number above the largest float": bad(vit(f"lr={10**400}"), "int too large to convert to float"),
     "more frozen layers than there are": bad(vit("freeze_layers=99"), "freeze_layers=99", "the number of blocks"),
     "profile beyond the last step": bad(vit("profile=(9,10)"), "config.profile=(9, 10)"),
     "optimizer argument that is a word": bad(vit("optax.b1=much"), "b1"),
