@@ -7,24 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
+from dcvit.cli import COMMANDS
 from dcvit.errors import ConfigError, nearest
 from dcvit.versions import __version__
-
-COMMANDS = {
-    "train": "train a model from a config",
-    "evaluate": "run the evaluators of a config on a checkpoint",
-    "predict": "classify image files with a trained model",
-    "generate": "continue text with a trained language model",
-    "lm_eval": "run tasks of lm-evaluation-harness on a language model",
-    "convert": "convert a model to a format of another library, or from one",
-    "tokenize": "convert text files to token files",
-    "check-data": "read all data of a config, and list damaged examples",
-    "check-kernels": "verify and time the implementations of attention on this device",
-    "benchmark": "measure speed, memory and FLOP/s of configs on this device",
-    "aot": "compile the training step of a config for a TPU slice",
-    "explore": "write a page that shows how the heads of a model compose",
-    "compare": "compare the results, speed and configs of runs, and draw their curves",
-}
 
 
 def dispatch(argv: Sequence[str] | None) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 
 from dcvit import cli
 
-Row = Mapping[str, Any]  # a `dcvit.training.aot.CompiledStep`
 SIZES = ("params", "optimizer", "temporaries", "total", "memory")
 
 
-def lines(row: Row) -> list[dict[str, object]]:
-    """Return the rows of a table about a compiled step, one for each number."""
+def lines(row: Mapping[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of a table about a result of `dcvit.training.measure.compile_for`, one for each number."""
     shown = {
         "slice": f"{row['topology']}, {row['chips']} chips, mesh {row['mesh']}",
         "parameters": f"{row['parameters']:,}",
@@ -33,29 +32,22 @@ def lines(row: Row) -> list[dict[str, object]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(
-        prog="dcvit aot",
-        extra="train",
-        description="Compile the training step of a config for a TPU slice.",
-        examples=["dcvit aot --config vit_i1k --topology v5e:4x4"],
-    )
+    parser = cli.Parser("dcvit aot", extra="train", examples=["dcvit aot --config vit_i1k --topology v5e:4x4"])
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     parser.add_argument("--topology", required=True, help="a TPU slice: v5e:4x4, v5p:4x4x8, v5e-16 or tpu7x-8")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="format of the output")
     args, overrides = parser.parse(argv)
-    from dcvit.config import load as configs
-
-    configs.check(args.config, overrides)
+    cli.check_config(args.config, overrides)
 
     import jax
 
-    from dcvit.training import aot
+    from dcvit.training import measure
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # the time of a compilation is one of the results
-    row = aot.compile_for(args.config, overrides, args.topology)
+    row = measure.compile_for(args.config, overrides, args.topology)
     cli.show([row] if args.format == "json" else lines(row), args.format)
-    return int(row["verdict"] != aot.FITS)
+    return int(row["verdict"] != measure.FITS)
 
 
 if __name__ == "__main__":

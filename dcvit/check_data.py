@@ -19,8 +19,7 @@ from dcvit.errors import ConfigError, escaped
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit check-data",
-        description="Read all data of a config, and list damaged examples.",
+        "dcvit check-data",
         examples=[
             "dcvit check-data --config vit_folder:data_dir=pets",
             "dcvit check-data --config vit_digits --statistics",
@@ -38,21 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.statistics and config.model_name != "vit":
         raise ConfigError(f"--statistics is for images; config.model_name={config.model_name!r}")
-    from dcvit.runs.progress import ProgressBar
+    from dcvit.runs.progress import Progress
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
     from input_pipeline.check import check_data, value_range
 
     reports, listed = [], set[str]()  # inputs may read the same files
     for name, data, pp, optional in all_inputs(config):
-        with ProgressBar(name, 0, lines=True) as progress:
-            try:
-                report = check_data(data, pp, progress.show, args.statistics and name == "config.input.data")
-            except MissingDataError as e:
-                if not optional:
-                    raise
-                print(escaped(f"{name}: skipped, {e}"))
-                continue
+        try:
+            report = check_data(data, pp, Progress(name).show, args.statistics and name == "config.input.data")
+        except MissingDataError as e:
+            if not optional:
+                raise
+            print(escaped(f"{name}: skipped, {e}"))
+            continue
         lines = [escaped(f"{damage.location}: {damage.reason}") for damage in report.damaged]
         print("".join(f"{line}\n" for line in lines if line not in listed), end="")
         listed |= {*lines}

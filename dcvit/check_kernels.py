@@ -102,8 +102,7 @@ def attention_case(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit check-kernels",
-        description="Verify and time the implementations of attention on this device.",
+        "dcvit check-kernels",
         examples=["dcvit check-kernels", "dcvit check-kernels vit 405M --json", "dcvit check-kernels --config vit_i1k"],
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
@@ -111,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
     args, overrides = parser.parse(argv)
-    from dcvit.config import load as configs
-
-    configs.check(args.config, overrides)
+    if args.config:
+        cli.check_config(args.config, overrides)
 
     import jax
 
@@ -174,7 +172,7 @@ def _rows(case: str, found: Mapping[str, Verdict]) -> list[Row]:
 def _of_config(spec: str, overrides: Sequence[str], store: Verdicts) -> list[Row]:
     """Verify the calls of attention in a config's training step; return the table's rows, named by the cases' keys."""
     from dcvit.dcmha.selection import Selection, selecting
-    from dcvit.training.aot import trace
+    from dcvit.training.measure import trace
     from dcvit.training.setup import load_setup
 
     setup = load_setup(spec, overrides, stand_in=True)

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcvit import process
-from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
+from dcvit.errors import EXPECTED, ConfigError, InputError, escaped, first_line, nearest
 from dcvit.runs import files
 from input_pipeline import huggingface
 from input_pipeline.files import expand
@@ -36,10 +35,23 @@ if TYPE_CHECKING:
 
     from dcvit.hub.open import Opened
 
+COMMANDS = {
+    "train": "train a model from a config",
+    "evaluate": "run the evaluators of a config on a checkpoint",
+    "predict": "classify image files with a trained model",
+    "generate": "continue text with a trained language model",
+    "lm_eval": "run tasks of lm-evaluation-harness on a language model",
+    "convert": "convert a model to a format of another library, or from one",
+    "tokenize": "convert text files to token files",
+    "check-data": "read all data of a config, and list damaged examples",
+    "check-kernels": "verify and time the implementations of attention on this device",
+    "benchmark": "measure speed, memory and FLOP/s of configs on this device",
+    "aot": "compile the training step of a config for a TPU slice",
+    "explore": "write a page that shows how the heads of a model compose",
+    "compare": "compare the results and the speed of runs, and draw their curves",
+}
 FORMATS = ("table", "csv", "json", "markdown")
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
-LONG_WORD = re.compile(r"(?<=\S{500})\S{500,}(?=\S{300})")  # the middle of a word that is too long to read
-EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
 Main = Callable[[Sequence[str] | None], int]
 
@@ -47,9 +59,18 @@ Main = Callable[[Sequence[str] | None], int]
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
-    def __init__(self, *, examples: Sequence[str] = (), extra: str | None = None, **options: Any):
-        """Prepare the parser; `examples` are command lines for the help, `extra` is an extra that the command needs."""
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    def __init__(self, prog: str, *, examples: Sequence[str] = (), extra: str | None = None, **options: Any):
+        """Prepare the parser of a command.
+
+        Args:
+          prog: the command, such as "dcvit train".
+          examples: command lines for the help.
+          extra: the extra that the command needs.
+          **options: those of argparse; the description is that of `COMMANDS`.
+        """
+        purpose = COMMANDS.get(prog.removeprefix("dcvit "), "")
+        options = {"description": f"{purpose[:1].upper()}{purpose[1:]}.", "allow_abbrev": False, **options}
+        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.examples, self.extra = examples, extra
 
     def format_help(self) -> str:
@@ -77,29 +98,28 @@ class Parser(argparse.ArgumentParser):
           The options, and the config overrides as strings "KEY=VALUE".
 
         Raises:
-          ConfigError: an unknown or invalid option; the message suggests the nearest valid one.
+          ConfigError: an unknown or invalid option, for which the message suggests the nearest valid one, or an
+            override without a config.
           MissingLibraryError: a library of `extra` is not installed.
         """
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
         valid = [option for action in self._actions for option in action.option_strings]
-        for word in words:
-            if word == "--":
-                break
-            name = word.partition("=")[0]
-            if re.match(r"--|-[A-Za-z]\S*$", word) and name not in valid:
+        for name in (word.partition("=")[0] for word in words):
+            if re.match(r"--|-[A-Za-z]\S*$", name) and name not in valid:
                 raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
-        # argparse does not accept "--" in intermixed words.
-        args, unknown = (self.parse_known_args if "--" in words else self.parse_known_intermixed_args)(words)
+        if overrides and "--config" not in valid:
+            raise ConfigError(f"{self.prog} takes no --config.{overrides[0]}")
+        args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
+        if overrides and not args.config:
+            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
         if self.extra:
             require_extra(self.extra)
         return args, overrides
 
     def _hint(self, name: str, valid: Sequence[str]) -> str:
         """Return the end of the message about an unknown option: the valid one, or the key that it may stand for."""
-        if len(name) == 2 and (full := [option for option in valid if option.startswith(f"-{name}")]):
-            return f"did you mean {full[0]!r}?"
         if "." in name:
             return "did you mean '--config.KEY=VALUE'?"
         if "--config" in valid:
@@ -109,13 +129,6 @@ class Parser(argparse.ArgumentParser):
                 return f"did you mean '--config.{name.removeprefix('--')}=VALUE'?"
         return nearest(name, valid, f"{self.prog} ")
 
-    def parse_without_config(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse the words of a command that takes no config. Raises ConfigError also for an override of a config."""
-        args, overrides = self.parse(argv)
-        if overrides:
-            raise ConfigError(f"{self.prog} takes no --config.{overrides[0]}")
-        return args
-
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into its other words and the overrides, "--config.KEY=VALUE" or "--config.KEY VALUE"."""
@@ -123,8 +136,6 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     remaining = list(argv)
     while remaining:
         word = remaining.pop(0)
-        if word == "--":
-            return [*words, word, *remaining], overrides
         if not word.startswith("--config."):
             words.append(word)
             continue
@@ -135,33 +146,25 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def path(text: str) -> Path:
-    """Convert an option's value to a path, with ~ expanded."""
+    """Convert an option's value to a path, with ~ expanded, in valid UTF-8, which Orbax and TensorStore need."""
     if not text:  # most likely an unset shell variable
         raise argparse.ArgumentTypeError("an empty path")
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
+    if "://" in text or huggingface.is_name(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL or a repository of the Hugging Face Hub")
     try:
-        return expand(text)
+        local = expand(text)
+        str(local.absolute()).encode()
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
-
-
-def utf8_path(text: str) -> Path:
-    """Convert an option's value to a path as in `path`, in valid UTF-8, which Orbax and TensorStore need."""
-    if huggingface.is_name(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a repository of the Hugging Face Hub")
-    local = path(text)
-    try:
-        str(local.absolute()).encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{text}: the path is not valid UTF-8") from None
     return local
 
 
 def folder(text: str) -> files.Folder:
-    """Convert an option's value to a folder: a path as in `utf8_path`, or the URL of a supported store."""
+    """Convert an option's value to a folder: a path as in `path`, or the URL of a supported store."""
     if "://" not in text:
-        return utf8_path(text)
+        return path(text)
     try:
         return files.folder(text)
     except ValueError as e:
@@ -209,6 +212,13 @@ def add_model_options(parser: Parser, *, weights: bool = True, image_size: bool 
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
+def check_config(spec: str, overrides: Sequence[str]) -> None:
+    """Load a config before JAX is imported, so that an error is shown at once."""
+    from dcvit.config import load as config
+
+    config.load(spec, overrides)
+
+
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDict | None:
     """Return the config that the options of `add_model_options` name, None for that of the model, before JAX starts.
 
@@ -228,8 +238,6 @@ def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDic
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
     if args.workdir is not None and not args.workdir.exists():
         raise ConfigError(f"no workdir {args.workdir}{pretrained.hint(args.workdir)}")
-    if args.config is None and overrides:
-        raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
     return None if args.config is None else config.load(args.config, overrides)
 
 
@@ -316,8 +324,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(message: str) -> None:
-    """Print an error as one line on stderr; of a very long word, such as a name, the middle is left out."""
-    print(f"error: {LONG_WORD.sub('…', escaped(message))}", file=sys.stderr)
+    """Print an error as one line on stderr."""
+    print(f"error: {escaped(message)}", file=sys.stderr)
 
 
 def _report(error: Exception) -> tuple[str, int]:
@@ -326,11 +334,11 @@ def _report(error: Exception) -> tuple[str, int]:
     Raises it again if it is a bug in a run of one process.
     """
     message, text = first_line(error), str(error).lower()
-    if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
+    kind = type(error).__name__
+    exhausted = isinstance(error, MemoryError) or (kind == "JaxRuntimeError" and "out of memory" in text)
+    if exhausted:
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
-        print_error(message)
-        return message, 2
-    if type(error).__name__ == "DeviceHungError":
+    if exhausted or kind == "DeviceHungError":
         print_error(message)
         return message, 2
     multihost = _multihost()
@@ -353,29 +361,21 @@ def _multihost() -> types.ModuleType | None:
 
 
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
-    """Print rows that have the same keys, as `form` says: as CSV or JSON, row by row, or as one table.
+    """Print rows that have the same keys, as `form` says: as CSV, each as soon as it is computed, JSON or a table.
 
-    A table is adapted to the width of the terminal, unless it is in Markdown. JSON has the exact text; in CSV and
-    tables, characters that cannot be printed are escaped.
+    A table has the columns with a value, and is adapted to the width of the terminal, unless it is in Markdown. JSON
+    has the exact text; in CSV and tables, characters that cannot be printed are escaped.
     """
     if form == "json":
-        _show_json(rows)
+        print(json.dumps([*rows], indent=2))
     elif form == "csv":
         _show_csv(rows)
     elif form == "markdown":
-        print("\n".join(markdown(list(rows))))
+        header, *lines = _cells(list(rows))
+        for line in (header, ["---"] * len(header), *lines):
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
     else:
-        _show_table(list(rows), title)
-
-
-def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows as a JSON list with an indentation of 2, each as soon as it is computed."""
-    printed = False
-    for row in rows:
-        print("," if printed else "[")
-        print(textwrap.indent(json.dumps(row, indent=2), "  "), end="", flush=True)
-        printed = True
-    print("\n]" if printed else "[]")
+        _show_table(_cells(list(rows)), title)
 
 
 def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
@@ -389,29 +389,26 @@ def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
         sys.stdout.flush()
 
 
-def markdown(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the lines of a Markdown table of rows that have the same keys, with the columns that have a value."""
+def _cells(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Return the header of a table and its lines, with the columns that have a value."""
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
-    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines if names]
+    return [names, *([_cell(row[name]) for name in names] for row in rows)]
 
 
-def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
-    """Print a table of the columns that have a value.
+def _cell(value: object) -> str:
+    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else escaped(str(value))
 
-    If the terminal is too narrow, the table is transposed if that is narrower.
-    """
-    names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
-    columns = [[_cell(row[name]) for row in rows] for name in names]
+
+def _show_table(lines: Sequence[Sequence[str]], title: str | None) -> None:
+    """Print a table, transposed if the terminal is too narrow and that is narrower."""
     console = Console()
 
     def width(table: Table) -> int:
         return table.__rich_measure__(console, console.options.update(width=10_000)).maximum
 
-    table = _table(title, names, zip(*columns, strict=True))
+    table = _table(lines, title)
     if width(table) > console.width:
-        first, *others = zip(names, *zip(*columns, strict=True), strict=True)
-        transposed = _table(title, first, others)
+        transposed = _table(list(zip(*lines, strict=True)), title)
         transposed.columns[0].no_wrap = True
         table = min(table, transposed, key=width)
     with console.capture() as printed:  # `print` raises BrokenPipeError, where the console would end the process
@@ -419,15 +416,11 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     print(printed.get(), end="")
 
 
-def _cell(value: object) -> str:
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else escaped(str(value))
-
-
-def _table(title: str | None, header: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    """Build a table of text with the first column aligned left and the others aligned right."""
+def _table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
+    """Build a table of text, a header and lines, with the first column aligned left and the others aligned right."""
     table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
+    for i, name in enumerate(lines[0]):
         table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
-    for line in lines:
+    for line in lines[1:]:
         table.add_row(*map(Text, line))
     return table

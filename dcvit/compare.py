@@ -1,6 +1,6 @@
 """Comparison of runs: `python -m dcvit.compare RUN … [--metric val/top1] [--out curves.png]`.
 
-Prints a table of the results, speed and state of runs, also while they train. A folder of `dcvit train --seeds` stands
+Prints a table of the results and the speed of runs, also while they train. A folder of `dcvit train --seeds` stands
 for its runs. `--out` draws the training curves. A run that cannot be read is reported on stderr, and the exit status is
 then 2.
 """
@@ -17,9 +17,8 @@ from dcvit.errors import ConfigError, escaped
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit compare",
+        "dcvit compare",
         extra="train",
-        description="Compare the results and the speed of runs, and draw their training curves.",
         examples=[
             "dcvit compare runs/*",
             "dcvit compare runs/a runs/b --out curves.png",
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metric", help="metric of an evaluator, such as val/top1: show only it, and sort by its best")
     parser.add_argument("--out", type=cli.path, help="picture of the training curves: .png, .pdf or .svg")
     parser.add_argument("--format", choices=cli.FORMATS, default="table", help="format of the output")
-    args = parser.parse_without_config(argv)
+    args, _ = parser.parse(argv)
 
     from dcvit.training import comparison
 

@@ -16,14 +16,12 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit convert",
-        description="Convert a model to the format of another library, or from one.",
+        "dcvit convert",
         examples=[
             "dcvit convert runs/digits digits_hf --to hf",
             "dcvit convert hf:openai-community/gpt2 runs/gpt2 --to dcvit",
@@ -35,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sources", nargs="+", metavar="source", type=cli.local_model,
         help="a workdir, one of its checkpoints, weights (a file or folder), a model of the package, or hf:OWNER/NAME",
     )  # fmt: skip
-    parser.add_argument("target", type=cli.utf8_path, help="a new folder")
+    parser.add_argument("target", type=cli.path, help="a new folder")
     parser.add_argument(
         "--to", required=True,
         help="npz (big_vision), safetensors, hf (transformers), timm, onnx, stablehlo or dcvit",
@@ -43,16 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--average", action="store_true", help="average the parameters of several sources")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the Hugging Face Hub")
     parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
-    args = parser.parse_without_config(argv)
-    count = len(set(args.sources))
-    if count < len(args.sources):
+    args, _ = parser.parse(argv)
+    if len({*args.sources}) < len(args.sources):
         parser.error("a source is given twice")
-    if args.average and count == 1:
-        parser.error(f"--average averages two sources or more, found {args.sources[0]} only")
-    if not args.average and count > 1:
-        parser.error(f"{count} sources: --average averages them")
+    if args.average != (len(args.sources) > 1):
+        parser.error(f"{len(args.sources)} source(s): --average averages two or more")
     if args.private and not args.push:
-        raise ConfigError("--private needs --push")
+        parser.error("--private needs --push")
 
     from dcvit.hub import repository, soup
     from dcvit.hub.open import open_model

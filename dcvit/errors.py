@@ -18,8 +18,8 @@ from input_pipeline.errors import (
 from input_pipeline.errors import nearest as similar
 
 __all__ = [
-    "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex",
-    "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
+    "EXPECTED", "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call",
+    "check_regex", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
     "unknown_key",
 ]  # fmt: skip
 
@@ -44,6 +44,7 @@ REMOVED: dict[str, str] = {
     "--to savedmodel": "write a program with --to stablehlo or onnx",
     "config.mlflow": "use wandb, or the events that TensorBoard reads",
     "config.trackio": "use wandb, or the events that TensorBoard reads",
+    "config.on_corrupt": "the error about a damaged checkpoint names the one to resume from",
     "config.watchdog_exit": "the watchdog always ends the run",
     "config.distill.cache": "each step computes the teacher's logits",
     "dcvit benchmark --peak-tflops": "`mfu` is that of known devices; `tflops` divided by another peak gives theirs",
@@ -77,6 +78,9 @@ class CheckpointError(ValueError):
 
 class MetricsError(ValueError):
     """A damaged metrics file; the message names the file and the line."""
+
+
+EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)  # of a command
 
 
 def check_regex(pattern: Any, what: str) -> None:

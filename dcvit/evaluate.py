@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import multihost
 
     parser = cli.Parser(
-        prog="dcvit evaluate",
-        description="Run the evaluators of a config on a checkpoint.",
+        "dcvit evaluate",
         examples=[
             "dcvit evaluate --workdir runs/digits",
             "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --format csv",

@@ -26,8 +26,7 @@ def write(text: str) -> None:
 def make_parser() -> cli.Parser:
     """Build the parser of the command's options."""
     parser = cli.Parser(
-        prog="dcvit generate",
-        description="Continue text with a trained language model.",
+        "dcvit generate",
         examples=['dcvit generate --workdir runs/text --prompt "def main(" --tokens 100'],
         conflict_handler="resolve",
     )

@@ -29,8 +29,7 @@ def prepare(online: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit lm_eval",
-        description="Run tasks of lm-evaluation-harness on a language model.",
+        "dcvit lm_eval",
         examples=["dcvit lm_eval --workdir runs/text --tasks lambada_openai,piqa"],
     )
     cli.add_model_options(parser)

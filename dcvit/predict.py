@@ -20,8 +20,7 @@ from dcvit.errors import escaped
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit predict",
-        description="Classify image files with a trained model.",
+        "dcvit predict",
         examples=[
             "dcvit predict --workdir runs/digits image.png folder/",
             "dcvit predict --workdir runs/digits folder/ --topk 1 --format csv",

@@ -8,47 +8,19 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO, cast
+from typing import TextIO
 
 from dcvit.errors import escaped
 
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 
 
-@contextlib.contextmanager
-def ignore_broken_pipe() -> Iterator[None]:
-    """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and cast(TextIO, _ClosableStream(stream)) for stream in before)
+def say(text: str) -> None:
+    """Print a line to stdout, unprintable characters escaped; discard it and all later output if no reader is left."""
     try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-class _ClosableStream:
-    """A standard stream whose reader may go away: from then on, output is discarded instead of raising an error."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write text, or discard it."""
-        try:
-            self._stream.write(text)
-        except BrokenPipeError:
-            discard(self._stream)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream, or discard its buffer."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            discard(self._stream)
+        print(escaped(text), flush=True)
+    except BrokenPipeError:
+        discard(sys.stdout)
 
 
 def reader_is_gone() -> bool:
@@ -58,7 +30,7 @@ def reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def discard(stream: Any) -> None:
+def discard(stream: TextIO) -> None:
     """Connect a stream to the null device, so that neither later output nor the flush at exit raises an error."""
     with open(os.devnull, "w") as null:  # noqa: PTH123 - opens no path of a user
         os.dup2(null.fileno(), stream.fileno())
@@ -73,25 +45,30 @@ class _LineFormatter(logging.Formatter):
 
 
 @contextlib.contextmanager
-def log_to_stderr() -> Iterator[None]:
-    """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
+def logging_to(handler: logging.Handler, *names: str) -> Iterator[None]:
+    """Inside the context, the records of loggers at level INFO and above go to `handler` only.
 
-    Records do not reach the root logger, where absl may have installed a handler that would print them again. A live
-    progress bar replaces the handlers of these loggers while it is shown. The choice of an attention implementation,
-    which `dcvit.dcmha` logs whenever a model is traced, is printed by the progress display of training only.
+    They do not reach the root logger, where absl may have installed a handler that would print them again.
+    """
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in map(logging.getLogger, names)]
+    for logger, *_ in before:
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, handlers, level, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+def log_to_stderr() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the log records of `LOGGERS` are printed to stderr, one plain line each.
+
+    The choice of an attention implementation, which `dcvit.dcmha` logs whenever a model is traced, is printed by the
+    progress display of training only.
     """
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("dcvit.dcmha"))
     handler.setFormatter(_LineFormatter())
-    previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
-    for logger in previous:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in previous.items():
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
+    return logging_to(handler, *LOGGERS)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from dcvit import cli
 from dcvit.errors import escaped
-from dcvit.runs.progress import ProgressBar
+from dcvit.runs.progress import Progress
 from input_pipeline.text.megatron import tokenize_files
 from input_pipeline.text.tokenizer import END_OF_TEXT
 
@@ -23,8 +23,7 @@ from input_pipeline.text.tokenizer import END_OF_TEXT
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the module's docstring describes it."""
     parser = cli.Parser(
-        prog="dcvit tokenize",
-        description="Convert text files to files of tokens.",
+        "dcvit tokenize",
         examples=["dcvit tokenize --data text/ --tokenizer tokenizer.json --out tokens/all"],
     )
     parser.add_argument(
@@ -39,21 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, required=True, help="path of the files to write, without suffix")
     parser.add_argument("--key", default="text", help="key of the text in the JSON object of a line")
     parser.add_argument("--end-of-text", default=END_OF_TEXT, help="the tokenizer's special token that ends a document")
-    args = parser.parse_without_config(argv)
+    args, _ = parser.parse(argv)
     start = time.monotonic()
-    with ProgressBar("tokenizing", 0, in_bytes=True, lines=True) as progress:
+    progress = Progress("tokenizing", in_bytes=True)
 
-        def show(read: int, total: int, tokens: int) -> None:
-            progress.show(read, total, f"{tokens / (time.monotonic() - start) / 1e6:.2f} Mtok/s")
+    def show(read: int, total: int, tokens: int) -> None:
+        progress.show(read, total, f"{tokens / (time.monotonic() - start) / 1e6:.2f} Mtok/s")
 
-        description = tokenize_files(
-            str(args.data),
-            None if args.tokenizer is None else str(args.tokenizer),
-            str(args.out),
-            key=args.key,
-            end_of_text=args.end_of_text,
-            on_progress=show,
-        )
+    tokenizer = None if args.tokenizer is None else str(args.tokenizer)
+    options = {"key": args.key, "end_of_text": args.end_of_text}
+    description = tokenize_files(str(args.data), tokenizer, str(args.out), **options, on_progress=show)
     seconds, tokens = time.monotonic() - start, description["tokens"]
     print(
         f"{description['documents']:,} documents, {description['bytes']:,} bytes of text, {tokens:,} tokens"

@@ -13,52 +13,45 @@ In Python, `from dcvit.training import train` trains as a call.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from dcvit import cli, process
-from dcvit.errors import ConfigError, escaped
+from dcvit import cli
+from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
-from dcvit.runs.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
-
-if TYPE_CHECKING:
-    from dcvit.runs.files import Folder
-    from dcvit.runs.stop import StopSignals
+from dcvit.process import say
+from dcvit.runs.seeds import check_no_seeds, parse_seeds, summarize, workdir_of, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser = cli.Parser(
-        prog="dcvit train",
+        "dcvit train",
         extra="train",
-        description="Train a model from a config.",
         examples=[
             "dcvit train --config vit_digits --workdir runs/digits",
             "dcvit train --config vit_digits --workdir runs/three --seeds 0,1,2",
             "dcvit train --config vit_i1k:variant=ViT-S/16 --workdir gs://bucket/run --config.lr=0.0005",
         ],
     )
-    parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
-    parser.add_argument(
-        "--workdir", required=True, type=cli.folder, help="folder, or gs:// or s3:// URL, for all files of the run"
-    )
-    parser.add_argument(
-        "--accept", metavar="KEY", action="append", default=[],
-        help="resume the run of the workdir although this config key, or `data`, differs; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seeds", type=parse_seeds, metavar="SEEDS",
-        help="seeds of several runs, such as 0,1,2, or their number; each has a folder in the workdir",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("--config", required=True, help="config file or bare name, with :argument=value,…")
+    add("--workdir", required=True, type=cli.folder, help="folder, or gs:// or s3:// URL, for all files of the run")
+    text = "resume the run of the workdir although this config key, or `data`, differs; may be repeated"
+    add("--accept", metavar="KEY", action="append", default=[], help=text)
+    text = "seeds of several runs, such as 0,1,2, or their number; each has a folder in the workdir"
+    add("--seeds", type=parse_seeds, metavar="SEEDS", default=[], help=text)
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
     from dcvit.config import load as configs
 
-    workdirs = [workdir_of(args.workdir, seed) for seed in args.seeds] if args.seeds else [args.workdir]
-    config = configs.load(args.config, overrides, workdirs)  # before JAX is imported, so that an error is shown at once
+    if args.seeds and any(override.partition("=")[0] == "seed" for override in overrides):
+        raise ConfigError("give either --seeds or --config.seed")
+    words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [overrides]
+    workdirs = [workdir_of(args.workdir, seed) for seed in args.seeds] or [args.workdir]
+    loaded = [configs.load(args.config, given, workdirs) for given in words]  # before JAX is imported: it takes long
 
     import jax
 
@@ -68,58 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.setup import make_setup
 
     cli.start_jax(args, preemptible=True)
-    with process.ignore_broken_pipe(), StopSignals() as signals:
+    with StopSignals() as signals:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
-        print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
-        if args.seeds:
-            return _train_seeds(args, overrides, signals, workdirs)
-        check_no_seeds(args.workdir)
-        with stage("preparing data and model", print, announce=False):
-            setup = make_setup(config, workdir=args.workdir)
-        train(setup, args.workdir, args.accept, signals)
-    return 0
+        say(f"dcvit train: {args.config} on {devices}, to {args.workdir}")
+        makers = [functools.partial(make_setup, c, workdir=w) for c, w in zip(loaded, workdirs, strict=True)]
+        if not args.seeds:
+            check_no_seeds(args.workdir)
+            with stage("preparing data and model", say, announce=False):
+                setup = makers[0]()
+            train(setup, args.workdir, args.accept, signals)
+            return 0
+        from dcvit.training.seeds import train_seeds
 
-
-def _train_seeds(
-    args: argparse.Namespace, overrides: Sequence[str], signals: StopSignals, workdirs: Sequence[Folder]
-) -> int:
-    """Train one run per seed, each in its workdir, show and write their final metrics, and return the exit status.
-
-    Raises:
-      ConfigError, InputError: the config or the data is invalid, which concerns every seed.
-    """
-    from dcvit.config import load as configs
-    from dcvit.training.loop import train
-    from dcvit.training.setup import make_setup
-
-    if not multihost.is_single_process():
-        raise ConfigError("--seeds needs a run of one process; start one run of several processes per seed")
-    if any(override.partition("=")[0] == "seed" for override in overrides):
-        raise ConfigError("give either --seeds or --config.seed")
-    if (args.workdir / "config.json").is_file():
-        raise ConfigError(f"{args.workdir} holds a run; --seeds needs a folder for the workdirs of its runs")
-    results, failed = {}, []
-    loaded = [configs.load(args.config, [*overrides, f"seed={seed}"], workdirs) for seed in args.seeds]
-    for seed, workdir, config in zip(args.seeds, workdirs, loaded, strict=True):
-        if signals.received:  # in the last step of the seed before
-            signals.end(f"seed {seed} has not started")
-        print(escaped(f"seed {seed}, to {workdir}"))
-        setup = None
-        try:
-            setup = make_setup(config, workdir=workdir)
-            train(setup, workdir, args.accept, signals)
-            results[seed] = final_metrics(workdir)
-        except cli.EXPECTED as e:
-            if setup is None and seed == args.seeds[0]:  # concerns every seed
-                raise
-            failed.append(seed)
-            cli.print_error(f"seed {seed}: {e}")
-    if rows := summarize(results):
-        write(args.workdir, rows)
-        shown = [{key: rounded(value) for key, value in row.items()} for row in rows]
-        cli.show(shown, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
-        print(escaped(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}"))
-    return 2 if failed else 0
+        by_seed = dict(zip(args.seeds, makers, strict=True))
+        results = train_seeds(by_seed, args.workdir, args.accept, signals, cli.print_error)
+        if rows := summarize(results):
+            write(args.workdir, rows)
+            cli.show(rows, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
+            say(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}")
+        return 0 if len(results) == len(args.seeds) else 2
 
 
 if __name__ == "__main__":

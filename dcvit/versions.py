@@ -8,7 +8,6 @@ that use this one also work where a library is not installed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
@@ -154,40 +153,6 @@ def store_any(ref: Value, x: Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
-
-
-@functools.cache
-def stop_leak_of_saves() -> None:
-    """Keep the memory of a process from growing with each save by Orbax 0.12 and TensorStore 0.1.86.
-
-    TensorStore never frees the Python objects in the JSON that it returns. Orbax asks for such JSON once for each array
-    that it saves, only to learn the default fields of the folder's spec, and twice for each item, only to log a rate.
-    Orbax has no option for either, and no public replacement is known. Delete when TensorStore frees them:
-    `tests/runs/test_checkpoint.py` counts the objects.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    def replace(name: str, wrap: Callable[[Callable[..., Spec]], Callable[..., object]]) -> None:
-        if original := getattr(tensorstore_utils, name, None):
-            setattr(tensorstore_utils, name, wrap(original))
-
-    replace("_build_ocdbt_kvstore_tspec", _once_per_folder)
-    replace("get_tensorstore_raw_bytes", lambda _: lambda *_: 0)
-
-
-def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
-    """Return `build` with a cache: the spec of a folder is computed once, and each array's name is added to a copy."""
-    latest: dict[str, Spec] = {}
-
-    def spec(directory: str, name: str | None = None, **options: object) -> Spec:
-        key = repr((directory, options))
-        if key not in latest:
-            latest.clear()
-            latest[key] = build(directory, None, **options)
-        found = copy.deepcopy(latest[key])
-        return found if name is None else {**found, "path": name}
-
-    return spec
 
 
 def use_fsspec_in_etils() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,9 +137,6 @@ KEYS = {
         Sequence, (),
         '("NAME/METRIC", "min" or "max", N): stop once N evaluations in a row have not improved the metric.',
     ),
-    "on_corrupt": Key(
-        str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
-    ),
     "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
     "watchdog_seconds": Key(float, 7200.0, "Print all stacks and exit after this time without progress. 0: never."),
     "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
@@ -164,7 +161,7 @@ INPUT_KEYS = {
 
 def is_rate(value: Any) -> bool:
     """Return True for a finite number that is not negative."""
-    return has_type(value, float) and math.isfinite(value) and value >= 0
+    return has_type(value, float) and 0 <= value <= sys.float_info.max
 
 
 def are_weights(value: str | Sequence[float] | None) -> bool:
@@ -190,9 +187,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: not v or (len(v) == 3 and v[1] in ("max", "min") and type(v[2]) is int and v[2] >= 1),
         '("NAME/METRIC", "min" or "max", evaluations, 1 or more)',
     ),
-    "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
     "kernels": (lambda v: v in (None, "verify", "trust", "off"), "'verify', 'trust' or 'off'"),
     "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
-    "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
+    "grad_clip_norm": (lambda v: v is None or (is_rate(v) and v > 0), "finite and above 0"),
     "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
 }

@@ -25,9 +25,8 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
-from dcvit.config.durations import is_duration
 from dcvit.config.keys import DURATIONS, KEYS, UNITS
-from dcvit.config.values import Json, check_types, defaults, known_keys, read_json
+from dcvit.config.values import Json, check_types, defaults, is_duration, known_keys, read_json
 from dcvit.errors import ConfigError, InputError, first_line, nearest, unknown_key
 from input_pipeline import huggingface
 from input_pipeline.files import expand
@@ -100,24 +99,6 @@ def _pinned(name: str, what: str, commits: Commits) -> str:
         raise ConfigError(f"{what}: {e}") from None
 
 
-def check(spec: str | None, overrides: Sequence[str]) -> None:
-    """Check a config before a command imports JAX and loads it, so that an error is shown at once; logs nothing.
-
-    Raises:
-      ConfigError: the config is invalid, or there are overrides but no config.
-    """
-    if spec is None:
-        if overrides:
-            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
-        return
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        load(spec, overrides)
-    finally:
-        logging.disable(before)
-
-
 def _find(name: str) -> Path:
     """Return the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
@@ -187,18 +168,6 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
 
         given["init_config"] = init_config(arguments.get("init", ""))
     return given
-
-
-def recommended() -> list[tuple[str, str]]:
-    """Return (config, TPU topology) for each recommendation of the package's configs.
-
-    A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
-    """
-    return [
-        (f"{path.stem}:{arguments}", topology)
-        for path in shipped()
-        for arguments, topology in runpy.run_path(str(path)).get("pods", dict)().items()
-    ]
 
 
 def shipped() -> list[Path]:

@@ -29,10 +29,10 @@ from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.models.vit import with_grid
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.parallel.trees import Tensors
-from dcvit.runs import thresholds, workdir
+from dcvit.runs import workdir
 from dcvit.runs.files import Folder, absolute
 from dcvit.runs.steps import is_step
-from dcvit.runs.thresholds import Thresholds
+from dcvit.runs.workdir import THRESHOLDS, Thresholds, read_thresholds
 from dcvit.weights.families import Weights, verified
 from dcvit.weights.family import Description, build, errors_name_file, example
 from dcvit.weights.placement import place_params
@@ -206,7 +206,7 @@ def _of_weights(source: Source, usual_pp: bool) -> Opened:
     has_thresholds = about.multilabel and weights.path.is_dir()  # a single file may lie beside those of another model
     return Opened(
         source.place, source.path, config.lock(), module, weights.params, names, tokenizer_of(weights.path), weights,
-        thresholds=thresholds.read(weights.path, names) if has_thresholds else None,
+        thresholds=read_thresholds(weights.path, names) if has_thresholds else None,
     )  # fmt: skip
 
 
@@ -216,9 +216,9 @@ def _with_classes(opened: Opened) -> Opened:
         return opened
     classes, found = workdir.read_class_names(opened.workdir, opened.num_outputs), None
     if opened.workdir is not None and opened.is_of_run and multilabel_options(opened.config):
-        found = thresholds.read(opened.workdir, classes)
+        found = read_thresholds(opened.workdir, classes)
         if found and found.step != opened.step:
-            file = opened.workdir / thresholds.NAME
+            file = opened.workdir / THRESHOLDS
             LOG.warning("%s is of step %s, the model of step %s", file, found.step, opened.step)
     return dataclasses.replace(opened, classes=classes, thresholds=found)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcvit.errors import CheckpointError, ConfigError, InputError
-from dcvit.runs import checksums, thresholds
+from dcvit.runs import checksums
+from dcvit.runs.workdir import THRESHOLDS
 from dcvit.weights.tensors import FILE_NAMES, GENERATION, PROCESSOR, TOKENIZER, read_json, shards
 from input_pipeline import huggingface
 from input_pipeline.huggingface import Repository
@@ -20,7 +21,7 @@ SAFETENSORS = ".safetensors"
 WHOLE, INDEX = (name for name in FILE_NAMES if SAFETENSORS in name)
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Files beside the weights. All that a repository may have besides these and the weights stays there.
-DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, INDEX, *TOKENIZER_FILES, thresholds.NAME, checksums.WEIGHTS)
+DESCRIPTIONS = (CONFIG, PROCESSOR, GENERATION, INDEX, *TOKENIZER_FILES, THRESHOLDS, checksums.WEIGHTS)
 CARD = "README.md"  # its author may edit it, so it has no checksum
 FORMATS = ("hf", "safetensors", "timm")  # of conversions that `download` and `dcvit.load` open
 

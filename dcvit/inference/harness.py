@@ -34,7 +34,7 @@ from dcvit.inference.texts import LanguageModel, end_of_text
 from dcvit.models.lm import LM, head_kernel, unembed
 from dcvit.models.losses import target_scores
 from dcvit.parallel.sharding import data_mesh, put_batch, replicated
-from dcvit.runs.progress import ProgressBar
+from dcvit.runs.progress import Progress
 from dcvit.weights.tensors import Json, read_json
 from input_pipeline.optional import require
 from input_pipeline.text.tokenizer import FileTokenizer, Tokenizer
@@ -202,10 +202,10 @@ class HarnessModel(TemplateLM):
             raise ConfigError(f"a continuation of {longest} tokens exceeds the model's context of {self.max_length}")
         order = Collator(rows, lambda row: -len(row[0]))
         results: list[Score] = []
-        with ProgressBar("loglikelihood", len(rows)) as bar:
-            for part in order.get_batched(n=self.batch_size):
-                results += self._score(part)
-                bar.show(len(results))
+        progress = Progress("loglikelihood", len(rows))
+        for part in order.get_batched(n=self.batch_size):
+            results += self._score(part)
+            progress.show(len(results))
         return list(order.get_original(results))
 
     def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
@@ -254,11 +254,11 @@ class HarnessModel(TemplateLM):
         rows = [(self.tok_encode(request.args[0]), i, request.args[1]) for i, request in enumerate(requests)]
         order = Collator(rows, lambda row: -len(row[0]), lambda row: row[2], "gen_kwargs")
         texts: list[str] = []
-        with ProgressBar("generation", len(rows)) as bar:
-            for part in order.get_batched(n=self.batch_size):
-                prompts, numbers, kwargs = zip(*part, strict=True)
-                texts += self._continue(prompts, numbers, *read_generation_options(kwargs[0], self.max_length))
-                bar.show(len(texts))
+        progress = Progress("generation", len(rows))
+        for part in order.get_batched(n=self.batch_size):
+            prompts, numbers, kwargs = zip(*part, strict=True)
+            texts += self._continue(prompts, numbers, *read_generation_options(kwargs[0], self.max_length))
+            progress.show(len(texts))
         return list(order.get_original(texts))
 
     def _continue(

@@ -22,8 +22,7 @@ from dcvit.pages.report import Evaluation, observe, render
 from dcvit.parallel import multihost
 from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.runs.identity import is_free
-from dcvit.runs.thresholds import Thresholds, write
-from dcvit.runs.workdir import numbered
+from dcvit.runs.workdir import Thresholds, numbered, write_thresholds
 from dcvit.training.evaluation import open_evaluators
 from dcvit.versions import __version__
 
@@ -123,7 +122,7 @@ def _choose_thresholds(trained: Opened, name: str, evaluators: Mapping[str, mult
     for evaluator in evaluators.values():
         evaluator.set_thresholds(found.values, found.origin)
     if trained.workdir is not None and multihost.is_first():
-        write(trained.workdir, found, trained.classes)
+        write_thresholds(trained.workdir, found, trained.classes)
 
 
 def _report(

@@ -18,11 +18,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
-from dcvit.runs.files import Folder, absolute, remove, rename
+from dcvit.runs.files import Folder, absolute, rename
 from dcvit.runs.restoring import process_options
 
 ITEMS = ("params", "ema", "rest")
@@ -58,7 +57,7 @@ class Checkpointer:
 
     Orbax's AsyncCheckpointer saves a step. Orbax's CheckpointManager, which also removes old steps, is not used: it
     deletes the files of a step one by one under the step's name, so a kill leaves a folder that looks like a complete
-    checkpoint, and its list of steps, kept in memory, does not notice that damaged steps are set aside.
+    checkpoint, and its list of steps, kept in memory, does not notice that a user removes a damaged step.
     """
 
     def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
@@ -131,8 +130,6 @@ class Checkpointer:
     def _start(self, step: int, args: Mapping[str, ocp.args.CheckpointArgs]) -> None:
         """Start to save a step; return once the arrays are copied."""
         try:
-            if not isinstance(self.folder, Path) and multihost.is_first():
-                remove(self.folder / str(step))  # a checkpoint that was set aside
             self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
         except BaseException as e:
             self._fail(step, e)
@@ -164,7 +161,6 @@ def _daemon(function: Callable[..., None], *args: object) -> threading.Thread:
 def _writer(path_class: type[object], item_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which the given classes of temporary paths complete, as a whole and by item."""
     processes = process_options()
-    versions.stop_leak_of_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

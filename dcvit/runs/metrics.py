@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +18,9 @@ from typing import Any, TextIO
 
 from dcvit.errors import MetricsError, first_line
 from dcvit.runs.files import Folder, file_identity, replace
-from dcvit.runs.trackers import TrackedRun, Trackers
+from dcvit.runs.trackers import Trackers
 
 FILES = ("metrics.jsonl", "timing.jsonl")
-LOG = logging.getLogger(__name__)
 UPLOAD_SECONDS = 30  # between uploads of a file to an object store
 Values = dict[str, Any]  # fields of a row: finite numbers and None, by name
 About = Mapping[str, Any]  # description of a checkpoint
@@ -45,11 +42,9 @@ class JsonLines:
         self.path = path
         self.resumed = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
         self.last_step: int = self.resumed[-1]["step"] if self.resumed else -1
-        self.count = len(self.resumed)  # of the rows in the file, which a checkpoint records
         text = "".join(json.dumps(row) + "\n" for row in self.resumed)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
-        self.lock = threading.RLock()  # of an upload; the thread that handles a stop signal also uploads
         self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
@@ -69,17 +64,10 @@ class JsonLines:
             except OSError as e:
                 raise OSError(e.errno, os.strerror(e.errno or 0), str(self.path)) from None
         else:
-            with self.lock:
-                self.text += line
-                if time.monotonic() > self.due:
-                    self.flush()
-        self.last_step, self.count = step, self.count + 1
-
-    def missing(self, about: About) -> str | None:
-        """Return a message if the file had fewer rows, when opened, than a checkpoint's description says; else None."""
-        rows = about.get("metrics_rows", 0)
-        missing = rows - len(self.resumed)
-        return f"{self.path}: {missing} of the {rows} rows before the checkpoint are missing" if missing > 0 else None
+            self.text += line
+            if time.monotonic() > self.due:
+                self.flush()
+        self.last_step = step
 
     def flush(self) -> None:
         """Return when all rows are on the disk or in the store.
@@ -91,12 +79,9 @@ class JsonLines:
             os.fsync(self.file.fileno())
             if file_identity(self.path) != file_identity(self.file.fileno()):
                 raise MetricsError(f"{self.path} was removed or replaced during the run; its rows are lost")
-            return
-        with self.lock:
-            text = self.text
-            if text != self.uploaded:
-                replace(self.path, text)
-                self.uploaded, self.due = text, time.monotonic() + UPLOAD_SECONDS
+        elif self.text != self.uploaded:
+            replace(self.path, self.text)
+            self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
         """Write remaining rows and close the file."""
@@ -152,7 +137,7 @@ class MetricWriter:
         trackers: Mapping[str, object] | None = None,
         config: About | None = None,
     ):
-        """Open the files of a workdir, report rows that are missing, and start trackers.
+        """Open the files of a workdir, and start trackers.
 
         Args:
           workdir: the run's folder.
@@ -161,9 +146,7 @@ class MetricWriter:
           config: the config, which trackers show.
         """
         self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resumed.get("step")) for name in FILES)
-        if missing := self.metrics.missing(resumed):
-            LOG.warning(missing)
-        self.trackers = Trackers(trackers or {}, TrackedRun(workdir, config or {}, resumed.get("step", 0)))
+        self.trackers = Trackers(trackers or {}, workdir, config or {}, resumed.get("step", 0))
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
         """Write the metrics and timings of a step, unless the files already have rows of it or of a later step."""

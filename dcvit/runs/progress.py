@@ -1,4 +1,4 @@
-"""Progress on the console: a live bar with the estimated time left on a terminal, plain lines elsewhere."""
+"""Progress on the console, in lines with the estimated time left."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from rich import progress as columns
-from rich.console import Console
-
 from dcvit.errors import escaped
 from dcvit.parallel import multihost
+from dcvit.process import logging_to, say
 
-LIVE_SECONDS = 0.2  # between updates of a live bar
-LINE_SECONDS = 10.0  # between lines without a terminal
+LINE_SECONDS = 10.0  # between lines
 
 
 @contextlib.contextmanager
@@ -46,115 +43,73 @@ def stage(name: str, show: Callable[[str], None], *, announce: bool = True) -> I
         thread.join()
 
 
-class ProgressBar:
-    """Context manager that shows the progress of a computation or a transfer.
+class Progress:
+    """Progress of a computation, in a line on stderr every `LINE_SECONDS`."""
 
-    Attributes:
-      live: True on a terminal, where a bar is shown.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        *,
-        start: int = 0,
-        in_bytes: bool = False,
-        lines: bool = False,
-        stderr: bool = True,
-    ):
-        """Prepare the bar.
+    def __init__(self, title: str, total: int = 0, *, in_bytes: bool = False):
+        """Start the clock.
 
         Args:
           title: name of the work.
-          total: its size.
-          start: how much of it was completed before.
+          total: its size, which `show` may change.
           in_bytes: if True, sizes are numbers of bytes and are shown in MB.
-          lines: if True, print a line every `LINE_SECONDS` without a terminal.
-          stderr: write to stderr instead of stdout.
         """
-        self.title, self.total, self.in_bytes, self.lines = escaped(title), total, in_bytes, lines
-        self.console = Console(stderr=stderr, soft_wrap=True, highlight=False)
-        self.live = self.console.is_terminal
-        self.bar = columns.Progress(
-            columns.TextColumn("{task.description}", markup=False), columns.BarColumn(),
-            columns.DownloadColumn() if in_bytes else columns.MofNCompleteColumn(),
-            columns.TextColumn("{task.fields[status]}", markup=False), columns.TimeElapsedColumn(),
-            columns.TextColumn("ETA"), columns.TimeRemainingColumn(), console=self.console, disable=not self.live,
-        )  # fmt: skip
-        self.task = self.bar.add_task(self.title, total=total, completed=start, status="")
+        self.title, self.total = title, total
+        self.scale, self.unit = (1e6, " MB") if in_bytes else (1.0, "")
         self.started = self.shown = time.monotonic()
 
-    def __enter__(self) -> ProgressBar:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
     def show(self, completed: int, total: int | None = None, status: str = "") -> None:
-        """Show the completed amount and a status, unless the last update was shortly before; `total` is a new size."""
+        """Show the completed amount and a status, unless the last line was shortly before; `total` is a new size."""
         self.total, now = total or self.total, time.monotonic()
-        if now < self.shown + (LIVE_SECONDS if self.live else LINE_SECONDS):
+        if now < self.shown + LINE_SECONDS:
             return
         self.shown = now
-        self.bar.update(self.task, completed=completed, total=self.total, status=status)
-        if self.lines and not self.live:
-            left = (now - self.started) * (self.total - completed) / max(1, completed)
-            scale, unit = (1e6, " MB") if self.in_bytes else (1, "")
-            amount = f"{completed / scale:,.0f} of {self.total / scale:,.0f}{unit}"
-            self.line(f"{self.title}: {amount}  {status}  ETA {_duration(left)}")
-
-    def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one; characters that cannot be printed are escaped."""
-        self.bar.console.print(escaped(text), markup=False, emoji=False)
+        left = (now - self.started) * (self.total - completed) / max(1, completed)
+        amount = f"{completed / self.scale:,.0f} of {self.total / self.scale:,.0f}{self.unit}"
+        print(escaped(f"{self.title}: {amount}  {status}  ETA {_duration(left)}"), file=sys.stderr, flush=True)
 
 
-class RunProgress(ProgressBar):
+class RunProgress:
     """Progress of a training run, on stdout. Call `advance` at every step and `report` at logged steps.
 
-    Inside the context, the log records of `dcvit` and `input_pipeline` are printed above the bar. The choice of an
-    attention implementation, which `dcvit.dcmha` logs whenever a model is traced, is printed once per distinct choice.
+    Inside the context, the choice of an attention implementation, which `dcvit.dcmha` logs whenever a model is traced,
+    is printed once per distinct choice.
     """
 
-    def __init__(self, title: str, total: int, start: int = 0, rate: tuple[str, int] = ("img/s", 1)):
+    def __init__(self, total: int, start: int = 0, rate: tuple[str, int] = ("img/s", 1)):
         """Prepare the display.
 
         Args:
-          title: name of the run.
           total: number of steps.
           start: number of steps completed before.
           rate: unit of speed, and how many of that unit an example is.
         """
-        super().__init__(title, total, start=start, stderr=False)
-        self.rate, self.start = rate, start
-        self.logs = [_LogLines("dcvit.dcmha", self, distinct=True)]
-        if self.live:
-            self.logs += [_LogLines("dcvit", self), _LogLines("input_pipeline", self)]
+        self.total, self.start, self.rate = total, start, rate
+        self.shown = time.monotonic()
+        self.logs = contextlib.ExitStack()
 
     def __enter__(self) -> RunProgress:
-        super().__enter__()
-        for log in self.logs:
-            log.attach()
+        self.logs.enter_context(logging_to(_DistinctLines(self.line), "dcvit.dcmha"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for log in self.logs:
-            log.detach()
-        super().__exit__()
+        self.logs.close()
+
+    def line(self, text: str) -> None:
+        """Print a line; training continues if no reader is left."""
+        say(text)
 
     def advance(self, step: int) -> None:
-        """Show the number of completed steps: in the bar, or as a line every `LINE_SECONDS` after the first step."""
-        self.bar.update(self.task, completed=step)
+        """Show the number of completed steps in a line every `LINE_SECONDS` after the first step."""
         now = time.monotonic()
         if step <= self.start + 1:
             self.shown = now
-        elif not self.live and now >= self.shown + LINE_SECONDS:
+        elif now >= self.shown + LINE_SECONDS:
             self.shown = now
             self.line(f"step {step}/{self.total}")
 
     def report(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float]) -> None:
-        """Show a logged step: loss and speed in the bar, or as a line, and a line for each evaluation."""
+        """Show a logged step: a line with loss and speed, and a line for each evaluation."""
         loss = metrics.get("loss")
         status = f"loss {loss:.4f}" if isinstance(loss, float) else ""
         if timing:
@@ -162,8 +117,7 @@ class RunProgress(ProgressBar):
             status += f"  {timing['examples_per_second'] * each:.0f} {unit}  {timing['step_seconds'] * 1e3:.1f} ms/step"
             if "mfu" in timing:
                 status += f"  MFU {timing['mfu']:.1%}"
-        self.bar.update(self.task, completed=step, status=status)
-        if not self.live and status:
+        if status:
             left = f"  ETA {_duration((self.total - step) * timing['step_seconds'])}" if timing else ""
             self.line(f"step {step}/{self.total}  {status}{left}")
             self.shown = time.monotonic()
@@ -182,36 +136,20 @@ def _duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-class _LogLines(logging.Handler):
-    """Prints the log records of a logger above a progress bar, in place of the logger's other handlers.
+class _DistinctLines(logging.Handler):
+    """Prints each distinct log record once."""
 
-    Records do not reach the root logger, to which absl, imported by Orbax, adds a handler.
-    """
-
-    def __init__(self, name: str, progress: ProgressBar, *, distinct: bool = False):
-        """Prepare the handler; if `distinct`, equal messages are printed once."""
+    def __init__(self, show: Callable[[str], None]):
         super().__init__(logging.INFO)
-        self.logger, self.progress, self.distinct = logging.getLogger(name), progress, distinct
-        self.printed: set[str] = set()
-
-    def attach(self) -> None:
-        """Replace the handlers of the logger."""
-        self.previous = self.logger.handlers, self.logger.level, self.logger.propagate
-        self.logger.handlers, self.logger.propagate = [self], False
-        self.logger.setLevel(logging.INFO)
-
-    def detach(self) -> None:
-        """Restore the handlers of the logger."""
-        self.logger.handlers, level, self.logger.propagate = self.previous
-        self.logger.setLevel(level)
+        self.show, self.printed = show, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record above the bar; on stderr if it is a warning of another process than the first."""
+        """Show a record; on stderr if it is a warning of another process than the first, whose stdout is discarded."""
         line = record.getMessage()
-        if self.distinct and line in self.printed:
+        if line in self.printed:
             return
         self.printed.add(line)
         if record.levelno > logging.INFO and not multihost.is_first():
             print(escaped(line), file=sys.stderr, flush=True)
         else:
-            self.progress.line(line)
+            self.show(line)

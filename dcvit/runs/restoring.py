@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,43 +25,25 @@ if TYPE_CHECKING:
 else:
     ocp, ts = Late("orbax.checkpoint"), Late("tensorstore")  # weights of other formats need neither
 
-LOG = logging.getLogger(__name__)
 
-
-def latest(workdir: Folder, on_corrupt: str = "fail") -> int | None:
+def latest(workdir: Folder) -> int | None:
     """Verify the latest checkpoint of a run and return its step; None if there is no checkpoint.
 
-    Args:
-      workdir: the run's folder.
-      on_corrupt: what to do if the latest checkpoint is damaged: "fail" raises an error; "previous" sets it aside,
-        logs a warning, and uses the latest intact one.
-
     Raises:
-      CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
+      CheckpointError: the checkpoint is damaged; the message names the latest intact one.
     """
-    folder = workdir / steps.FOLDER
-    damaged: dict[int, str] = {}  # the message by step
-    intact = None
-    for step in reversed(steps.complete_steps(folder)):
-        if not (found := _problems(folder / str(step))):
-            intact = step
-            break
-        damaged[step] = steps.damage_message(folder / str(step), found)
-    if not damaged:
-        return intact
-    first = next(iter(damaged.values()))
-    if intact is None:
-        raise CheckpointError(f"{first}; no earlier checkpoint is intact. Remove {folder} to start from step 0")
-    if on_corrupt != "previous":
+    found = steps.saved_steps(workdir)
+    if not found:
+        return None
+    checkpoint = workdir / steps.FOLDER / str(found[-1])
+    if damage := _problems(checkpoint):
+        message = steps.damage_message(checkpoint, damage)
+        if intact := steps.intact_before(checkpoint):
+            raise CheckpointError(f"{message}; {intact} is intact: remove those after it to resume from it")
         raise CheckpointError(
-            f"{first}; the latest intact checkpoint is {folder / str(intact)}; "
-            "--config.on_corrupt=previous resumes from it"
+            f"{message}; no earlier checkpoint is intact. Remove {checkpoint.parent} to start from step 0"
         )
-    if multihost.is_first():
-        for step, message in damaged.items():
-            LOG.warning("%s; set aside as %s", message, steps.set_aside(folder / str(step)).name)
-    multihost.wait_for_all("damaged checkpoints set aside")
-    return intact
+    return found[-1]
 
 
 def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -104,7 +85,9 @@ def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     """
     item = _params(folder)
     if found := steps.problems(folder, only=(item.name,)):
-        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
+        intact = steps.intact_before(folder)
+        hint = f"use --checkpoint {intact}, which is intact" if intact else "no earlier checkpoint is intact"
+        raise CheckpointError(f"{steps.damage_message(folder, found)}; {hint}")
     place, context = absolute(item), ts.Context()
     base: dict[str, object] | str = str(place)
     if isinstance(place, Path):
@@ -113,8 +96,6 @@ def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     elif str(place).startswith("s3://"):
         base = kvstore(str(place))
     names = shapes_of(_metadata(item))
-    if any(name.endswith("/lora_a") for name in names):
-        raise CheckpointError(f"{folder} holds adapters of LoRA; 0.2.0 merges them: dcvit convert RUN NEW --to dcvit")
     opened = {}
     for name in names:
         inside = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}

@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: listing of complete ones, removal, and setting aside of damaged ones.
+"""Checkpoint folders of a run: listing of complete ones, removal, and messages about damaged ones.
 
 On a disk a checkpoint is complete once it has its name, the number of its step. An object store cannot rename a folder;
 there a checkpoint is complete once the object `commit_success.txt` exists.
@@ -20,13 +20,10 @@ FOLDER = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
 ABOUT = "about"  # item with the description of the run
 ABOUT_TYPES: dict[str, type] = {
-    "step": int, "config": dict, "data": dict, "software": dict, "devices": dict, "row": dict, "metrics_rows": int,
-    "seconds": float,
+    "step": int, "config": dict, "data": dict, "software": dict, "devices": dict, "row": dict, "seconds": float,
 }  # fmt: skip
 COMMITTED = "commit_success.txt"
 WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
-DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
-ASIDE = "DAMAGED"  # object that marks a checkpoint as set aside in a store
 CONVERTED = 0  # the step of a converted model, which no run saves: it has the parameters only
 
 
@@ -50,10 +47,10 @@ def step_folder(path: Folder) -> Folder:
 
 
 def complete_steps(folder: Folder) -> list[int]:
-    """Return the steps of the checkpoints in a folder that are complete and not set aside, in ascending order."""
+    """Return the steps of the checkpoints in a folder that are complete, in ascending order."""
     paths = [path for path in folder.iterdir() if is_step(path.name)] if folder.is_dir() else []
     if not isinstance(folder, Path):
-        paths = [path for path in paths if (path / COMMITTED).exists() and not (path / ASIDE).exists()]
+        paths = [path for path in paths if (path / COMMITTED).exists()]
     return sorted(int(path.name) for path in paths)
 
 
@@ -106,24 +103,12 @@ def remove_incomplete(folder: Folder) -> None:
             remove(path)
 
 
-def set_aside(path: Folder) -> Folder:
-    """Rename a damaged checkpoint, or mark it in a store, which cannot rename it; return its path."""
-    if not isinstance(path, Path):
-        (path / ASIDE).write_text("set aside: its files differ from those that were saved\n")
-        return path
-    number = 1
-    while (aside := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists():
-        number += 1
-    rename(path, aside)
-    return aside
-
-
 def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return a message for each problem of a checkpoint, see `checksums.problems`, and for a name of another step.
 
     With such a name, the folder was renamed, exchanged with another one, or linked.
     """
-    ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
+    ignored = () if isinstance(path, Path) else WRITTEN_LAST
     found = checksums.problems(path, only=only and (*only, ABOUT), share=share, ignored=ignored)
     if not found and is_step(path.name) and (step := about(path)["step"]) != int(path.name):
         found = [f"{ABOUT}/metadata belongs to step {step}"]
@@ -135,11 +120,8 @@ def damage_message(path: Folder, found: Sequence[str]) -> str:
     return f"checkpoint {path} is damaged: {checksums.listed(found)}"
 
 
-def earlier_checkpoint_hint(path: Folder) -> str:
-    """Return the end of a message about a damaged checkpoint, which names the latest intact one before it, if any."""
-    if not is_step(path.name):
-        return ""
-    for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):
-        if not problems(path.parent / str(step)):
-            return f"; use --checkpoint {path.parent / str(step)}, which is intact"
-    return "; no earlier checkpoint is intact"
+def intact_before(path: Folder) -> Folder | None:
+    """Return the latest intact checkpoint before the one at `path`; None if there is none."""
+    found = complete_steps(path.parent) if is_step(path.name) else []
+    earlier = (path.parent / str(step) for step in reversed(found) if step < int(path.name))
+    return next((checkpoint for checkpoint in earlier if not problems(checkpoint)), None)

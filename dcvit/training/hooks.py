@@ -316,8 +316,7 @@ class CheckpointHook(Hook):
                 f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
             )
         run.flush()
-        rows = {"metrics_rows": run.writer.metrics.count} if run.writer else {}
-        about = {**run.about, "row": result.numbers, "seconds": run.seconds, **rows}
+        about = {**run.about, "row": result.numbers, "seconds": run.seconds}
         run.checkpointer.save(result.step, result.state.items(), about, best=self.progress.best.step)
 
 

@@ -18,11 +18,8 @@ class TooLargeError(ConfigError):
 
 
 def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
-    """Raise ConfigError if a compiled training step needs more memory than is free in addition to its arguments."""
-    sizes = compiled.memory_analysis()
-    if sizes is not None:  # some platforms report none
-        needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        _check(mesh, needed, "activations and other temporary arrays of a training step")
+    """Raise TooLargeError if a compiled training step needs more memory than is free in addition to its arguments."""
+    _check(mesh, program_bytes(compiled)[1], "activations and other temporary arrays of a training step")
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
@@ -38,14 +35,8 @@ def program_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
 def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled]) -> None:
     """Raise TooLargeError if the arguments of all programs, and what one of them needs more, exceed the free memory."""
     held, more = zip(*map(program_bytes, programs), strict=True)
-    _check(mesh, sum(held) + max(more), "the arrays of a compiled program" if len(held) == 1 else "all programs")
-
-
-def is_exhausted(error: BaseException) -> bool:
-    """Return True if an exception says that a device, the compiler or the host has too little memory."""
-    return isinstance(error, MemoryError | TooLargeError) or (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        and ("RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower())
+    _check(
+        mesh, sum(held) + max(more), "the arrays of a compiled program" if len(held) == 1 else "all programs together"
     )
 
 
@@ -66,8 +57,6 @@ def _check(mesh: Mesh, needed: int, what: str) -> None:
 
 def _free(devices: Sequence[jax.Device]) -> int | None:
     """Return the free bytes of the fullest of the devices; None if unknown. CPU devices share the host's memory."""
-    if not {*devices} & {*jax.local_devices()}:  # of a slice that is not here
-        return None
     sizes = [device.memory_stats() for device in devices]
     if all(sizes):
         return min(size["bytes_limit"] - size["bytes_in_use"] for size in sizes)

@@ -22,8 +22,8 @@ import optax.contrib
 from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
-from dcvit.config.durations import Durations, is_duration
 from dcvit.config.keys import is_rate
+from dcvit.config.values import Durations, is_duration
 from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import names_of, shapes_of

@@ -22,9 +22,9 @@ from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, check_name, replace
-from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.stop import Watchdog
+from dcvit.runs.workdir import WorkdirLock
 from dcvit.training import kernels
 from dcvit.training.distillation import TEACHER
 from dcvit.training.setup import Setup
@@ -140,7 +140,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             stack.callback(writer.close)
         watchdog = Watchdog(config.watchdog_seconds)
         stack.callback(watchdog.close)
-        display = stack.enter_context(RunProgress(folder.name, plan.total_steps, start.step, setup.task.rate))
+        display = stack.enter_context(RunProgress(plan.total_steps, start.step, setup.task.rate))
         selection = kernels.select(config.kernels, start.about)
         about |= {"kernels": kernels.record(selection)}
         yield Run(setup, folder, start, about, selection, checkpointer, watchdog, display, writer, lock)
@@ -228,7 +228,7 @@ def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
 
     The checkpoint of step 0 holds the parameters of a converted model, from which a new run starts.
     """
-    step = restoring.latest(folder, setup.config.on_corrupt)
+    step = restoring.latest(folder)
     if step is None:
         return fresh
     if step > setup.plan.total_steps:

@@ -1,4 +1,4 @@
-"""Timing in interleaved rounds, and the name of the machine; imports only JAX."""
+"""Timing in interleaved rounds, and the name of the machine; imports only JAX, for scripts on machines with no more."""
 
 from __future__ import annotations
 

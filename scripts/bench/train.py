@@ -19,7 +19,6 @@ permits programs to ask for them ("madvise" in /sys/kernel/mm/transparent_hugepa
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import statistics
@@ -185,19 +184,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
-    if args.rounds < 0:
-        parser.error(f"--rounds {args.rounds}: expected 0 or more")
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
         parser.error("--torch needs --model vit_s16 on a CPU")
-    if args.torch and importlib.util.find_spec("torch") is None:
-        parser.error("--torch needs PyTorch, of the extra interop")
     if args.depth is not None and (args.model == "vit_s16" or args.depth < 1):
         parser.error(f"--depth {args.depth}: expected 1 or more layers of a language model")
-    if args.model == "vit_s16":
-        build = vision(args.batch, dtype)
-    else:
-        build = language(args.model, args.depth, args.batch, dtype)
+    images = args.model == "vit_s16"
+    build = vision(args.batch, dtype) if images else language(args.model, args.depth, args.batch, dtype)
     built = {name: build(ROWS[name]) for name in args.rows}
     before = {name: lowered(*row) for name, row in built.items()}  # kernels are verified here, one after the other
     with ThreadPoolExecutor() as pool:

@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dcvit.config.durations import Durations
 from dcvit.config.load import load
-from dcvit.config.values import replaced
+from dcvit.config.values import Durations, replaced
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent

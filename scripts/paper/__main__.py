@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=cli.path, default=Path("runs/paper"), help="folder of tables and runs")
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="seeds, or their number (default 3)")
     parser.add_argument("--steps", type=int, help="steps of a training run, of the largest if they differ")
-    args = parser.parse_without_config(argv)
+    args, _ = parser.parse(argv)
     if args.list:
         print("\n".join(f"{name:9}{phrase}" for name, (phrase, *_) in ENTRIES.items()))
         print(f"commands at scale full: {', '.join(full.RUNS)}")

@@ -1,6 +1,7 @@
 """The runs of the paper at full size: commands, TPU slices and estimated hours. Nothing is launched."""
 
 import math
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 from paper import ablations, costs, runs
 from paper.table import Row, Table
 
-from dcvit.config.load import load, recommended
+from dcvit.config.load import load, shipped
 from dcvit.hub.kinds import make_model
 from dcvit.models import flops
 from dcvit.parallel.topologies import topology
@@ -24,6 +25,18 @@ def ablated(fields: Mapping[str, object]) -> tuple[str, str]:
         return "lm_pile:preset=Transformer++-405M", ""
     words = (f"--config.model.{key}={value}" for key, value in fields.items() if value != "both")
     return "lm_pile:preset=DCFormer++-405M", " ".join(words)
+
+
+def recommended() -> list[tuple[str, str]]:
+    """Return (config, TPU topology) for each recommendation of the package's configs.
+
+    A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
+    """
+    return [
+        (f"{path.stem}:{arguments}", topology)
+        for path in shipped()
+        for arguments, topology in runpy.run_path(str(path)).get("pods", dict)().items()
+    ]
 
 
 def presets(*names: str, overrides: str = "") -> dict[str, tuple[str, str]]:

@@ -20,7 +20,7 @@ from dcvit.runs import metrics
 from dcvit.runs.files import replace
 from dcvit.runs.seeds import half_width, workdir_of
 from dcvit.train import main as train_command
-from dcvit.training.benchmark import Program
+from dcvit.training.measure import Program
 from dcvit.training.setup import load_setup
 from dcvit.training.timing import interleaved
 

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.backends.tpu import api
 from dcvit.dcmha.inputs import Inputs, make_call
-from dcvit.training.aot import topology_devices
+from dcvit.training.measure import topology_devices
 
 LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
 DELAY = 4  # bundles after a branch that the processor still executes

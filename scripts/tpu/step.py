@@ -30,7 +30,7 @@ from cycles import HBM, KINDS, MXU, OTHER, PARTS
 from dcvit import cli
 from dcvit.errors import ConfigError
 from dcvit.parallel import topologies
-from dcvit.training import aot
+from dcvit.training import measure
 from dcvit.training.setup import load_setup
 
 MEGA = 1e6
@@ -74,9 +74,9 @@ class Estimate(TypedDict):
 
 def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[str, int]:
     """Return the optimized HLO of the training step of a config, and the examples of a chip."""
-    _, devices = aot.topology_devices(topology)
+    _, devices = measure.topology_devices(topology)
     setup = load_setup(spec, overrides, devices=devices, stand_in=True)
-    return aot.lower(setup)[0].compile().as_text() or "", setup.data.batch_size // len(devices)
+    return measure.lower(setup)[0].compile().as_text() or "", setup.data.batch_size // len(devices)
 
 
 def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: int = 0) -> Estimate:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Estimate] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = tpu_bundles.dump_options(folder)  # before libtpu starts
-        chip, _ = aot.topology_devices(args.topology)
+        chip, _ = measure.topology_devices(args.topology)
         if chip.name not in MXU:
             raise ConfigError(f"--topology: no figures for {chip.name}; known are {', '.join(MXU)}")
         for words in args.config:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from paper.full import recommended
 
 from dcvit import aot, cli
-from dcvit.config import load as configs
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes
-from dcvit.training import aot as compilation
+from dcvit.training import measure
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -37,7 +37,7 @@ def attention_collectives(kind, backward):
 
     Exchanges of parameters and their gradients, which have no dimension of the rows' length, are excluded.
     """
-    mesh = sharding.make_mesh([("fsdp", 2), ("tensor", TENSOR)], compilation.topology_devices("v5e:2x4")[1])
+    mesh = sharding.make_mesh([("fsdp", 2), ("tensor", TENSOR)], measure.topology_devices("v5e:2x4")[1])
     net = Attention(HEADS, causal=True, use_bias=False, dtype=jnp.bfloat16, **KINDS[kind])
     rows = NamedSharding(mesh, P(mesh_axes.BATCH))
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16, sharding=rows)
@@ -99,7 +99,7 @@ def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the
     ("window", "kinds"), [(None, {"collective-permute", "all-gather"}), (256, {"collective-permute"})]
 )
 def test_kernels_take_split_tokens_and_local_layers_gather_nothing(window, kinds):
-    mesh = sharding.make_mesh([("data", 2), ("context", 4)], compilation.topology_devices("v5e:2x4")[1])
+    mesh = sharding.make_mesh([("data", 2), ("context", 4)], measure.topology_devices("v5e:2x4")[1])
     net = Attention(4, causal=True, window=window, use_bias=False, dtype=jnp.bfloat16, compose="both")
     rows = NamedSharding(mesh, P(mesh_axes.BATCH, "context"))
     x = jax.ShapeDtypeStruct((2, 4096, 256), jnp.bfloat16, sharding=rows)
@@ -121,11 +121,11 @@ def test_kernels_take_split_tokens_and_local_layers_gather_nothing(window, kinds
 )
 def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name, overrides):
     """Two of them."""
-    config, topology = next(pair for pair in configs.recommended() if name in re.split("[:,]", pair[0]))
-    row = compilation.compile_for(config, overrides, topology)
+    config, topology = next(pair for pair in recommended() if name in re.split("[:,]", pair[0]))
+    row = measure.compile_for(config, overrides, topology)
     assert row["verdict"] == "fits"
     assert row["total"] < row["memory"]
-    assert row["params"] * row["chips"] >= row["parameters"] * 4 / compilation.GIB * 0.99
+    assert row["params"] * row["chips"] >= row["parameters"] * 4 / measure.GIB * 0.99
     assert row["collectives"]
 
 
@@ -137,7 +137,7 @@ def test_a_small_step_fits_a_small_slice(library_promotion, capsys):
     assert cli.run(aot.main, argv) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["chips"], row["mesh"], row["verdict"]) == (4, "data=4", "fits")
-    assert row["params"] == pytest.approx(row["parameters"] * 4 / compilation.GIB)
+    assert row["params"] == pytest.approx(row["parameters"] * 4 / measure.GIB)
     assert 0 < row["total"] < row["memory"] == 16
     assert "all-reduce" in row["collectives"]
     assert any("per chip" in line[""] for line in aot.lines(row))

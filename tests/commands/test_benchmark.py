@@ -55,11 +55,11 @@ def test_images_need_no_library_that_reads_them():
     ("words", "message"),
     [
         (["--config", "vit_digts"], "no config named 'vit_digts'; did you mean 'vit_digits'?"),
-        (["--config", "vit_digits", "--batch-size", "0"], "expected a whole number from 1, found '0'"),
+        (["--config", "vit_digits", "--batch-size", "0"], "--batch-size: 0 should be an integer, 1 or more"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("dcvit.training.benchmark.Program", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("dcvit.training.measure.Program", lambda *_: pytest.fail("compiled"))
     assert cli.run(benchmark.main, words) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config import load as configs
 from dcvit.config import values
-from dcvit.config.durations import Durations
+from dcvit.config.values import Durations
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
@@ -111,7 +111,7 @@ def test_durations_are_given_once_and_are_numbers():
     durations = Durations(batch_size=50, examples=1000)
     with pytest.raises(ConfigError, match=r"give exactly one.*`del config.x_steps` or `del config.x_epochs`"):
         durations.steps({"x_steps": 1, "x_epochs": 1}, "x")
-    for bad in (-1, "3", float("nan")):
+    for bad in (-1, "3", float("nan"), 10**400):
         with pytest.raises(ConfigError, match="should be a number"):
             durations.steps({"x_steps": bad}, "x")
     with pytest.raises(ConfigError, match="percentage of itself"):

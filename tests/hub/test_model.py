@@ -26,7 +26,7 @@ from dcvit.hub.source import find
 from dcvit.hub.tokenizers import open_tokenizer_of
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
-from dcvit.runs.thresholds import Thresholds, write
+from dcvit.runs.workdir import Thresholds, write_thresholds
 from dcvit.training.evaluation import predictor
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -127,7 +127,7 @@ def test_thresholds_beside_weights_decide_what_is_predicted(tmp_path):
     several = weights.description._replace(multilabel=True, class_names=tuple("abcdefghij"), pp="")
     folder = conversion_models.write(weights._replace(description=several), tmp_path / "weights")
     chosen = Thresholds((0.0, *[1.0] * 9), "val", None)
-    write(folder, chosen, several.class_names)
+    write_thresholds(folder, chosen, several.class_names)
     model = dcvit.load(folder)
     assert model.thresholds == chosen.values
     (found,) = model.predict(np.zeros((8, 8, 1), np.float32))

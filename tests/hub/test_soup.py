@@ -90,5 +90,5 @@ def test_several_sources_without_average_are_refused(tmp_path, capsys):
         (tmp_path / name).mkdir()
     words = [str(tmp_path / name) for name in ("a", "b", "out")]
     assert cli.run(convert.main, [*words, "--to", "dcvit"]) == 2
-    assert "2 sources: --average averages them" in capsys.readouterr().err
+    assert "2 source(s): --average averages two or more" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

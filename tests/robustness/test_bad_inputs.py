@@ -12,10 +12,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import pytest
-from bad_checkpoints import BAD_CHECKPOINTS
-from bad_command_lines import BAD_COMMAND_LINES
-from bad_configs import BAD_CONFIGS
-from bad_data import BAD_DATA
+from bad_inputs import BAD_INPUTS
 from ml_collections import ConfigDict
 from workspace import Workspace
 
@@ -23,11 +20,6 @@ from dcvit.__main__ import dispatch
 from dcvit.cli import run
 from dcvit.training import setup, step
 from input_pipeline import tfrecord
-
-TABLES = {
-    "config": BAD_CONFIGS, "data": BAD_DATA, "checkpoint": BAD_CHECKPOINTS, "command line": BAD_COMMAND_LINES
-}  # fmt: skip
-TABLE = {f"{kind}: {name}": row for kind, rows in TABLES.items() for name, row in rows.items()}
 
 
 @pytest.fixture
@@ -83,10 +75,10 @@ def mentions(line: str, fact: str) -> bool:
     return re.search(f"{start}{re.escape(fact)}{end}", line) is not None
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspace, compiled, capsys):
     tfrecord._log_indexing.cache_clear()  # its notice is printed once per process
-    row = TABLE[name]
+    row = BAD_INPUTS[name]
     argv = row.argv(workspace)
     before = {copy: contents(copy) for copy in workspace.copies.values()}
     compiled_before = len(compiled)

@@ -1,4 +1,4 @@
-"""Errors while examples are read: which are skipped, which end the run, and the report of active reads."""
+"""Errors while examples are read: which are skipped, and which end the run."""
 
 import json
 from pathlib import Path

@@ -8,13 +8,12 @@ import sys
 import pytest
 
 from dcvit.errors import ConfigError
-from dcvit.runs import lock
-from dcvit.runs.lock import WorkdirLock
+from dcvit.runs.workdir import LOCK, WorkdirLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from dcvit.runs.lock import WorkdirLock
+from dcvit.runs.workdir import WorkdirLock
 with WorkdirLock(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
@@ -25,21 +24,18 @@ def test_second_process_is_refused_by_name_until_the_first_is_killed(tmp_path):
     call = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "locked\n"
-        assert lock.is_locked(tmp_path)
         with pytest.raises(ConfigError, match=f"workdir {tmp_path} is in use by process {process.pid} on "):
             WorkdirLock(tmp_path)
         process.kill()
-    assert not lock.is_locked(tmp_path)
-    assert (tmp_path / lock.LOCK).read_text().startswith(f"process {process.pid} on ")
+    assert (tmp_path / LOCK).read_text().startswith(f"process {process.pid} on ")
     with WorkdirLock(tmp_path):
-        assert (tmp_path / lock.LOCK).read_text().startswith(f"process {os.getpid()} on ")
+        assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_pipe_in_place_of_the_lock_is_refused(tmp_path):
-    os.mkfifo(tmp_path / lock.LOCK)
+    os.mkfifo(tmp_path / LOCK)
     with pytest.raises(ConfigError, match=r"\.lock is not a regular file"):
         WorkdirLock(tmp_path)
-    assert not lock.is_locked(tmp_path)
 
 
 def test_folder_that_cannot_be_locked_is_one_error(tmp_path, monkeypatch):

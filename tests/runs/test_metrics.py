@@ -52,26 +52,3 @@ def test_damaged_line_is_named_and_kept(tmp_path, line):
         metrics.JsonLines(path, resume_step=2)
     assert "\n" not in str(raised.value)
     assert line in path.read_text()
-
-
-@pytest.fixture
-def four_rows(tmp_path):
-    rows = metrics.JsonLines(tmp_path / "metrics.jsonl")
-    for step in range(4):
-        rows.write(step, {"loss": 1 / (step + 1), "count": step})
-    rows.close()
-    return tmp_path / "metrics.jsonl"
-
-
-@pytest.mark.parametrize("kept", [(2, 3), ()])
-def test_missing_rows_are_reported_on_resuming(four_rows, kept):
-    lines = four_rows.read_text().splitlines(keepends=True)
-    four_rows.write_text("".join(lines[i] for i in kept))
-    resumed = metrics.JsonLines(four_rows, resume_step=3)
-    assert f"{4 - len(kept)} of the 4 rows before the checkpoint are missing" in resumed.missing({"metrics_rows": 4})
-    resumed.write(4, {"loss": 0.1})
-    resumed.close()
-    assert [row["step"] for row in metrics.read(four_rows)] == [*kept, 4]
-    complete = metrics.JsonLines(four_rows, resume_step=4)
-    complete.close()
-    assert complete.missing({"metrics_rows": len(kept) + 1}) is None

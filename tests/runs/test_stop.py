@@ -144,21 +144,6 @@ def test_hang_ends_the_process_with_all_stacks_although_it_holds_the_interpreter
     assert 'File "<string>", line 4' in done.stderr
 
 
-def test_progress_restarts_the_watchdog_and_closing_ends_it(monkeypatch):
-    calls = []
-    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(stop.faulthandler, name, lambda *args, name=name, **_: calls.append((name, *args)))
-    watchdog = stop.Watchdog(0.5)
-    watchdog.progress()
-    watchdog.close()
-    assert calls == [*[("dump_traceback_later", 0.5)] * 2, ("cancel_dump_traceback_later",)]
-    calls.clear()
-    watchdog = stop.Watchdog(0)
-    watchdog.progress()
-    watchdog.close()
-    assert not calls
-
-
 @pytest.mark.usefixtures("library_promotion")
 def test_signal_after_the_last_step_changes_nothing_and_starts_no_further_seed(tmp_path, monkeypatch, capsys):
     close = Checkpointer.close

@@ -10,7 +10,7 @@ from training_runs import interrupted_before, refusal, small_setup
 
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics, trackers
-from dcvit.runs.trackers import TrackedRun, Trackers
+from dcvit.runs.trackers import Trackers
 from input_pipeline import MissingLibraryError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -44,8 +44,8 @@ def single_precision(rows):
 class Recorder:
     """A tracker that fails in the method `fails`."""
 
-    def __init__(self, run, options):
-        self.fails, self.rows, self.ended = options, [], None
+    def __init__(self, workdir, *more):
+        self.fails, self.rows, self.ended = more[-1], [], None
         self._fail("start")
 
     def write(self, step, row):
@@ -66,7 +66,7 @@ def test_an_error_of_a_tracker_is_logged_once_and_others_continue(tmp_path, monk
     pytest.importorskip("tensorboard", reason="the extra data is not installed")
     monkeypatch.setattr(trackers, "WandB", Recorder)
     monkeypatch.setattr(trackers, "TensorBoard", Recorder)
-    started = Trackers({"wandb": method, "tensorboard": True}, TrackedRun(tmp_path, {}, 0))
+    started = Trackers({"wandb": method, "tensorboard": True}, tmp_path, {}, 0)
     other = started.active["tensorboard"]
     for step in range(3):
         started.write(step, {"loss": 0.5})
@@ -143,7 +143,7 @@ def test_a_resumed_run_continues_its_run_of_wandb(digits_run, wandb, monkeypatch
 
 def test_new_run_in_a_workdir_is_a_new_run_of_wandb(tmp_path, wandb):
     for step in (0, 3, 0):
-        Trackers({"wandb": {"project": "digits"}}, TrackedRun(tmp_path, {}, step))
+        Trackers({"wandb": {"project": "digits"}}, tmp_path, {}, step)
     first, second, third = (run.arguments["id"] for run in wandb.runs)
     assert first == second != third
 
@@ -153,6 +153,7 @@ def test_new_run_in_a_workdir_is_a_new_run_of_wandb(tmp_path, wandb):
     [
         ({"projet": "x"}, "config.wandb has no option 'projet'; did you mean 'project'?"),
         ({"project": 3}, "config.wandb: project=3 should be of type str | None, not int"),
+        ({"id": "x"}, "config.wandb.id is set by the run"),
     ],
 )
 def test_invalid_option_is_refused(wandb, options, message):

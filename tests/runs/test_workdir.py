@@ -150,3 +150,11 @@ def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_
     shutil.copytree(checkpoint, alone)
     with pytest.raises(ConfigError, match=r"30 is a checkpoint without the config.json of its run in .*alone"):
         dcvit.load(alone)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, str(10**400), "NaN", "[]"])
+def test_damaged_thresholds_are_one_line(tmp_path, number):
+    (tmp_path / workdir.THRESHOLDS).write_text(f'{{"evaluation": "val", "step": 1, "thresholds": {{"a": {number}}}}}')
+    with pytest.raises(ConfigError, match=r"cannot read .*thresholds\.json: ") as error:
+        workdir.read_thresholds(tmp_path, ["a"])
+    assert "\n" not in str(error.value)

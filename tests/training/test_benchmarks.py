@@ -9,9 +9,7 @@ import jax
 import pytest
 
 from dcvit.parallel import topologies
-from dcvit.training import benchmark, timing
-from dcvit.training.aot import lower
-from dcvit.training.benchmark import Options, Row
+from dcvit.training import measure, timing
 from dcvit.training.setup import load_setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -26,8 +24,8 @@ LM = (
 def measured(kind, mode):
     """The row of a mode; all eight devices of the tests share a batch."""
     spec, words = {"vit": VIT, "lm": LM}[kind]
-    (row,) = benchmark.benchmark([spec], words, Options(modes=[mode], batch_sizes=[16], rounds=3))
-    return row
+    (row,) = measure.benchmark([spec], words, [mode], [16], rounds=3)
+    return SimpleNamespace(**row)
 
 
 def flops_by_hand(kind):
@@ -60,7 +58,7 @@ def test_the_figures_of_a_row_follow_from_each_other(kind, mode):
 @pytest.mark.exhaustive
 def test_parameters_and_memory_are_those_of_the_training_step():
     setup = load_setup(VIT[0], [*VIT[1], "input.batch_size=16"], stand_in=True)
-    lowered, state, _ = lower(setup)
+    lowered, state = measure.lower(setup)
     sizes, row = lowered.compile().memory_analysis(), measured("vit", "train")
     assert row.parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
     total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -86,12 +84,9 @@ def test_utilization_is_that_of_the_chips(monkeypatch):
     monkeypatch.setattr(topologies, "chip", lambda kind: chip)
     data, task = SimpleNamespace(batch_size=10), SimpleNamespace(rate=("img/s", 1))
     model = SimpleNamespace(mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
-    program = object.__new__(benchmark.Program)
+    program = object.__new__(measure.Program)
     program.setup = SimpleNamespace(data=data, task=task, model=model)
-    row = Row("config", "train", gflops=40.0)
-    benchmark._fill(row, program, [0.1, 0.1])
-    assert (row.ms, row.rate, row.tflops, row.mfu) == pytest.approx((100, 100, 4, 25.0))
+    row = measure._figures(program, 40.0, [0.1, 0.1])
+    assert [row[name] for name in ("ms", "rate", "tflops", "mfu")] == pytest.approx([100, 100, 4, 25.0])
     monkeypatch.setattr(topologies, "chip", lambda kind: None)
-    row = Row("config", "train", gflops=40.0)
-    benchmark._fill(row, program, [0.1])
-    assert row.mfu is None  # an unknown device
+    assert measure._figures(program, 40.0, [0.1])["mfu"] is None  # an unknown device

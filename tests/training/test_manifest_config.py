@@ -13,7 +13,8 @@ from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, evaluate, predict, train
-from dcvit.runs import metrics, thresholds
+from dcvit.runs import metrics
+from dcvit.runs.workdir import THRESHOLDS
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 SMALL = {
@@ -99,24 +100,24 @@ def test_thresholds_are_chosen_stored_and_used(copied, data, capsys, tmp_path):
         assert text in page
     assert "Confusion" not in page
     model = dcvit.load(copied)
-    stored = json.loads((copied / thresholds.NAME).read_text())["thresholds"]
+    stored = json.loads((copied / THRESHOLDS).read_text())["thresholds"]
     assert dict(zip(model.class_names, model.thresholds, strict=True)) == stored
     words = ["--workdir", str(copied), "--checkpoint", str(copied / "checkpoints" / "15")]
     assert cli.run(evaluate.main, words) == 0
-    assert f"{thresholds.NAME} is of step 20, the model of step 15" in capsys.readouterr().err
+    assert f"{THRESHOLDS} is of step 20, the model of step 15" in capsys.readouterr().err
 
 
 def test_predict_prints_the_classes_that_reach_their_thresholds(copied, data, capsys):
     files = [data / "images" / f"{i:03}.png" for i in (0, 1, 3, 7)]
     values = {"blue": 0.0, "green": 1.0, "red": 0.5}
     content = {"evaluation": "val", "step": 20, "thresholds": values}
-    (copied / thresholds.NAME).write_text(json.dumps(content))
+    (copied / THRESHOLDS).write_text(json.dumps(content))
     model = dcvit.load(copied)
     for row, every in zip(model.predict(files), model.predict(files, topk=3), strict=True):
         expected = {p.label for p in every if p.label == "blue" or (p.label == "red" and p.probability >= 0.5)}
         assert {p.label for p in row} == expected
     content["thresholds"] = dict.fromkeys(values, 1.0)
-    (copied / thresholds.NAME).write_text(json.dumps(content))
+    (copied / THRESHOLDS).write_text(json.dumps(content))
     assert dcvit.load(copied).predict(files[:1]) == [[]]
     words = ["--workdir", str(copied), str(files[0])]
     assert cli.run(predict.main, words) == 0
@@ -124,6 +125,14 @@ def test_predict_prints_the_classes_that_reach_their_thresholds(copied, data, ca
     assert cli.run(predict.main, [*words, "--topk", "1", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["rank"] == 1
+
+
+def test_damaged_thresholds_are_one_line(copied, data, capsys):
+    (copied / THRESHOLDS).write_text('{"evaluation": "val", "step": 20, "thresholds": {"blue": 0.5}}')
+    assert cli.run(predict.main, ["--workdir", str(copied), str(data / "images" / "000.png")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "no entry 'green'; remove the file" in last
 
 
 def test_one_label_with_unknown_ones_trains_with_a_softmax(data, tmp_path, capsys):

@@ -15,7 +15,7 @@ import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
-from dcvit.runs import thresholds
+from dcvit.runs import workdir
 from dcvit.weights.export import conversion, formats
 from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 
@@ -67,13 +67,13 @@ def test_thresholds_of_a_run_are_written_beside_its_weights(tmp_path):
     for checkpoint in checkpoints:
         (checkpoint / "params").mkdir(parents=True)
     other, model = (several_labels(PLAIN)._replace(workdir=tmp_path, path=path) for path in checkpoints)
-    found = thresholds.Thresholds(tuple(i / 10 for i in range(10)), "val", 5)
-    thresholds.write(tmp_path, found, NAMES)
+    found = workdir.Thresholds(tuple(i / 10 for i in range(10)), "val", 5)
+    workdir.write_thresholds(tmp_path, found, NAMES)
     (folder := tmp_path / "out").mkdir()
     formats.write_thresholds(other, folder)
-    assert thresholds.read(folder, NAMES) is None
+    assert workdir.read_thresholds(folder, NAMES) is None
     formats.write_thresholds(model, folder)
-    assert thresholds.read(folder, NAMES) == found._replace(step=None)
+    assert workdir.read_thresholds(folder, NAMES) == found._replace(step=None)
 
 
 def test_a_format_of_logits_only_is_a_warning(tmp_path, caplog, monkeypatch):

@@ -20,9 +20,8 @@ import numpy as np
 from dcvit.config import values
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
-from dcvit.runs import steps, thresholds
+from dcvit.runs import steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.runs.workdir import numbered
 from dcvit.weights import hf_processor, lm_families, preprocessing
 from dcvit.weights import links as linking
 from dcvit.weights.dcvit_hf import id2label
@@ -176,10 +175,10 @@ def write_thresholds(weights: Weights, folder: Path) -> None:
     """Write the thresholds that the workdir of a run of several labels holds for the converted step, but of no step."""
     about = weights.description
     if weights.workdir and about.multilabel and not weights.averaged:
-        classes = numbered(about.class_names, about.num_outputs or 0)
-        found = thresholds.read(weights.workdir, classes)
+        classes = workdir.numbered(about.class_names, about.num_outputs or 0)
+        found = workdir.read_thresholds(weights.workdir, classes)
         if found and steps.step_folder(weights.path).name == str(found.step):
-            thresholds.write(folder, found._replace(step=None), classes)
+            workdir.write_thresholds(folder, found._replace(step=None), classes)
 
 
 def _write_json(path: Path, content: Json) -> None:

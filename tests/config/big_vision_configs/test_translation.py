@@ -1,9 +1,11 @@
 """Config files of big_vision: the translation of each key, keys without equivalent, and runs of translated configs."""
 
 import ast
+import importlib
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +17,6 @@ import pytest
 import input_pipeline as ip
 from dcvit.config import big_vision
 from dcvit.config import load as configs
-from dcvit.config.big_vision import translation
 from dcvit.errors import ConfigError
 from dcvit.training import setup
 from input_pipeline.preprocess.builder import calls
@@ -172,7 +173,7 @@ def test_recipe_in_big_visions_form_equals_the_shipped_config():
             holder["pp"] = [ast.unparse(op) for op in calls(holder["pp"])]
             holder.pop("optional", None)
             holder.setdefault("loss", config["loss"])
-        config["pp_predict"] = translation.without_labels(config["pp_predict"])
+        config["pp_predict"] = big_vision.without_labels(config["pp_predict"])
         config["optax"] = {"b1": 0.9, "b2": 0.999} | config["optax"]
         config["schedule"] = {"end": 0.0} | config["schedule"]
     assert ours["model"].pop("dtype_mm") == "auto"  # theirs is float32
@@ -218,8 +219,8 @@ def test_onehot_keeps_big_visions_default_keys():
     """`onehot(4)` replaces `labels`, and `onehot(4, key="label")` replaces `label`."""
 
     def translated(pp):
-        holder = translation.Part({"pp": pp}, "config.input", [])
-        return translation.translate_pp(holder, "pp"), [*holder.notes]
+        holder = big_vision.Part({"pp": pp}, "config.input", [])
+        return big_vision.translate_pp(holder, "pp"), [*holder.notes]
 
     def apply(pp, **example):
         found = ip.Preprocess(translated(pp)[0])(example, np.random.default_rng(0))
@@ -259,3 +260,32 @@ def test_setup_of_a_translated_config(tmp_path, caplog, library_promotion):
     assert made.task.augmentation.mixup == 0.2
     assert made.evaluators["test"].options.loss == "sigmoid_xent"
     assert [float(made.plan.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
+
+
+SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckpt": None}
+
+
+def test_text_is_parsed_by_the_types_of_the_defaults():
+    defaults = {"variant": "B/16", "res": 224, "lr": 0.1, "runlocal": False, "ckpt": None}
+    for text, expected in (
+        ("S/32", {"variant": "S/32"}),
+        ("runlocal,res=128", {"runlocal": True, "res": 128}),
+        ("runlocal=False,lr=1", {"runlocal": False, "lr": 1.0}),
+    ):
+        assert big_vision.parse_arg(text, **SPEC).to_dict() == defaults | expected
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        big_vision.parse_arg("res=x", **SPEC)
+
+
+def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):
+    with big_vision.importable():
+        assert importlib.import_module("big_vision.configs.common").parse_arg is big_vision.parse_arg
+    assert not [name for name in sys.modules if name.startswith("big_vision")]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("big_vision.configs.common")
+    for line in ("import big_vision.utils", "from big_vision.configs.common import absent", "raise KeyError('x')"):
+        (tmp_path / "broken.py").write_text(f"import big_vision.configs.common\n{line}\n")
+        with pytest.raises(ConfigError, match=r"broken\.py: ") as error:
+            configs.load(str(tmp_path / "broken.py"))
+        assert "\n" not in str(error.value)
+        assert not [name for name in sys.modules if name.startswith("big_vision")]

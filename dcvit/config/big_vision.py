@@ -1,20 +1,28 @@
-"""Translation of a config of big_vision to the keys of dcvit.
+"""Config files of big_vision: the modules that they import, and the translation of their keys to those of dcvit.
 
 Keys of big_vision are kept, renamed or converted so that the result is the same. `RULES` says which are renamed, and
 which are dropped, because they concern the speed of big_vision's own input pipeline or the look of its output. Keys
 without translation stay, and are an error where dcvit does not know them, either.
+
+This module also stands in for `big_vision.configs.common`, which config files import as `bvcc`, and `common_fewshot`
+beside it: `parse_arg` and `get_fewshot_lsr` have the arguments and results of big_vision's.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ml_collections import ConfigDict
+
 from dcvit.config.keys import UNITS
-from dcvit.errors import ConfigError, first_line_with_type
+from dcvit.errors import ConfigError, first_line_with_type, nearest
 
 Values: TypeAlias = dict[str, Any]  # a dict of a config
 
@@ -54,6 +62,88 @@ OPTIMIZERS = {"big_vision.momentum_hp": "trace", "big_vision.scale_by_adafactor"
 MARKS = {key for key in RULES["config"] if key.startswith("log_training") or RULES["config"][key] is Action.DROP}
 MARKS |= {"init_head_bias"}
 ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
+# name: data set of tensorflow-datasets, split of the examples to fit, split of the test
+DATASETS = {
+    "caltech": ("caltech101", "train", "test"),
+    "cars": ("cars196:2.1.0", "train", "test"),
+    "cifar100": ("cifar100", "train", "test"),
+    "dtd": ("dtd", "train", "test"),
+    "pets": ("oxford_iiit_pet", "train", "test"),
+    "uc_merced": ("uc_merced", "train[:1000]", "train[1000:]"),
+}
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Make the modules importable that config files of big_vision import, inside the context."""
+    if "big_vision" in sys.modules:
+        yield
+        return
+    modules = {name: types.ModuleType(name) for name in ("big_vision", "big_vision.configs")}
+    for package in modules.values():
+        package.__path__ = []
+    this = sys.modules[__name__]
+    modules |= {"big_vision.configs.common": this, "big_vision.configs.common_fewshot": this}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def parse_arg(arg: str | None, **spec: object) -> ConfigDict:
+    """Parse the text behind the colon of `--config FILE:TEXT`, such as "runlocal,res=128".
+
+    A word without value sets an argument to true. A single word that is no argument is the value of the first one.
+
+    Args:
+      arg: the text; None or "" gives the defaults.
+      **spec: the default of each argument, whose type is that of the argument, or a pair (default, type).
+
+    Raises:
+      ValueError: an argument is unknown, or a value has another type.
+    """
+    defaults = {key: value if isinstance(value, tuple | list) else (value, type(value)) for key, value in spec.items()}
+    words = [word for word in (arg or "").split(",") if word]
+    if len(words) == 1 and "=" not in words[0] and spec and words[0] not in spec:
+        words = [f"{next(iter(spec))}={words[0]}"]
+    result = ConfigDict({key: default for key, (default, _) in defaults.items()}, type_safe=False)
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key not in spec:
+            raise ValueError(f"no argument {key!r}; {nearest(key, spec)}")
+        kind = defaults[key][1]
+        if kind is bool:
+            result[key] = {"true": True, "false": False}[text.lower() if equals else "true"]
+        else:
+            result[key] = text if kind is type(None) else kind(text)
+    return result
+
+
+def get_fewshot_lsr(
+    target_resolution: int = 224, resize_resolution: int = 256, runlocal: bool = False, **kw: object
+) -> ConfigDict:
+    """Return the config of a few-shot evaluation.
+
+    Args:
+      target_resolution: side of the crop from the middle of an image.
+      resize_resolution: side of the image before the crop.
+      runlocal: evaluate only one small data set.
+      **kw: further keys, in place of the defaults.
+    """
+    pp = (
+        f'decode|resize({resize_resolution})|central_crop({target_resolution})|value_range(-1,1)|keep("image", "label")'
+    )
+    log = {} if any(f"log_{unit}" in kw for unit in UNITS) else {"log_steps": 25_000}
+    return ConfigDict(
+        {
+            "type": "fewshot_lsr", "representation_layer": "pre_logits", "shots": (1, 5, 10, 25), "l2_reg": 2.0**10,
+            "num_seeds": 3, "pp_train": pp, "pp_eval": pp,
+            "datasets": {"pets": DATASETS["pets"]} if runlocal else dict(DATASETS),
+            **log, **kw,
+        }
+    )  # fmt: skip
 
 
 class Part:
