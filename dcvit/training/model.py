@@ -28,6 +28,7 @@ from dcvit.parallel.sharding import Strategy, check_context
 from dcvit.weights.families import Weights
 
 LOG = logging.getLogger(__name__)
+SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +74,17 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
     check_rule(options.get("channels"))
 
     def load_initial(shapes: Params) -> Params:
-        if upcycles(config):
-            _check_same_function(config, _source_model(config, None), model)  # of a run
+        source = _source_model(config, None) if upcycles(config) else None  # of a run
+        _check_same_function(config, source, model)
         start = find(config.model_init)
         if start.stated:
-            _check_same_function(config, _source_model(config, start.stated), model)
+            source = _source_model(config, start.stated)
+            _check_same_function(config, source, model)
         try:
             loaded = load_params(shapes, start, fields, **options)
         except CheckpointError as e:
+            if sizes := _other_sizes(source or _source_model(config, start.stated), model):
+                raise CheckpointError(f"{e}; the model there has {sizes}") from None
             if "head/kernel (" not in str(e):
                 raise
             head = "--config.model_load.dont_load=\"['head/.*']\""
@@ -105,13 +109,23 @@ def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn
     different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
         return
-    found = listed(different)
-    words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
+    found, words = listed(different), _options({name: old for name, (old, _) in different.items()})
     if upcycles(config):
         raise ConfigError(
             f"config.model: upcycling preserves the function of {config.model_init}, but {found}; set {words}"
         )
     LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
+
+
+def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
+    """Return command-line options that give `model` the sizes of `source`; "" if they are equal or `source` is None."""
+    sizes = {} if source is None else {name: getattr(source, name, None) for name in SIZES}
+    return _options({name: size for name, size in sizes.items() if size != getattr(model, name, None)})
+
+
+def _options(fields: dict[str, object]) -> str:
+    """Return the command-line options that set fields of the model."""
+    return " ".join(f"--config.model.{name}={shlex.quote(repr(value))}" for name, value in fields.items())
 
 
 def _source_model(config: ConfigDict, weights: Weights | None) -> nn.Module | None:
