@@ -1,10 +1,11 @@
 """Errors about data that a user can fix, and argument checks that raise them."""
 
+import contextlib
 import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 class InputError(ValueError):
@@ -29,6 +30,20 @@ class MissingLibraryError(ReadingError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its type name if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Convert any error of a library inside the context to an InputError of one line, "PROBLEM: ERROR".
+
+    Errors of any type are those of damaged data; a panic of a library that is written in Rust is a BaseException.
+    """
+    try:
+        yield
+    except (InputError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:
+        raise InputError(f"{problem}: {first_line(e)}") from None
 
 
 def first_line_with_type(error: BaseException) -> str:

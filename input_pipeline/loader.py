@@ -126,13 +126,10 @@ def train_batches(
 
     def load(key: ExampleKey) -> tuple[Batch | None, int]:
         for skipped in range(size):
-            index = (key.example + skipped) % size
-            try:
-                return _read(source, preprocess, seed, ExampleKey(key.epoch, index)), skipped
-            except ReadingError:
-                raise
-            except InputError as e:
-                corrupt.handle(source.describe(index), e)
+            found = ExampleKey(key.epoch, (key.example + skipped) % size)
+            example = _read(source, preprocess, seed, found, corrupt)
+            if example is not None:
+                return example, skipped
         raise InputError(f"none of the {size} examples could be read")
 
     def plans() -> Iterator[list[ExampleKey]]:
@@ -163,13 +160,8 @@ def eval_batches(
     rows = _checked_rows(rows, batch_size)
 
     def load(key: ExampleKey) -> tuple[Batch | None, int]:
-        try:
-            return _read(source, preprocess, 0, key), 0
-        except ReadingError:
-            raise
-        except InputError as e:
-            corrupt.handle(source.describe(key.example), e)
-            return None, 1
+        example = _read(source, preprocess, 0, key, corrupt)
+        return example, int(example is None)
 
     plans = ([ExampleKey(0, start + r) for r in rows if start + r < size] for start in range(0, size, batch_size))
     for batch in _prepare(plans, load, len(rows), threads, layout_from=(ExampleKey(0, i) for i in range(size))):
@@ -193,13 +185,13 @@ def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
     return ExampleKey(*example_at(position, len(source), seed, source.blocks))
 
 
-def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) -> Batch:
-    """Return one example, read and preprocessed.
+def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey, corrupt: CorruptPolicy) -> Batch | None:
+    """Return one example, read and preprocessed; None if it is corrupt and skipped.
 
     Raises:
       MissingLibraryError: as `require` raises it, without the example.
       ReadingError: the failure is not the fault of the data; the message names the example.
-      InputError: the example is corrupt; the message does not name the example.
+      InputError: the example is corrupt and not skipped.
     """
     try:
         example = preprocess(source[key.example], example_rng(seed, key.epoch, key.example))
@@ -208,8 +200,9 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
         raise
     except ReadingError as e:
         raise ReadingError(f"{source.describe(key.example)}: {e}") from e
-    except InputError:
-        raise
+    except InputError as e:
+        corrupt.handle(source.describe(key.example), e)
+        return None
     except Exception as e:
         raise ReadingError(f"{source.describe(key.example)}: {first_line_with_type(e)}") from e
 

@@ -4,19 +4,17 @@ TIFF files are read by tifffile, PNG files of 16 bits by imagecodecs, arrays (`.
 Pillow.
 """
 
-import contextlib
 import functools
 import io
 import logging
 import math
 import types
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Num
 
-from input_pipeline.errors import InputError, MissingLibraryError, first_line
+from input_pipeline.errors import InputError, library_errors
 from input_pipeline.images.decode import ORIENTATION, TIFF_STARTS, pillow_image, upright
 from input_pipeline.optional import require
 
@@ -73,20 +71,9 @@ def decode(data: bytes, channels: int, dtype: str, *, exif: bool = False) -> Pix
     return upright(pixels.astype(dtype, copy=False), orientation if exif else 1)
 
 
-@contextlib.contextmanager
-def _damage() -> Iterator[None]:
-    """Context manager that makes an InputError of every error of a decoder."""
-    try:
-        yield
-    except (InputError, MemoryError, MissingLibraryError):
-        raise
-    except Exception as e:  # decoders raise any type of exception for damaged files
-        raise InputError(f"broken image: {first_line(e)}") from None
-
-
 def _array(data: bytes) -> Pixels:
     """Return the array in a `.npy` file of shape (height, width) or (height, width, channels); pickles are not read."""
-    with _damage():
+    with library_errors("broken image"):
         values: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         if values.ndim not in (2, 3) or not values.size:
             raise InputError(f"the array has the shape {values.shape}; expected (height, width, channels)")
@@ -118,7 +105,7 @@ def _tifffile() -> types.ModuleType:
 def _tiff(data: bytes) -> tuple[Pixels, int]:
     """Return the pixels and the orientation of a TIFF: the channels of all pages, except masks and reduced copies."""
     library = _tifffile()
-    with _damage(), library.TiffFile(io.BytesIO(data)) as file:
+    with library_errors("broken image"), library.TiffFile(io.BytesIO(data)) as file:
         pages = [page for page in file.pages if not page.subfiletype & REDUCED_OR_MASK]
         if len({(page.imagelength, page.imagewidth, page.dtype) for page in pages}) != 1:
             raise InputError("the pages of the TIFF differ in size or type, or there are none")

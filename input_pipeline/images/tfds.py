@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from input_pipeline import stores
-from input_pipeline.errors import InputError, MissingDataError, first_line
+from input_pipeline.errors import InputError, MissingDataError, library_errors
 from input_pipeline.files import expand, store_errors
 from input_pipeline.optional import require
 from input_pipeline.source import Example
@@ -51,14 +51,9 @@ class Source(Records):
         if "://" in root:
             stores.check_readable(root)
         folder = find_dataset(name, root.rstrip("/") if "://" in root else str(expand(root)))
-        try:
-            with _descriptions(folder) as local:
-                _check_features(folder, Path(local))
-                info = tfds.builder_from_directory(local).info
-        except InputError:
-            raise
-        except Exception as e:  # the parsers of the files raise any type of exception
-            raise InputError(f"{folder} is damaged, prepare it again: {first_line(e)}") from None
+        with library_errors(f"{folder} is damaged, prepare it again"), _descriptions(folder) as local:
+            _check_features(folder, Path(local))
+            info = tfds.builder_from_directory(local).info
         try:
             chosen = info.splits[split]
         except (KeyError, ValueError, AssertionError):
@@ -80,10 +75,8 @@ class Source(Records):
 
     def __getitem__(self, index: int) -> Example:
         record = self.read(index)
-        try:
+        with library_errors("the record does not match features.json"):
             example: Example = self.features.deserialize_example_np(record, decoders=self.decoders)
-        except Exception as e:
-            raise InputError(f"the record does not match features.json: {first_line(e)}") from None
         return example
 
 

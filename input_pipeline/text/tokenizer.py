@@ -6,17 +6,16 @@ Text is never converted to special tokens: the characters "<|endoftext|>" in a d
 from __future__ import annotations
 
 import abc
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from input_pipeline import huggingface
-from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
+from input_pipeline.errors import InputError, MissingDataError, library_errors, nearest
 from input_pipeline.files import expand, named_errors
 from input_pipeline.optional import require
 
@@ -126,7 +125,7 @@ class FileTokenizer(Tokenizer):
             raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it")
         with named_errors(file):
             content = file.read_bytes()
-        with _one_line_errors(f"{file} is not a valid tokenizer.json"):
+        with library_errors(f"{file} is not a valid tokenizer.json"):
             self._tokenizer: tokenizers.Tokenizer = library.Tokenizer.from_str(content.decode())
             description = json.loads(content)
             self.spelling = _spelling(description.get("pre_tokenizer"), description.get("decoder"))
@@ -156,13 +155,13 @@ class FileTokenizer(Tokenizer):
         return counts
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _one_line_errors(f"{self.path} cannot tokenize"):
+        with library_errors(f"{self.path} cannot tokenize"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens. Raises InputError if the decoder fails."""
-        with _one_line_errors(f"{self.path} cannot decode"):
+        with library_errors(f"{self.path} cannot decode"):
             return str(self._tokenizer.decode(list(ids)))
 
     def _special_token(self, name: str) -> int:
@@ -235,20 +234,6 @@ def vocabulary(
     if token_bytes is not None and vocab_size is not None:
         token_bytes = np.pad(token_bytes, (0, vocab_size - len(token_bytes)))
     return Vocabulary(vocab_size, end_of_text, token_bytes)
-
-
-@contextlib.contextmanager
-def _one_line_errors(problem: str) -> Iterator[None]:
-    """Convert any error of the tokenizers library inside the context to a one-line InputError, "PROBLEM: ERROR".
-
-    A panic of the library, which is written in Rust, is a BaseException.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as e:
-        raise InputError(f"{problem}: {first_line(e)}") from None
 
 
 def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"] | None:

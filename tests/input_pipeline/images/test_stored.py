@@ -83,7 +83,7 @@ def test_planes_of_a_tiff_of_bytes_are_all_read(compression):
     data = tiff(image, "separate", compression=compression)
     np.testing.assert_array_equal(decode(data, 3), image)
     for file in (data, npy(image)):
-        with refused(ip.InputError, r"no \.npy file, and no TIFF of several gray channels: use decode"):
+        with refused(ip.InputError, "no .npy file, and no TIFF of several gray channels: use decode"):
             ip.Preprocess("decode_jpeg_and_inception_crop(8)")({"image": file}, np.random.default_rng(0))
 
 
