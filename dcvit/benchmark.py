@@ -78,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for spec in args.config:
         configs.check(spec, overrides)
 
-    from dcvit.training import benchmark
+    from dcvit.training import benchmark, kernels
     from dcvit.training.timing import device
 
+    sizes = [[*overrides, f"input.batch_size={size}"] for size in args.batch_size] or [overrides]
+    kernels.check_first(args, *({"config": spec, "overrides": each} for spec in args.config for each in sizes))
     cli.start_jax(args)
     options = benchmark.Options((args.mode,) if args.mode else benchmark.MODES, args.batch_size, args.rounds)
     found = benchmark.benchmark(args.config, overrides, options)

@@ -252,12 +252,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return convert
 
 
-def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False, preemptible: bool = False) -> None:
+def start_jax(args: argparse.Namespace | None = None, *, preemptible: bool = False) -> None:
     """Configure JAX, connect the processes of the run, and check the devices; see `dcvit.parallel`.
 
     Args:
       args: the options of `dcvit.parallel.multihost.add_options`; None means a run of one process.
-      forward_only: see `dcvit.parallel.runtime.configure`.
       preemptible: see `dcvit.parallel.multihost.initialize`.
 
     Raises:
@@ -265,7 +264,7 @@ def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = Fa
     """
     from dcvit.parallel import multihost, runtime
 
-    runtime.configure(forward_only=forward_only)
+    runtime.configure()
     if args is not None:
         multihost.initialize(args, preemptible=preemptible)
     runtime.check_devices()
@@ -328,9 +327,6 @@ def _report(error: Exception) -> tuple[str, int]:
     message, text = first_line(error), str(error).lower()
     if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
-        print_error(message)
-        return message, 2
-    if type(error).__name__ == "DeviceHungError":
         print_error(message)
         return message, 2
     multihost = _multihost()

@@ -64,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.runs.progress import stage
     from dcvit.runs.stop import StopSignals
+    from dcvit.training import kernels
     from dcvit.training.setup import make_setup
     from dcvit.training.trainer import train
 
+    kernels.check_first(args, {"config": args.config, "overrides": overrides}, policy=config.kernels)
     cli.start_jax(args, preemptible=True)
     with process.ignore_broken_pipe(), StopSignals() as signals:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"

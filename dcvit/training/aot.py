@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from dcvit.dcmha import plan
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.errors import first_line
 from dcvit.models import Params
 from dcvit.models.flops import forward_flops
@@ -119,7 +119,7 @@ class Program:
         selection = selection or kernels.select(None, {})
         policy = setup.options.kernels or selection.policy
         with (
-            selecting(dataclasses.replace(selection, policy=policy, forward_only=mode == "forward")),
+            selecting(dataclasses.replace(selection, policy=policy)),
             jax.set_mesh(setup.model.mesh),
             plan.recording() as names,
         ):

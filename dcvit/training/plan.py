@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config.durations import Durations
 from dcvit.config.keys import is_rate
-from dcvit.dcmha.selection import Policy
+from dcvit.dcmha.plan import Policy
 from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models import Params
 from dcvit.parallel.trees import by_name
