@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcvit import cli
 from dcvit.errors import ConfigError, escaped
@@ -21,62 +21,73 @@ from dcvit.errors import ConfigError, escaped
 if TYPE_CHECKING:
     from dcvit.dcmha.check import Verdict
 
-Sizes: TypeAlias = Mapping[str, Any]
-Array: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
-VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
-# Name -> arguments of `call`.
-CASES: dict[str, Sizes] = {
+
+
+class Sizes(NamedTuple):
+    """Sizes and options of a call of attention, with the branches of both composes; see `dcvit.dcmha.attention`."""
+
+    queries: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+    keys: int | None = None
+    key_heads: int | None = None
+    dtype: str = "bfloat16"
+    pre: tuple[str, ...] = ALL
+    post: tuple[str, ...] = ALL
+    rank: int = 2
+    groups: int = 1
+    causal: bool = False
+    window: int | None = None
+    mask: bool = False
+    segments: bool = False
+
+    def call(self) -> dict[str, Mapping[str, object]]:
+        """Return the arrays and the options of the call, as `dcvit.dcmha.check.Case` has them."""
+        batch, keys, per_group = self.batch, self.keys or self.queries, self.heads // self.groups
+        kv = (self.dtype, (batch, keys, self.key_heads or self.heads, self.head_dim))
+        arrays: dict[str, tuple[str, tuple[int, ...]]] = {"k": kv, "v": kv}
+        arrays["q"] = (self.dtype, (batch, self.queries, self.heads, self.head_dim))
+        for compose, names in (("pre", self.pre), ("post", self.post)):
+            for name in names:
+                tokens, rank = self.queries if name[0] == "q" else keys, () if name[1] == "g" else (self.rank,)
+                static = (self.groups, per_group, per_group)
+                shape = static if name == "static" else (batch, tokens, *rank, self.heads)
+                arrays[f"{compose}.{name}"] = (self.dtype, shape)
+        if self.mask:
+            arrays["mask"] = ("bool", (batch, 1, self.queries, keys))
+        if self.segments:
+            arrays |= {f"segments.{s}": ("int32", (batch, n)) for s, n in (("queries", self.queries), ("keys", keys))}
+        options = {"causal": self.causal, "window": self.window, "groups": self.groups, "scale": self.head_dim**-0.5}
+        return {"arrays": arrays, "options": options}
+
+
+VIT = Sizes(196, 6, 64, batch=8)
+CASES = {
     "ViT-S/16": VIT,
-    "ViT-S/16, batch 6": VIT | {"batch": 6},
-    "ViT-S/16, float32": VIT | {"dtype": "float32"},
-    "ViT-S/16 with a class token": VIT | {"queries": 197},
-    "ViT-S/16, plain": VIT | {"pre": (), "post": ()},
-    "405M": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True},
-    "405M, window": {"queries": 2048, "heads": 16, "head_dim": 64, "window": 256},
-    "405M, plain": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "pre": (), "post": ()},
-    "2.8B": {"queries": 2048, "heads": 32, "head_dim": 80, "causal": True},
-    "2.8B, window": {"queries": 2048, "heads": 32, "head_dim": 80, "window": 256},
-    "6.9B": {"queries": 2048, "heads": 32, "head_dim": 128, "causal": True},
-    "grouped queries": {"queries": 300, "heads": 8, "key_heads": 2, "head_dim": 64, "batch": 2, "causal": True},
-    "mask": {"queries": 100, "keys": 333, "heads": 4, "head_dim": 32, "batch": 2, "mask": True},
-    "documents": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "segments": True},
-    "head groups": {"queries": 128, "heads": 8, "head_dim": 64, "batch": 2, "groups": 2},
-    "key-wise only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ALL[3:], "post": ALL[3:], "causal": True},
-    "query-wise only": {"queries": 512, "heads": 8, "head_dim": 64, "pre": ALL[:3], "post": ALL[:3], "causal": True},
-    "gates only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ("qg", "kg"), "post": ("qg", "kg")},
-    "pre only": {"queries": 256, "heads": 8, "head_dim": 64, "post": (), "causal": True},
-    "static": {"queries": 256, "heads": 8, "head_dim": 64, "pre": (*ALL, "static"), "post": (*ALL, "static")},
-    "rank 3": {"queries": 256, "heads": 8, "head_dim": 64, "rank": 3},
-    "decoding": {"queries": 1, "keys": 2048, "heads": 16, "head_dim": 64, "batch": 8},
+    "ViT-S/16, batch 6": VIT._replace(batch=6),
+    "ViT-S/16, float32": VIT._replace(dtype="float32"),
+    "ViT-S/16 with a class token": VIT._replace(queries=197),
+    "ViT-S/16, plain": VIT._replace(pre=(), post=()),
+    "405M": Sizes(2048, 16, 64, causal=True),
+    "405M, window": Sizes(2048, 16, 64, window=256),
+    "405M, plain": Sizes(2048, 16, 64, causal=True, pre=(), post=()),
+    "2.8B": Sizes(2048, 32, 80, causal=True),
+    "2.8B, window": Sizes(2048, 32, 80, window=256),
+    "6.9B": Sizes(2048, 32, 128, causal=True),
+    "grouped queries": Sizes(300, 8, 64, key_heads=2, batch=2, causal=True),
+    "mask": Sizes(100, 4, 32, keys=333, batch=2, mask=True),
+    "documents": Sizes(2048, 16, 64, causal=True, segments=True),
+    "head groups": Sizes(128, 8, 64, batch=2, groups=2),
+    "key-wise only": Sizes(256, 8, 64, pre=ALL[3:], post=ALL[3:], causal=True),
+    "query-wise only": Sizes(512, 8, 64, pre=ALL[:3], post=ALL[:3], causal=True),
+    "gates only": Sizes(256, 8, 64, pre=("qg", "kg"), post=("qg", "kg")),
+    "pre only": Sizes(256, 8, 64, post=(), causal=True),
+    "static": Sizes(256, 8, 64, pre=(*ALL, "static"), post=(*ALL, "static")),
+    "rank 3": Sizes(256, 8, 64, rank=3),
+    "decoding": Sizes(1, 16, 64, keys=2048, batch=8),
 }
-
-
-def call(
-    *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
-    **more: Any,
-) -> dict[str, Mapping[str, Any]]:  # fmt: skip
-    """Return the arrays and the options of a call of attention, as `dcvit.dcmha.check.Case` has them.
-
-    Args:
-      queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
-      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask` and `segments`, if
-        they exist; `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
-    """
-    keys, groups = keys or queries, more.get("groups", 1)
-    kv = (dtype, (batch, keys, more.get("key_heads", heads), head_dim))
-    arrays: dict[str, Array] = {"q": (dtype, (batch, queries, heads, head_dim)), "k": kv, "v": kv}
-    for compose in ("pre", "post"):
-        for name in more.get(compose, ALL):
-            tokens, rank = queries if name[0] == "q" else keys, () if name[1] == "g" else (more.get("rank", 2),)
-            static = (groups, heads // groups, heads // groups)
-            arrays[f"{compose}.{name}"] = (dtype, static if name == "static" else (batch, tokens, *rank, heads))
-    if more.get("mask"):
-        arrays["mask"] = ("bool", (batch, 1, queries, keys))
-    if more.get("segments"):
-        arrays |= {"segments.queries": ("int32", (batch, queries)), "segments.keys": ("int32", (batch, keys))}
-    options: Sizes = {name: more[name] for name in ("causal", "window") if name in more}
-    return {"arrays": arrays, "options": {**options, "groups": groups, "scale": head_dim**-0.5}}
 
 
 def plan_calls() -> None:
@@ -90,7 +101,9 @@ def plan_calls() -> None:
     cases, unsupported = [], {}
     for name, given in json.load(sys.stdin).items():
 
-        def find(arrays: Mapping[str, jax.Array], name: str = name, options: Sizes = given["options"]) -> None:
+        def find(
+            arrays: Mapping[str, jax.Array], name: str = name, options: Mapping[str, object] = given["options"]
+        ) -> None:
             traced = check.call_of(arrays, options)
             names, unsupported[name] = plan.candidates(traced)
             if any(plan.BACKENDS[each].is_kernel for each in names):
@@ -131,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.dcmha import check
 
-    request: object = {name: call(**sizes) for name, sizes in chosen.items()}
+    request: object = {name: sizes.call() for name, sizes in chosen.items()}
     listing = "from dcvit.check_kernels import plan_calls; plan_calls()"
     if args.config:
         listing = "from dcvit.training.kernels import main; main()"

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import jax
 import numpy as np
@@ -50,8 +50,9 @@ PASSED, WRONG, FAILED, TIMED_OUT, UNCHECKED = "passed", "wrong", "failed", "time
 BAD = (WRONG, FAILED, TIMED_OUT)
 SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64")  # that change how a call is computed or supported
 
+Part = TypeVar("Part")
 Arrays: TypeAlias = Mapping[str, Any]  # by name: fields of `Inputs`, such as "q" and "pre.q1"
-Shapes: TypeAlias = Mapping[str, Sequence[Any]]  # dtype and shape of arrays by name
+Shapes: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of arrays by name
 Computation: TypeAlias = Callable[[Arrays], Array]
 
 
@@ -129,7 +130,7 @@ def shapes_of(arrays: object) -> Shapes:
 def call_of(arrays: Arrays, options: Mapping[str, Any]) -> Call:
     """Return the call of attention with these arrays and options."""
 
-    def inside(name: str, kind: Callable[..., Any]) -> Any:
+    def inside(name: str, kind: Callable[..., Part]) -> Part | None:
         fields = {key.partition(".")[2]: x for key, x in arrays.items() if key.startswith(f"{name}.")}
         return kind(**fields) if fields else None
 
@@ -296,7 +297,7 @@ def reference_of(case: Case) -> Computation:
     return by_example
 
 
-def _milliseconds(program: Callable[..., Any], *placed: object) -> float:
+def _milliseconds(program: Callable[..., object], *placed: object) -> float:
     """Return the median time of a program in milliseconds, after one more run."""
     times = []
     for _ in range(RUNS + 1):
@@ -338,7 +339,7 @@ def _random_arrays(shapes: Shapes) -> dict[str, np.ndarray]:
     return found
 
 
-def _random_segments(shape: tuple[int, ...], *, is_query: bool) -> np.ndarray:
+def _random_segments(shape: Sequence[int], *, is_query: bool) -> np.ndarray:
     """Return ids (B, N) of documents whose first tokens are at the same fractions of N for queries and keys."""
     batch, length = shape
     starts = np.random.default_rng(2).random((batch, DOCUMENTS))

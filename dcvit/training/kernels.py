@@ -85,13 +85,14 @@ def cases_of_config(config: str, overrides: Sequence[str]) -> None:
 
 
 def cases_of_model(
-    place: str | None, checkpoint: str | None, config: str | None, overrides: Sequence[str], image_size: Any
-) -> None:
+    place: str | None, checkpoint: str | None, config: str | None, overrides: Sequence[str],
+    image_size: Sequence[int] | None,
+) -> None:  # fmt: skip
     """Trace the evaluators of a model; the arguments are the options of `dcvit evaluate`."""
-    opened = open_model(
-        place and folder(place), config=None if config is None else load(config, overrides),
-        checkpoint=checkpoint and folder(checkpoint), overrides=overrides, image_size=image_size and tuple(image_size),
-    )  # fmt: skip
+    given = None if config is None else load(config, overrides)
+    size = (image_size[0], image_size[1]) if image_size else None
+    other = checkpoint and folder(checkpoint)
+    opened = open_model(place and folder(place), config=given, checkpoint=other, overrides=overrides, image_size=size)
     mesh, _, evaluators = open_evaluators(opened)
     for evaluator in [*evaluators.values()][:1]:
         _trace_evaluators(opened.module, param_shapes(opened.module, evaluator.data.example), mesh, evaluators)
