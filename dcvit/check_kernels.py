@@ -11,6 +11,7 @@ The exit status is 1 if a kernel is wrong, fails or times out. `--again` also ch
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,7 @@ from dcvit.errors import ConfigError, escaped
 if TYPE_CHECKING:
     from dcvit.dcmha.check import Verdict
 
+LOG = logging.getLogger(__name__)
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
 
 
@@ -158,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for name, reasons in unsupported[0].items() if unsupported else ():
         rows += [row(name, each, check.Verdict(status="unsupported", reason=text)) for each, text in reasons.items()]
-    for case in [check.Case(*fields) for fields in cases]:
+    for number, case in enumerate([check.Case(*fields) for fields in cases], 1):
+        LOG.info("case %d of %d: %s", number, len(cases), case.label)
         verdicts = check.examine(case, environment)
         best = check.fastest(case, verdicts)
         rows += [row(case.label, name, verdict, is_best=name == best) for name, verdict in verdicts.items()]

@@ -186,7 +186,6 @@ def examine(case: Case, environment: Mapping[str, str], seconds: float = SECONDS
     """Return the verdicts on all candidates of a case by name; missing ones are produced in children and written."""
     found = read(environment).get(case.key, {})
     for name in [name for name in case.candidates if name not in found]:
-        LOG.info("attention: checking %s for %s", name, case.label)
         try:
             request = {"case": case._asdict(), "name": name}
             found[name] = run_child("from dcvit.dcmha.check import main; main()", request, seconds)

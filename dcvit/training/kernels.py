@@ -56,13 +56,18 @@ def check_first(args: argparse.Namespace, *requests: Mapping[str, object], polic
     if (policy or os.environ.get(VARIABLE) or "verify") != "verify" or not has_accelerator() or not _is_alone(args):
         return
     for request in requests:
+        LOG.info("tracing the programs, to check their kernels")
         try:
             environment, cases = check.run_child(LISTING, request, check.SECONDS)
         except ChildError as e:  # the command itself meets the reason, and shows it
             LOG.warning("attention: kernels are not checked: %s", e)
             continue
-        for case in cases:
-            check.examine(Case(*case), environment)
+        table = check.read(environment)
+        found = [Case(*each) for each in cases]
+        missing = [case for case in found if case.candidates.keys() - table.get(case.key, {}).keys()]
+        for number, case in enumerate(missing, 1):
+            LOG.info("checking the kernels of attention, %d of %d: %s", number, len(missing), case.label)
+            check.examine(case, environment)
 
 
 def main() -> None:
