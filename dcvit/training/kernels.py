@@ -124,7 +124,10 @@ def _is_alone(args: argparse.Namespace) -> bool:
     """Return True in a run of one process; no process is connected yet."""
     if args.num_processes is not None:
         return bool(args.num_processes == 1)
-    return not multihost.in_cluster() and (not multihost.on_tpu_vm() or cluster_size() == 1)
+    try:
+        return not multihost.in_cluster() and (not multihost.on_tpu_vm() or cluster_size() == 1)
+    except Exception:  # the detection failed: the command itself says so where it needs it
+        return False
 
 
 def select(policy: Policy | None, about: Facts) -> Selection:

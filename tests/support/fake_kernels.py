@@ -18,10 +18,6 @@ def right(call):
     return blockwise.run(call)
 
 
-def slow(call):
-    return right(call) + host(lambda: time.sleep(0.03)).astype(call.inputs.q.dtype)
-
-
 def host(function):
     """Zero, after a function of the host has run in each run of the program."""
 
