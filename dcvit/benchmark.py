@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for spec in args.config:
         cli.check_config(spec, overrides)
 
-    from dcvit.training import measure
+    from dcvit.training import kernels, measure
     from dcvit.training.timing import device
 
+    sizes = [[*overrides, f"input.batch_size={size}"] for size in args.batch_size] or [overrides]
+    kernels.check_first(args, *({"config": spec, "overrides": each} for spec in args.config for each in sizes))
     cli.start_jax(args)
     modes = [args.mode] if args.mode else measure.MODES
     rows = measure.benchmark(args.config, overrides, modes, args.batch_size, args.rounds)

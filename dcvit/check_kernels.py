@@ -1,102 +1,128 @@
-"""Verification of the kernels of attention on this device: `python -m dcvit.check_kernels [WORD …] [--config CONFIG]`.
+"""Check of the kernels of attention on this machine: `python -m dcvit.check_kernels [WORD …] [--config CONFIG]`.
 
-For each case, compiles and runs every implementation of the platform, forward and backward, and compares its output and
-gradients with the reference in float32. The verdicts are kept (`dcvit.dcmha.verdicts`): programs use the fastest
+For each case, every implementation of the platform is compiled and run in a process of its own, forward and backward,
+and compared with the reference in float32. The verdicts are kept (`dcvit.dcmha.check`): programs use the fastest
 implementation that passed. The cases are those of ViT-S/16, of language models, of decoding, and less usual ones; with
---config, those of a config's training step on this machine.
+--config, those of a config's training step and evaluators on this machine.
 
-A CPU, which has no kernels, verifies smaller cases (`CPU_LIMITS`). The exit status is 1 if a kernel is wrong, fails or
-times out. `--again` also verifies kernels that have a verdict.
+The exit status is 1 if a kernel is wrong, fails or times out. `--again` also checks kernels that have a verdict.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcvit import cli
 from dcvit.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
-    from dcvit.dcmha.verdicts import Verdict, Verdicts
-    from dcvit.dcmha.verification import Case
+    from dcvit.dcmha.check import Verdict
 
 LOG = logging.getLogger(__name__)
-Sizes: TypeAlias = Mapping[str, Any]
-Row: TypeAlias = dict[str, str]
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
-VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
-# Name -> arguments of `attention_case`.
-CASES: dict[str, Sizes] = {
+
+
+class Sizes(NamedTuple):
+    """Sizes and options of a call of attention, with the branches of both composes; see `dcvit.dcmha.attention`."""
+
+    queries: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+    keys: int | None = None
+    key_heads: int | None = None
+    dtype: str = "bfloat16"
+    pre: tuple[str, ...] = ALL
+    post: tuple[str, ...] = ALL
+    rank: int = 2
+    groups: int = 1
+    causal: bool = False
+    window: int | None = None
+    mask: bool = False
+    segments: bool = False
+
+    def call(self) -> dict[str, Mapping[str, object]]:
+        """Return the arrays and the options of the call, as `dcvit.dcmha.check.Case` has them."""
+        batch, keys, per_group = self.batch, self.keys or self.queries, self.heads // self.groups
+        kv = (self.dtype, (batch, keys, self.key_heads or self.heads, self.head_dim))
+        arrays: dict[str, tuple[str, tuple[int, ...]]] = {"k": kv, "v": kv}
+        arrays["q"] = (self.dtype, (batch, self.queries, self.heads, self.head_dim))
+        for compose, names in (("pre", self.pre), ("post", self.post)):
+            for name in names:
+                tokens, rank = self.queries if name[0] == "q" else keys, () if name[1] == "g" else (self.rank,)
+                static = (self.groups, per_group, per_group)
+                shape = static if name == "static" else (batch, tokens, *rank, self.heads)
+                arrays[f"{compose}.{name}"] = (self.dtype, shape)
+        if self.mask:
+            arrays["mask"] = ("bool", (batch, 1, self.queries, keys))
+        if self.segments:
+            arrays |= {f"segments.{s}": ("int32", (batch, n)) for s, n in (("queries", self.queries), ("keys", keys))}
+        options = {"causal": self.causal, "window": self.window, "groups": self.groups, "scale": self.head_dim**-0.5}
+        return {"arrays": arrays, "options": options}
+
+
+VIT = Sizes(196, 6, 64, batch=8)
+CASES = {
     "ViT-S/16": VIT,
-    "ViT-S/16, batch 6": VIT | {"batch": 6},
-    "ViT-S/16, float32": VIT | {"dtype": "float32"},
-    "ViT-S/16 with a class token": VIT | {"queries": 197},
-    "ViT-S/16, plain": VIT | {"pre": (), "post": ()},
-    "405M": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True},
-    "405M, window": {"queries": 2048, "heads": 16, "head_dim": 64, "window": 256},
-    "405M, plain": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "pre": (), "post": ()},
-    "2.8B": {"queries": 2048, "heads": 32, "head_dim": 80, "causal": True},
-    "2.8B, window": {"queries": 2048, "heads": 32, "head_dim": 80, "window": 256},
-    "6.9B": {"queries": 2048, "heads": 32, "head_dim": 128, "causal": True},
-    "grouped queries": {"queries": 300, "heads": 8, "key_heads": 2, "head_dim": 64, "batch": 2, "causal": True},
-    "mask": {"queries": 100, "keys": 333, "heads": 4, "head_dim": 32, "batch": 2, "mask": True},
-    "documents": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "segments": True},
-    "head groups": {"queries": 128, "heads": 8, "head_dim": 64, "batch": 2, "groups": 2},
-    "key-wise only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ALL[3:], "post": ALL[3:], "causal": True},
-    "query-wise only": {"queries": 512, "heads": 8, "head_dim": 64, "pre": ALL[:3], "post": ALL[:3], "causal": True},
-    "gates only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ("qg", "kg"), "post": ("qg", "kg")},
-    "pre only": {"queries": 256, "heads": 8, "head_dim": 64, "post": (), "causal": True},
-    "static": {"queries": 256, "heads": 8, "head_dim": 64, "pre": (*ALL, "static"), "post": (*ALL, "static")},
-    "rank 3": {"queries": 256, "heads": 8, "head_dim": 64, "rank": 3},
-    "decoding": {"queries": 1, "keys": 2048, "heads": 16, "head_dim": 64, "batch": 8},
+    "ViT-S/16, batch 6": VIT._replace(batch=6),
+    "ViT-S/16, float32": VIT._replace(dtype="float32"),
+    "ViT-S/16 with a class token": VIT._replace(queries=197),
+    "ViT-S/16, plain": VIT._replace(pre=(), post=()),
+    "405M": Sizes(2048, 16, 64, causal=True),
+    "405M, window": Sizes(2048, 16, 64, window=256),
+    "405M, plain": Sizes(2048, 16, 64, causal=True, pre=(), post=()),
+    "2.8B": Sizes(2048, 32, 80, causal=True),
+    "2.8B, window": Sizes(2048, 32, 80, window=256),
+    "6.9B": Sizes(2048, 32, 128, causal=True),
+    "grouped queries": Sizes(300, 8, 64, key_heads=2, batch=2, causal=True),
+    "mask": Sizes(100, 4, 32, keys=333, batch=2, mask=True),
+    "documents": Sizes(2048, 16, 64, causal=True, segments=True),
+    "head groups": Sizes(128, 8, 64, batch=2, groups=2),
+    "key-wise only": Sizes(256, 8, 64, pre=ALL[3:], post=ALL[3:], causal=True),
+    "query-wise only": Sizes(512, 8, 64, pre=ALL[:3], post=ALL[:3], causal=True),
+    "gates only": Sizes(256, 8, 64, pre=("qg", "kg"), post=("qg", "kg")),
+    "pre only": Sizes(256, 8, 64, post=(), causal=True),
+    "static": Sizes(256, 8, 64, pre=(*ALL, "static"), post=(*ALL, "static")),
+    "rank 3": Sizes(256, 8, 64, rank=3),
+    "decoding": Sizes(1, 16, 64, keys=2048, batch=8),
 }
-# Largest sizes on a CPU, where those of accelerators take minutes.
-CPU_LIMITS = {"queries": 128, "heads": 4, "head_dim": 64, "batch": 2, "window": 32}
 
 
-def attention_case(
-    *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
-    **more: Any,
-) -> tuple[Case, dict[str, str]]:  # fmt: skip
-    """Return the `Case` of a call of attention on this platform, and why each of the other backends cannot run it.
-
-    Args:
-      queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
-      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask` and `segments`, if
-        they exist; `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
-    """
+def plan_calls() -> None:
+    """Read calls of attention by name from stdin; print environment, cases, and reasons against backends, as JSON."""
     import jax
 
-    from dcvit.dcmha import ComposeWeights, plan
-    from dcvit.dcmha.inputs import Inputs, make_call
-    from dcvit.dcmha.segments import Segments
+    from dcvit.dcmha import check, plan
+    from dcvit.parallel import runtime
 
-    keys, groups = keys or queries, more.get("groups", 1)
+    runtime.configure()
+    cases, unsupported = [], {}
+    for name, given in json.load(sys.stdin).items():
 
-    def array(*shape: int, kind: str = dtype) -> Any:  # stands for an array
-        return jax.ShapeDtypeStruct(shape, kind)
+        def find(
+            arrays: Mapping[str, jax.Array], name: str = name, options: Mapping[str, object] = given["options"]
+        ) -> None:
+            traced = check.call_of(arrays, options)
+            names, unsupported[name] = plan.candidates(traced)
+            if any(plan.BACKENDS[each].is_kernel for each in names):
+                cases.append(plan.make_case(names, traced)._replace(label=name))
 
-    def weights(names: Sequence[str]) -> ComposeWeights | None:
-        arrays = {}
-        for name in names:
-            tokens, rank = queries if name[0] == "q" else keys, () if name[1] == "g" else (more.get("rank", 2),)
-            arrays[name] = array(batch, tokens, *rank, heads)
-            if name == "static":
-                arrays[name] = array(groups, heads // groups, heads // groups)
-        return ComposeWeights(**arrays) if arrays else None
+        arrays = {key: jax.ShapeDtypeStruct(tuple(shape), dtype) for key, (dtype, shape) in given["arrays"].items()}
+        with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])):
+            jax.eval_shape(find, arrays)
+    print(json.dumps([check.environment(jax.local_devices()[0]), cases, unsupported]))
 
-    kv = array(batch, keys, more.get("key_heads", heads), head_dim)
-    mask = array(batch, 1, queries, keys, kind="bool") if more.get("mask") else None
-    ids = Segments(array(batch, queries, kind="int32"), array(batch, keys, kind="int32"))
-    segments = ids if more.get("segments") else None
-    pre, post = (weights(more.get(name, ALL)) for name in ("pre", "post"))
-    options = {name: more[name] for name in ("causal", "window", "groups") if name in more}
-    call = make_call(Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask, segments), **options)
-    names, reasons = plan.candidates(call)
-    return plan.make_case(names, call), reasons
+
+def row(case: str, name: str, verdict: Verdict, *, is_best: bool = False) -> dict[str, str]:
+    """Return the row of the table for one implementation in one case."""
+    numbers = {"error": ".1e", "ms": ".3f", "forward_ms": ".3f"}
+    cells = {key: "" if (number := verdict.get(key)) is None else format(number, f) for key, f in numbers.items()}
+    status = "fastest" if is_best else verdict["status"]
+    return {"case": case, "implementation": name, **cells, "verdict": status, "reason": verdict["reason"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,79 +132,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=["dcvit check-kernels", "dcvit check-kernels vit 405M --json", "dcvit check-kernels --config vit_i1k"],
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
-    parser.add_argument("--config", help="verify the calls of attention in this config's training step")
+    parser.add_argument("--config", help="check the calls of attention in this config's training step and evaluators")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
+    parser.add_argument("--again", action="store_true", help="check again what has a verdict")
     args, overrides = parser.parse(argv)
     if args.config:
         cli.check_config(args.config, overrides)
+    chosen = {n: s for n, s in CASES.items() if not args.words or any(w.lower() in n.lower() for w in args.words)}
+    if not chosen:
+        raise ConfigError(f"no case contains {' or '.join(args.words)}; there are {', '.join(CASES)}")
 
-    import jax
+    from dcvit.dcmha import check
 
-    from dcvit.dcmha import verdicts
-
-    cli.start_jax()
-    store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
+    request: object = {name: sizes.call() for name, sizes in chosen.items()}
+    listing = "from dcvit.check_kernels import plan_calls; plan_calls()"
+    if args.config:
+        listing = "from dcvit.training.kernels import main; main()"
+        request = {"config": args.config, "overrides": overrides}
+    try:
+        environment, cases, *unsupported = check.run_child(listing, request, check.SECONDS)
+    except check.ChildError as e:
+        raise ConfigError(f"cannot find the calls of attention: {e}") from None
     if args.again:
-        store.forget()
-    rows = _of_config(args.config, overrides, store) if args.config else _of_cases(args.words, store)
-    title = ", ".join(f"{key} {value}" for key, value in store.environment.items())
+        check.path(environment).unlink(missing_ok=True)
+    rows = []
+    for name, reasons in unsupported[0].items() if unsupported else ():
+        rows += [row(name, each, check.Verdict(status="unsupported", reason=text)) for each, text in reasons.items()]
+    for number, case in enumerate([check.Case(*fields) for fields in cases], 1):
+        LOG.info("case %d of %d: %s", number, len(cases), case.label)
+        verdicts = check.examine(case, environment)
+        best = check.fastest(case, verdicts)
+        rows += [row(case.label, name, verdict, is_best=name == best) for name, verdict in verdicts.items()]
+    title = ", ".join(f"{key} {value}" for key, value in environment.items())
     cli.show(rows, "json" if args.json else "table", title=title)
     if not args.json:
-        print(escaped(f"verdicts: {store.path}"))
-    return int(any(row["verdict"] in verdicts.BAD and row["implementation"].startswith("pallas") for row in rows))
-
-
-def _of_cases(words: Sequence[str], store: Verdicts) -> list[Row]:
-    """Verify the cases whose name contains one of the words; return the rows of the table."""
-    import jax
-
-    from dcvit.dcmha.device import platform
-    from dcvit.dcmha.verdicts import Verdict
-    from dcvit.dcmha.verification import examine
-
-    chosen = {n: s for n, s in CASES.items() if not words or any(w.lower() in n.lower() for w in words)}
-    if not chosen:
-        raise ConfigError(f"no case contains {' or '.join(words)}; there are {', '.join(CASES)}")
-    rows: list[Row] = []
-    limits = CPU_LIMITS if platform() == "cpu" else {}
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])
-    for number, (name, sizes) in enumerate(chosen.items(), 1):
-        LOG.info("case %d of %d: %s", number, len(chosen), name)
-        with jax.set_mesh(mesh):
-            limited = {key: min(size, limits[key]) if key in limits else size for key, size in sizes.items()}
-            case, reasons = attention_case(**limited)
-        unsupported = {name: Verdict("unsupported", reason=reason) for name, reason in reasons.items()}
-        rows += _rows(name, examine(case, store) | unsupported)
-    return rows
-
-
-def _rows(case: str, found: Mapping[str, Verdict]) -> list[Row]:
-    """Return a row of the table for each implementation in one case; the fastest one that passed is marked."""
-    from dcvit.dcmha.verdicts import fastest
-
-    first = fastest(found)
-    return [
-        {
-            "case": case, "implementation": name, "error": "" if v.error is None else f"{v.error:.1e}",
-            "ms": "" if v.milliseconds is None else f"{v.milliseconds:.3f}",
-            "forward_ms": "" if v.forward_milliseconds is None else f"{v.forward_milliseconds:.3f}",
-            "verdict": "fastest" if name == first else v.status, "reason": v.reason,
-        }
-        for name, v in found.items()
-    ]  # fmt: skip
-
-
-def _of_config(spec: str, overrides: Sequence[str], store: Verdicts) -> list[Row]:
-    """Verify the calls of attention in a config's training step; return the table's rows, named by the cases' keys."""
-    from dcvit.dcmha.selection import Selection, selecting
-    from dcvit.training.measure import trace
-    from dcvit.training.setup import load_setup
-
-    setup = load_setup(spec, overrides, stand_in=True)
-    with selecting(Selection("verify")) as selection:
-        trace(setup)
-    return [row for key in selection.chosen for row in _rows(key, store.read(key))]
+        print(escaped(f"{len(cases)} cases with kernels; verdicts: {check.path(environment)}"))
+    return int(any(row["verdict"] in check.BAD and row["implementation"].startswith("pallas") for row in rows))
 
 
 if __name__ == "__main__":

@@ -260,12 +260,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return convert
 
 
-def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = False, preemptible: bool = False) -> None:
+def start_jax(args: argparse.Namespace | None = None, *, preemptible: bool = False) -> None:
     """Configure JAX, connect the processes of the run, and check the devices; see `dcvit.parallel`.
 
     Args:
       args: the options of `dcvit.parallel.multihost.add_options`; None means a run of one process.
-      forward_only: see `dcvit.parallel.runtime.configure`.
       preemptible: see `dcvit.parallel.multihost.initialize`.
 
     Raises:
@@ -273,7 +272,7 @@ def start_jax(args: argparse.Namespace | None = None, *, forward_only: bool = Fa
     """
     from dcvit.parallel import multihost, runtime
 
-    runtime.configure(forward_only=forward_only)
+    runtime.configure()
     if args is not None:
         multihost.initialize(args, preemptible=preemptible)
     runtime.check_devices()
@@ -338,7 +337,7 @@ def _report(error: Exception) -> tuple[str, int]:
     exhausted = isinstance(error, MemoryError) or (kind == "JaxRuntimeError" and "out of memory" in text)
     if exhausted:
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
-    if exhausted or kind == "DeviceHungError":
+    if exhausted:
         print_error(message)
         return message, 2
     multihost = _multihost()

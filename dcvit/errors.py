@@ -62,8 +62,8 @@ REMOVED: dict[str, str] = {
         ],
         "use 'dcmha', 'talking', 'gated' or another name of docs/heads.md",
     ),
-    "config.kernels=known": "`verify` verifies what has no verdict, `off` uses no kernels",
-    "dcvit check-kernels --seconds": "each implementation has 60 s",
+    "config.kernels=known": "`verify` uses kernels by their verdicts, `off` uses no kernels",
+    "dcvit check-kernels --seconds": "each implementation has 300 s",
     "dcvit reproduce": "run `python scripts/paper` in a clone",
 }
 

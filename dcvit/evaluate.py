@@ -43,9 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.pages.evaluation import evaluate
     from dcvit.runs.files import replace
+    from dcvit.training import kernels
     from input_pipeline.huggingface import cached
 
-    cli.start_jax(args, forward_only=True)
+    names = {name: value and str(value) for name, value in (("place", args.workdir), ("checkpoint", args.checkpoint))}
+    kernels.check_first(args, {**names, "config": args.config, "overrides": overrides, "image_size": args.image_size})
+    cli.start_jax(args)
     trained = cli.open_model(args, config, overrides)
     multihost.agree({"model": str(cached(trained.place))})  # of several commits, if one came meanwhile
     rows, page = evaluate(trained, args.report, args.thresholds)

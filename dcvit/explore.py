@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.runs.files import replace
 
     check_path(args.out, "--out")
-    cli.start_jax(forward_only=True)
+    cli.start_jax()
     models = [load(args.workdir, config=config)]
     if args.compare is not None:
         models.append(load(args.compare))

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
     options.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
-    cli.start_jax(forward_only=True)
+    cli.start_jax()
     model = LanguageModel.of(cli.open_model(args, config, overrides))
     live = len(prompts) == 1 and args.format == "text"
     shown: list[str] = []

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
     config = cli.check_model(args, overrides)
-    cli.start_jax(forward_only=True)
+    cli.start_jax()
     prepare(args.online)
     from dcvit.inference import harness  # imports lm_eval, which reads the variables of `prepare`
     from dcvit.inference.texts import LanguageModel

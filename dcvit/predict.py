@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.inference import images
     from input_pipeline.images.folder import find_images
 
-    cli.start_jax(forward_only=True)
+    cli.start_jax()
     model = images.ImageModel.of(cli.open_model(args, config, overrides))
     failed: list[str] = []
 

@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.runs.progress import stage
     from dcvit.runs.stop import StopSignals
+    from dcvit.training import kernels
     from dcvit.training.loop import train
     from dcvit.training.setup import make_setup
 
+    kernels.check_first(args, {"config": args.config, "overrides": overrides}, policy=loaded[0].kernels)
     cli.start_jax(args, preemptible=True)
     with StopSignals() as signals:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"

@@ -93,7 +93,7 @@ def resident_memory():
 @pytest.fixture(autouse=True)
 def _trust_kernels():
     """Select kernels without verdicts: programs for chips are lowered here, and not run."""
-    from dcvit.dcmha.selection import Selection, selecting
+    from dcvit.dcmha.plan import Selection, selecting
 
     with selecting(Selection("trust")):
         yield

@@ -112,9 +112,9 @@ KEYS = {
         "`dcvit.parallel.sharding.shardings`.",
     ),
     "kernels": Key(
-        str | None, None, "Kernels of attention on GPUs and TPUs: `verify` compares them with the reference on the "
-        "device before their first use, `trust` uses them unverified, `off` uses none. None: the environment variable "
-        "DCVIT_KERNELS, or else `verify`.",
+        str | None, None, "Kernels of attention on GPUs and TPUs: `verify` uses those that were compared with the "
+        "reference on such a device and were the fastest, `trust` uses them unverified, `off` uses none. None: the "
+        "environment variable DCVIT_KERNELS, or else `verify`.",
     ),
     "require_fused": Key(
         bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."

@@ -7,32 +7,24 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import device, folded, selection
+from dcvit.dcmha import check, device, folded
 from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.backends.xla.reference import Dropout
-from dcvit.dcmha.device import map_examples, splits_arrays
-from dcvit.dcmha.inputs import Attend, Call, Inputs, Options
+from dcvit.dcmha.check import Case
+from dcvit.dcmha.device import splits_arrays
+from dcvit.dcmha.inputs import Call, Inputs
 from dcvit.dcmha.shapes import Array
-from dcvit.dcmha.verification import Case, describe, shapes_of
 
 LOG = logging.getLogger(__name__)
-# Scores of one head; with fewer, `reference` computes plain attention on CPUs. Measured on two cores in float32, as
-# processor time of `blockwise` divided by that of `reference`, for the output alone and with the gradients (batch ×
-# tokens, heads of width; medians of 9 or 15 interleaved rounds):
-#   256 × 4, 4 of 16:   composed 0.25, 0.26; plain 0.98, 1.30  2 × 32, 8 of 16:    composed 1.06, 0.84; plain 1.10, 1.36
-#   64 × 16, 4 of 16:   composed 0.50, 0.57; plain 1.04, 1.01  8 × 64, 6 of 64:    composed 0.60, 0.47; plain 1.10, 1.30
-#   64 × 16, 16 of 8:   composed 0.77, 0.68; plain 1.36, 1.33  8 × 64, 16 of 64:   composed 0.52, 0.28; plain 0.97, 1.18
-#   128 × 16, 2 of 32:  composed 0.62, 0.52; plain 0.75, 1.05  16 × 128, 8 of 16:  composed 0.15, 0.19; plain 0.98, 1.16
-#   1 × 16, 4 of 16:    composed 1.08, 0.65; plain 0.98, 1.09  4 × 128, 32 of 64:  composed 0.37, 0.30; plain 1.13, 0.93
-#   8 × 196, 6 of 64:   composed 0.28, 0.24; plain 0.77, 0.89  1 × 256, 8 of 64:   composed 0.32, 0.18; plain 0.63, 0.78
-# The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
+# Scores of one head; with fewer, `reference` computes plain attention on CPUs (docs/performance.md).
 MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
 # Scores of all heads and examples, 4 GiB in float32. With as many, only dropout holds them on GPUs.
@@ -64,7 +56,7 @@ class Backend(NamedTuple):
       tried: the kinds of calls for which it is a candidate, by platform; any call may name it explicitly.
       only_on: the only platform that runs it; None if all do.
       holds_scores: it holds an array of all scores, H×T×S, in memory.
-      is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.selection`), and the compiler cannot split it
+      is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.check`), and the compiler cannot split it
         over devices.
       is_fused: the scores stay on the chip. For `folded`, this depends on the plain attention inside it.
     """
@@ -103,12 +95,66 @@ BACKENDS = {
     ),
 }
 
+Policy: TypeAlias = Literal["verify", "trust", "off"]
+VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code outside of `selecting`, and of training
+
+
+@dataclasses.dataclass
+class Selection:
+    """Policy and verdicts by which kernels are selected in functions that are traced inside `selecting`.
+
+    Fields:
+      policy: "verify" selects kernels by verdicts, "trust" without verdicts, "off" selects no kernels.
+      chosen: the name of the selected candidate by `Case.key`; "" stands for the first that needs no verdict. Existing
+        entries are used without verdicts, so that a resumed run computes with the same implementations.
+      verdicts: those of `dcvit.dcmha.check`; None reads the file of this process's device at the first need.
+      cases: the calls for which verdicts were needed, by `Case.key`.
+    """
+
+    policy: Policy = "verify"
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+    verdicts: check.Table | None = None
+    cases: dict[str, Case] = dataclasses.field(default_factory=dict)
+
+
+_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
+_DEFAULT = Selection()  # of code that is not inside `selecting`
 _FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 _RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
 
 
 class NotFusedError(ValueError):
     """The implementation of a call of attention inside `fused_only` is not fused (`Backend.is_fused`)."""
+
+
+@contextlib.contextmanager
+def selecting(selection: Selection) -> Iterator[Selection]:
+    """Context manager: select kernels by `selection` in functions that are traced inside it."""
+    token = _SELECTION.set(selection)
+    try:
+        yield selection
+    finally:
+        _SELECTION.reset(token)
+
+
+def default_policy() -> Policy:
+    """Return the policy in $DCVIT_KERNELS, by default "verify".
+
+    Raises:
+      ValueError: the variable is not the name of a policy.
+    """
+    found = os.environ.get(VARIABLE) or "verify"
+    if found not in get_args(Policy):
+        raise ValueError(f"{VARIABLE}={found!r}: expected 'verify', 'trust' or 'off'")
+    return cast(Policy, found)
+
+
+def current() -> Selection:
+    """Return the selection set by `selecting`, or else one with `default_policy`, which may raise ValueError."""
+    found = _SELECTION.get()
+    if found is None:
+        _DEFAULT.policy = default_policy()
+    return found or _DEFAULT
 
 
 @contextlib.contextmanager
@@ -144,7 +190,7 @@ def attention(call: Call, implementation: str | None = None, dropout: object = N
       ValueError: as `decide`; or the dropout or the environment variable DCVIT_KERNELS is invalid.
     """
     dropout = checked_dropout(dropout)
-    selection.current()  # an invalid environment variable is an error also where no kernel exists
+    current()  # an invalid environment variable is an error also where no kernel exists
     if call.inputs.q.size == 0 and implementation in (None, *BACKENDS):
         return jnp.zeros_like(call.inputs.q)
     name = decide(call, implementation, dropout)
@@ -158,8 +204,8 @@ def attention(call: Call, implementation: str | None = None, dropout: object = N
 def decide(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> str:
     """Return the name of the backend that computes a call: the named one, or the best of the `candidates`.
 
-    The first candidate is the best, unless there are kernels: then verdicts decide (`dcvit.dcmha.selection`). The
-    choice and the reasons against others are logged.
+    The first candidate is the best, unless there are kernels: then verdicts decide (`select`). The choice and the
+    reasons against others are logged.
 
     Raises:
       ValueError: the named implementation does not exist, does not support the call, or is not fused inside
@@ -176,9 +222,7 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
         kernels = [name for name in names if BACKENDS[name].is_kernel]
         name = next(name for name in names if name not in kernels)
         if kernels:
-            is_long = call.inputs.q.shape[1] * call.inputs.k.shape[1] > MAX_SCORES_TO_HOLD
-            timed = [name for name in names if name != "reference" or not is_long]
-            name = selection.select(make_case(timed, call)) or name
+            name = select(make_case(names, call)) or name
         not_selected = "it is not selected (see dcvit check-kernels)"
         reasons |= {kernel: not_selected for kernel in kernels if kernel != name}
         note = "".join(f"; not {other}: {reason}" for other, reason in reasons.items())
@@ -240,7 +284,11 @@ def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: 
             axes = ", ".join(mesh.axis_names)
             return f"the compiler cannot split a kernel over the mesh axes {axes}; use jax.shard_map"
         if not is_named:
-            warn_of_missing_mesh(jax.device_count())
+            warn_once(
+                f"no fused kernels, because there are {jax.device_count()} devices and no mesh: call jax.set_mesh with "
+                "a mesh of the axes data, fsdp, context or tensor, use jax.shard_map, or name the implementation in a "
+                "program for one device"
+            )
             return "the compiler cannot split a kernel over several devices, and no mesh is set"
     if dropout is not None and name != "reference":
         return "only reference has dropout"
@@ -250,45 +298,74 @@ def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: 
 def combine_heads(x: Array, w: Array) -> Array:
     """Return the result of `dcvit.dcmha.folded.combine_heads` in the form that is the fastest on this platform.
 
-    On CPUs that is a matrix product. On GPUs a matrix product, and on TPUs a kernel, replaces the sum only if it is
-    verified and faster. Gates alone, which multiply the vector of each head by a number, are left to XLA's fusion.
+    On CPUs that is a matrix product. On GPUs it is the sum, which took 0.6 (output) and 0.3 (with gradients) of the
+    time of the product on an H200 (docs/gpu_attention.json). On TPUs a kernel replaces the sum if its verdict says so.
+    Gates alone, which multiply the vector of each head by a number, are left to XLA's fusion.
     """
-    here = device.platform()
-    if w.shape[-1] == 1:
-        return folded.combine_heads(x, w)
-    if here == "cpu":
+    here, mixes = device.platform(), w.shape[-1] > 1
+    if mixes and here == "cpu":
         return folded.multiply_heads(x, w)
-    forms: dict[str, folded.Combine] = {"sum": folded.combine_heads}
-    if here == "gpu":
-        forms["einsum"] = folded.multiply_heads
-    elif here == "tpu":
+    if mixes and here == "tpu" and not splits_arrays():
         from dcvit.dcmha.backends.tpu import combine
 
-        if combine.supports(x, w) is None:
-            forms = {"pallas_tpu": combine.combine_heads, **forms}
-    if len(forms) == 1 or splits_arrays():
-        return folded.combine_heads(x, w)
-
-    def of_arrays(form: folded.Combine) -> Callable[[tuple[Array, Array]], Array]:
-        return lambda arrays: form(*arrays)
-
-    arrays, functions = shapes_of((x, w)), {name: of_arrays(form) for name, form in forms.items()}
-    key = f"combined heads: {describe(arrays)}, {_facts(_settings())}"
-    case = Case("combined heads", key, arrays, functions, frozenset(forms) - {"sum"}, functions["sum"])
-    return forms[selection.select(case) or "sum"](x, w)
+        names = {"pallas_tpu": "dcvit.dcmha.backends.tpu.combine", "sum": "dcvit.dcmha.folded"}
+        candidates = {name: f"{module}:combine_heads" for name, module in names.items()}
+        case = Case("combined heads", check.shapes_of({"x": x, "w": w}), {}, check.settings(), candidates)
+        if combine.supports(x, w) is None and select(case) == "pallas_tpu":
+            return combine.combine_heads(x, w)
+    return folded.combine_heads(x, w)
 
 
 def make_case(names: Sequence[str], call: Call) -> Case:
-    """Return the `Case` (for verification) whose verdicts determine which of the backends `names` a call uses."""
-    arrays = shapes_of(call.inputs)
+    """Return the `Case` whose verdicts determine which of the backends `names` a call uses."""
+    is_long = call.inputs.q.shape[1] * call.inputs.k.shape[1] > MAX_SCORES_TO_HOLD
+    functions = {
+        name: f"dcvit.dcmha.{BACKENDS[name].module}:run" for name in names if name != "reference" or not is_long
+    }
+    arrays, options = check.shapes_of(call.inputs), dataclasses.asdict(call.options)
+    return Case(_describe(call), arrays, options, check.settings(), functions)
 
-    def of_arrays(implementation: Attend) -> Callable[[Inputs], Array]:
-        return lambda inputs: implementation(dataclasses.replace(call, inputs=inputs))
 
-    functions = {name: of_arrays(BACKENDS[name].load().run) for name in names}
-    key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(call.options), **_settings()})}"
-    kernels = frozenset(name for name in names if BACKENDS[name].is_kernel)
-    return Case(_describe(call), key, arrays, functions, kernels, of_arrays(reference_of(call.inputs)))
+def select(case: Case) -> str:
+    """Return the name of the candidate that the verdicts select; "" stands for the first that needs no verdict."""
+    selection = current()
+    if selection.policy != "verify":
+        return next(iter(case.candidates)) if selection.policy == "trust" else ""
+    selection.cases[case.key] = case
+    name = selection.chosen.get(case.key)
+    if name is not None and (not name or name in case.candidates):
+        return name
+    if selection.verdicts is None:
+        selection.verdicts = _verdicts_of_this_device()
+    found = selection.verdicts.get(case.key, {})
+    for each in case.candidates.keys() & found.keys():
+        if each.startswith("pallas_") and found[each]["status"] != check.PASSED:
+            warn_once(f"{each} is not used for {case.label}: {found[each]['status']}: {found[each]['reason']}")
+    if case.candidates.keys() - found.keys():
+        warn_once(
+            "kernels without a verdict for this device and the shapes of a call are not used; "
+            "`dcvit check-kernels --config CONFIG` checks those of a config"
+        )
+    name = selection.chosen[case.key] = check.fastest(case, found)
+    return name
+
+
+def _verdicts_of_this_device() -> check.Table:
+    """Return the verdicts on this process's device; none, after a warning, where they could be those of another."""
+    chip = device.attached()
+    if chip is None:
+        warn_once("the devices of the mesh are not attached to this host, and have no verdicts: no kernel is used")
+        return {}
+    if jax.process_count() > 1:
+        warn_once("several processes could select different kernels: none is used; see Selection in dcvit.dcmha.plan")
+        return {}
+    return check.read(check.environment(chip))
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log `message` as a warning, once in a process."""
+    LOG.warning("attention: %s", message)
 
 
 def _kind(call: Call) -> str:
@@ -310,53 +387,6 @@ def is_long(inputs: Inputs, examples: int | None = None) -> bool:
     """Return True if this number of examples (by default all) has too many scores to hold on a GPU by default."""
     batch, queries, heads, _ = inputs.q.shape
     return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
-
-
-def _settings() -> dict[str, object]:
-    """Return the settings of JAX that change how a call is computed or whether it is supported."""
-    return {
-        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-        "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-    }
-
-
-def _facts(facts: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in facts.items())
-
-
-def reference_of(inputs: Inputs) -> Attend:
-    """Return the implementation with which kernels are compared; for long rows, one that does not hold all scores."""
-    return BACKENDS["blockwise"].load().run if is_long(inputs, examples=1) else _by_example
-
-
-def _by_example(call: Call) -> Array:
-    """Return the outputs of `reference`, computed by example, so that only the scores of one are in memory."""
-    inputs = call.inputs
-    static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
-    mask = inputs.mask
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (len(inputs.q), *mask.shape[1:]))
-
-    def attend(options: Options, x: Inputs) -> Array:
-        one = jax.tree.map(lambda array: array[None], x)
-        pre, post = (w and w._replace(static=s) for w, s in zip((one.pre, one.post), static, strict=True))
-        out: Array = reference.attend(options, one._replace(pre=pre, post=post))[0]
-        return out
-
-    pre, post = (w and w._replace(static=None) for w in (inputs.pre, inputs.post))
-    mapped = inputs._replace(pre=pre, post=post, mask=mask)
-    out: Array = map_examples(jax.checkpoint(attend, static_argnums=0), call.options, mapped)
-    return out
-
-
-@functools.cache
-def warn_of_missing_mesh(devices: int) -> None:
-    """Log once that kernels on several devices need a mesh, and how to set it."""
-    LOG.warning(
-        "attention: no fused kernels, because there are %d devices and no mesh: call jax.set_mesh with a mesh of the "
-        "axes data, fsdp, context or tensor, use jax.shard_map, or name the implementation in a program for one device",
-        devices,
-    )
 
 
 def checked_dropout(dropout: object) -> Dropout | None:

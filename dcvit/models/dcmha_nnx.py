@@ -14,7 +14,7 @@ from flax.typing import Dtype, Shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import dcmha
 from dcvit.models.composition import ComposeParams

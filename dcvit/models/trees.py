@@ -10,7 +10,7 @@ import re
 import flax.linen as nn
 import jax
 
-from dcvit.dcmha.selection import Policy, Selection, selecting
+from dcvit.dcmha.plan import Policy, Selection, selecting
 from dcvit.errors import ConfigError, first_line, nearest
 from dcvit.models import Params
 from dcvit.parallel.trees import by_name
@@ -50,7 +50,7 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     Args:
       model: the module.
       example: shape and dtype of its inputs.
-      kernels: policy of `dcvit.dcmha.selection` in the trace, which does not change the shapes.
+      kernels: policy of `dcvit.dcmha.plan` in the trace, which does not change the shapes.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the input.

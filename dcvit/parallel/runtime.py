@@ -14,7 +14,7 @@ from typing import NoReturn
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from dcvit.dcmha.selection import default_policy, set_forward_only
+from dcvit.dcmha.plan import default_policy
 from dcvit.errors import ConfigError, first_line
 from dcvit.versions import on_cloud_tpu, replace_backend
 
@@ -22,16 +22,12 @@ CACHE_BYTES = 10**10  # limit of the compilation cache
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
 
 
-def configure(*, forward_only: bool = False) -> None:
+def configure() -> None:
     """Check the policy of kernels, keep compiled programs on disk, and do not load libtpu on a machine without TPU.
-
-    Args:
-      forward_only: the command computes no gradients, so that the kernels with the fastest output are selected.
 
     Raises:
       ConfigError: the environment variable DCVIT_KERNELS is invalid.
     """
-    set_forward_only(forward_only)
     try:
         default_policy()
     except ValueError as e:

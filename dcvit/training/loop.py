@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import jax
 
-from dcvit.dcmha.selection import selecting
+from dcvit.dcmha.plan import selecting
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder

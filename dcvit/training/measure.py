@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from dcvit.dcmha import plan
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import forward_flops
 from dcvit.parallel import hlo, multihost, runtime, topologies
@@ -172,7 +172,7 @@ class Program:
         self.setup, self.mode = setup, mode
         selection = selection or kernels.select(None, {})
         policy = setup.config.kernels or selection.policy
-        chosen = dataclasses.replace(selection, policy=policy, forward_only=mode == "forward")
+        chosen = dataclasses.replace(selection, policy=policy)
         with selecting(chosen), jax.set_mesh(setup.model.mesh), plan.recording() as names:
             traced, *self.shapes = trace(setup, mode)
             lowered = traced.lower()

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcvit.dcmha.selection import Selection
+from dcvit.dcmha.plan import Selection
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.hub.open import TOKENIZER
 from dcvit.hub.source import find

@@ -15,8 +15,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from dcvit.dcmha.plan import NotFusedError, fused_only
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import NotFusedError, Selection, fused_only, selecting
 from dcvit.errors import ConfigError
 from dcvit.models import Params
 from dcvit.models.flops import forward_flops, training_flops

@@ -192,7 +192,7 @@ def main() -> None:
     images = args.model == "vit_s16"
     build = vision(args.batch, dtype) if images else language(args.model, args.depth, args.batch, dtype)
     built = {name: build(ROWS[name]) for name in args.rows}
-    before = {name: lowered(*row) for name, row in built.items()}  # kernels are verified here, one after the other
+    before = {name: lowered(*row) for name, row in built.items()}
     with ThreadPoolExecutor() as pool:
         compiling = {name: [pool.submit(x.compile) for x in programs] for name, programs in before.items()}
         programs = {name: (first.result(), step.result()) for name, (first, step) in compiling.items()}

@@ -148,7 +148,7 @@ def lowered(
 
 
 def build(size: Size, text: jax.Array, held_out: jax.Array) -> dict[str, Arm]:
-    """Return the compiled programs of each arm. They compile side by side, after the kernels have been verified."""
+    """Return the compiled programs of each arm. They compile side by side."""
     programs = {name: lowered(fields, size, text, held_out) for name, fields in ARMS.items()}
     with ThreadPoolExecutor(3 * len(programs)) as pool:
         compiling = {name: [pool.submit(x.compile) for x in found] for name, found in programs.items()}

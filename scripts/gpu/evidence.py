@@ -6,7 +6,7 @@
 
 The programs of all parts are first compiled side by side, into a compilation cache. Then each part runs alone under its
 own limit. OUT/summary.json has the state of each part; a part that is stopped or fails does not stop the others. The
-kernels are used without verification (DCVIT_KERNELS=trust), so that no time goes into it; the part "kernels" verifies
+kernels are used without verification (DCVIT_KERNELS=trust), so that no time goes into it; the part "kernels" checks
 those of common cases. Only jax, flax and optax are needed, except for the training of configs, and for the part
 "profile" Nsight Compute, which writes why the warps of one kernel wait.
 """

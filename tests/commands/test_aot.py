@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from paper.full import recommended
 
 from dcvit import aot, cli
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes

@@ -163,6 +163,15 @@ def test_bfloat16_is_close_to_float32(small_blocks):
         assert float(error) < 2e-2
 
 
+def test_a_scale_does_not_exceed_the_range_of_float16():
+    """scale·q is 90,000."""
+    (q, k, v, *_), options = random_case(6, branches=None, dtype=jnp.float16)
+    args = (jnp.sign(q) * 300, k / 8192, v)
+    found, right = (on_arrays(f)(*args, **{**options, "scale": 300.0}) for f in (blockwise.run, reference.run))
+    assert np.isfinite(right).all()
+    np.testing.assert_allclose(found.astype(jnp.float32), right.astype(jnp.float32), atol=2e-3)
+
+
 def test_the_scale_is_not_rounded_to_the_dtype_of_the_queries():
     """The scale by least squares from many weights of two keys; 0.3 in bfloat16 is larger by 0.26 %."""
     q = jnp.linspace(-3, 3, 400).astype(jnp.bfloat16).reshape(1, 400, 1, 1)

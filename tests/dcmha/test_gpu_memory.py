@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from marks import exhaustive
 from pallas_checks import weights_like
 
-from dcvit.dcmha import ComposeWeights, device, plan, selection
+from dcvit.dcmha import ComposeWeights, device, plan
 from dcvit.dcmha.backends.gpu import api, launch
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.segments import Segments
@@ -94,7 +94,7 @@ def measure(name, policy="trust"):
         mock.patch.object(plan, "splits_arrays", return_value=False),
         mock.patch.object(api, "launch", empty_outputs),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", return_value=91000),
-        selection.selecting(selection.Selection(policy)),
+        plan.selecting(plan.Selection(policy)),
         unittest.TestCase().assertLogs("dcvit.dcmha", "INFO") as log,
     ):
         jaxpr = jax.make_jaxpr(lambda call, cotangent: jax.vjp(lambda x: plan.attention(x), call)[1](cotangent))(

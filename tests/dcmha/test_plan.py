@@ -108,7 +108,7 @@ def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(monkeypatch, log)
     """The compiler may have to split the program, and it refuses to split kernels. A warning says so, once."""
     monkeypatch.setattr(device, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
-    plan.warn_of_missing_mesh.cache_clear()
+    plan.warn_once.cache_clear()
     for _ in range(2):
         trace(256, devices=0)
     warnings = [record for record in log.records if record.levelno == logging.WARNING]

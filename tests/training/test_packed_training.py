@@ -13,7 +13,7 @@ from training_runs import digits_command, interrupted_before, refusal, same, sam
 from dcvit import explore, load, predict
 from dcvit.cli import run
 from dcvit.config import load as configs
-from dcvit.dcmha.selection import Selection, selecting
+from dcvit.dcmha.plan import Selection, selecting
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics
 from dcvit.training.setup import make_setup

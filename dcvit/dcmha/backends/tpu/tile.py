@@ -74,7 +74,7 @@ def strip_rows(config: KernelConfig, h: int) -> slice:
 
 def query_slices(config: KernelConfig) -> list[slice]:
     """Return slices of the queries of a tile, in which vector operations process them: 128, or all without composes."""
-    size = LANES if config.pre or config.post else config.block_q
+    size = LANES if config.pre or config.post or config.family == "interleaved" else config.block_q
     return [slice(start, start + size) for start in range(0, config.block_q, size)]
 
 

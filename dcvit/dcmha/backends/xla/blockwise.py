@@ -94,10 +94,15 @@ supports = reference.supports  # every call
 def run(call: Call) -> Float[Array, "B T H D"]:
     """Compute the attention that a `Call` describes, and return the outputs of the heads.
 
-    Scores and weights are float32, or float64 for float64 inputs. scale·q is rounded to q's dtype.
+    Scores and weights are float32, or float64 for float64 inputs. scale·q is rounded to q's dtype; where
+    it could exceed the range of float16, the products are those of float32.
     """
-    out: Array = _arrange_and_attend(call.options, call.inputs)
-    return out
+    q, k, v = call.inputs[:3]
+    inputs = call.inputs
+    if q.dtype == jnp.float16 and abs(call.options.scale) > 1:
+        inputs = inputs._replace(q=q.astype(jnp.float32), k=k.astype(jnp.float32), v=v.astype(jnp.float32))
+    out: Array = _arrange_and_attend(call.options, inputs)
+    return out.astype(q.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # trace once if called eagerly
