@@ -1,4 +1,4 @@
-"""Image files listed with their labels in a CSV file, with one label for each image or several."""
+"""Image files listed with their labels in a CSV or Parquet file, with one label for each image or several."""
 
 import csv
 import io
@@ -16,12 +16,12 @@ from input_pipeline import source as base
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
 from input_pipeline.files import OpenedFiles, expand, named_errors
 from input_pipeline.images.folder import describe_classes
-from input_pipeline.parquet_files import place
+from input_pipeline.optional import require
+from input_pipeline.parquet_files import open_parquet, place
 
 logger = logging.getLogger(__name__)
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-
 IGNORED = ("", "-1")  # cells of unknown labels
 TRUTH = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, **dict.fromkeys((*IGNORED, "-1.0"), -1)}
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")  # of a column in `path`
@@ -37,7 +37,7 @@ class Labels(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Columns of a file by name, and the number of each row: its last line."""
+    """Columns of a file by name as text, and the number of each row; in text, its last line."""
 
     file: Path
     columns: dict[str, list[str]]
@@ -49,7 +49,9 @@ class Table(NamedTuple):
 
 
 def read_table(path: str, names: Sequence[str]) -> Table:
-    """Read some columns of a file ending in .csv (commas) or .tsv (tabs), whose first line names them.
+    """Read some columns of a file ending in .csv (commas), .tsv (tabs) or .parquet, whose first line names them.
+
+    Missing values of a Parquet file become empty.
 
     Raises:
       MissingDataError: the file does not exist.
@@ -58,8 +60,33 @@ def read_table(path: str, names: Sequence[str]) -> Table:
     file = expand(path)
     if "://" in path or not file.is_file():
         raise MissingDataError(f"no file {path}{'; only local files are read' * ('://' in path)}")
-    if file.suffix.lower() not in DELIMITERS:
-        raise InputError(f"{file}: expected a name ending in {' or '.join(DELIMITERS)}; write other tables as one")
+    if file.suffix.lower() == ".parquet":
+        columns = _parquet_columns(file, names)
+        numbers = [*range(1, len(columns[names[0]]) + 1)]
+    elif file.suffix.lower() in DELIMITERS:
+        columns, numbers = _text_columns(file, names)
+    else:
+        raise InputError(f"{file}: expected a name ending in {', '.join([*DELIMITERS, '.parquet'])}")
+    if not numbers:
+        raise InputError(f"{file} has no rows")
+    return Table(file, columns, numbers)
+
+
+def _parquet_columns(file: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return columns of a Parquet file, as the text that a CSV file has for their values."""
+    pa, compute, columns = require("pyarrow"), require("pyarrow.compute"), dict[str, list[str]]()
+    with open_parquet(str(file)) as opened:
+        for name in names:
+            place(file, name, opened.schema_arrow.names)
+            column = opened.read([name]).column(0)
+            if pa.types.is_floating(column.type):
+                column = compute.if_else(compute.is_nan(column), None, column)
+            columns[name] = compute.fill_null(column.cast(pa.string()), "").to_pylist()
+    return columns
+
+
+def _text_columns(file: Path, names: Sequence[str]) -> tuple[dict[str, list[str]], list[int]]:
+    """Return columns of a .csv or .tsv file, and the number of the last line of each row."""
     with named_errors(file):
         try:
             text = file.read_bytes().decode("utf-8-sig")
@@ -77,13 +104,11 @@ def read_table(path: str, names: Sequence[str]) -> Table:
             cells.append(row)
     except csv.Error as e:
         raise InputError(f"{file}:{reader.line_num}: {e}") from None
-    if not numbers:
-        raise InputError(f"{file} has no rows")
-    return Table(file, {name: [row[at] for row in cells] for name, at in places.items()}, numbers)
+    return {name: [row[at] for row in cells] for name, at in places.items()}, numbers
 
 
 class Source(base.Source):
-    """Images of a manifest: a file ending in .csv or .tsv, with a row for each image.
+    """Images of a manifest: a file ending in .csv, .tsv or .parquet, with a row for each image.
 
     An example is `image` (the bytes of the image file), and for one label `label` (int32; -1 if it is unknown), for
     several `labels` (float32, 1 for the classes of the image, 0 for others, and -1 for unknown ones). Unknown labels

@@ -49,10 +49,10 @@ def expected(listed):
     return np.array([[name in names for name in manifests.COLORS] for _, names in listed], np.float32)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "parquet of numbers"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_several_classes_are_names_with_a_separator_or_columns(folder, listed, suffix, joined):
-    """The row of an unknown image has an empty cell."""
+    """The row of an unknown image has an empty cell, and None in a Parquet file."""
     hot = expected(listed)
     if joined:
         columns = {"label": ["|".join(names) or "|" for _, names in listed]}
@@ -61,10 +61,18 @@ def test_several_classes_are_names_with_a_separator_or_columns(folder, listed, s
         columns = {color: [str(int(on)) for on in hot[:, c]] for c, color in enumerate(manifests.COLORS)}
         columns |= {"red": [*columns["red"][:7], "", *columns["red"][8:]]}
     columns = {"path": [path for path, _ in listed], **columns}
-    file = folder / f"labels.{suffix}"
-    text = manifests.write_csv(file, columns, zip(*columns.values(), strict=True))
-    if suffix == "tsv":
-        file.write_text((folder / text).read_text().replace(",", "\t"))
+    file = folder / f"labels.{suffix.split()[0]}"
+    if suffix.startswith("parquet"):
+        pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+        typed = {key: [cell or None for cell in cells] for key, cells in columns.items()}
+        if suffix == "parquet of numbers" and not joined:
+            typed |= {key: [cell and float(cell) for cell in typed[key]] for key in manifests.COLORS}
+            typed["blue"] = [bool(cell) for cell in typed["blue"]]
+        parquet.write_table(pa.table(typed), file)
+    else:
+        text = manifests.write_csv(file, columns, zip(*columns.values(), strict=True))
+        if suffix == "tsv":
+            file.write_text((folder / text).read_text().replace(",", "\t"))
     source = opened(file, **({"sep": "|"} if joined else {"labels": manifests.COLORS}))
     assert source.class_names == manifests.COLORS
     hot[7, slice(None) if joined else 2] = -1
@@ -172,8 +180,18 @@ def test_a_missing_manifest_or_all_missing_images_are_missing_data(folder):
     for path in ("none.csv", "gs://bucket/labels.csv"):
         with pytest.raises(ip.MissingDataError, match="no file"):
             opened(path)
-    (folder / "labels.parquet").touch()
-    with pytest.raises(ip.InputError, match=r"labels\.parquet: expected a name ending in \.csv or \.tsv"):
-        opened(folder / "labels.parquet")
     with pytest.raises(ip.MissingDataError, match="1 of 1 image files are missing"):
         opened(manifests.write_csv(folder / "labels.csv", ("path", "label"), [("x.png", "a")]))
+
+
+def test_a_damaged_parquet_manifest_is_refused(folder, listed):
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    file = folder / "labels.parquet"
+    parquet.write_table(pa.table({"path": [P], "label": [["a", "b"]]}), file)
+    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
+        opened(file)
+    parquet.write_table(pa.table({"path": [p for p, _ in listed], "label": ["a"] * COUNT}), file)
+    assert len(opened(file)) == COUNT
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ip.InputError, match=r"labels\.parquet cannot be read as Parquet"):
+        opened(file)
