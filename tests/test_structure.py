@@ -24,7 +24,7 @@ LONG_FILES = {
     "dcvit/weights/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
 }
 MOST_ANY = 188  # occurrences of `Any` outside import lines
-MOST_LINES = {("dcvit", "input_pipeline"): 40_250, ("tests",): 29_850, ("scripts",): 3_830}  # of Python
+MOST_LINES = {("dcvit", "input_pipeline"): 38_800, ("tests",): 29_600, ("scripts",): 3_830}  # of Python
 ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "process", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -33,8 +33,8 @@ from dcvit.parallel import multihost, runtime
 from dcvit.runs.files import folder
 from dcvit.runs.identity import Facts, Record
 from dcvit.training.evaluation import open_evaluators, predictor
-from dcvit.training.measure import trace
 from dcvit.training.setup import load_setup, make_setup
+from dcvit.training.step import trace
 from dcvit.versions import cluster_size
 from input_pipeline import MissingDataError, MissingLibraryError
 

@@ -25,13 +25,11 @@ from dcvit.dcmha.plan import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import forward_flops
 from dcvit.parallel import hlo, multihost, runtime, topologies
-from dcvit.parallel.sharding import batch_sharding, with_shardings
 from dcvit.parallel.topologies import GIB
 from dcvit.runs.progress import stage
 from dcvit.training import kernels, memory
-from dcvit.training.evaluation import predictor
 from dcvit.training.setup import Setup, load_setup
-from dcvit.training.step import TrainState, init_params, initial_state, jit_update, state_shapes, step_flops
+from dcvit.training.step import TrainState, init_params, initial_state, step_flops, trace
 from dcvit.training.timing import interleaved
 
 LOG = logging.getLogger(__name__)
@@ -43,30 +41,6 @@ COLUMNS = (
     "unit", "tflops", "mfu", "ratio", "memory_mb", "compile_s", "error",
 )  # fmt: skip
 Row: TypeAlias = dict[str, Any]  # text, numbers and None by name
-Traced: TypeAlias = tuple[jax.stages.Traced, PyTree, PyTree]  # a program, and the shapes of its two arguments
-
-
-def trace(setup: Setup, mode: str = "train") -> Traced:
-    """Trace a program of `MODES` for the devices of a run's mesh.
-
-    Returns:
-      The program, and the shapes of its arguments: the state and the batch, or the parameters and the inputs.
-    """
-    model, example, rows = setup.model, setup.task.example, batch_sharding(setup.model.mesh)
-    with jax.set_mesh(model.mesh):
-        if mode == "train":
-            state = state_shapes(setup)
-            batch = {
-                key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
-                for key, array in setup.data.repeated().items()
-            }
-            return jit_update(setup, state).trace(state, batch), state, batch
-        predict = predictor(model.module)
-        params = with_shardings(model.shapes, model.mesh, model.strategy)
-        shape = (setup.data.batch_size, *example.shape[1:])
-        inputs = jax.ShapeDtypeStruct(shape, example.dtype, sharding=rows)
-        logits = jax.jit(lambda params, inputs: predict(params, inputs)[0], out_shardings=rows)
-        return logits.trace(params, inputs), params, inputs
 
 
 def lower(setup: Setup) -> tuple[jax.stages.Lowered, TrainState]:

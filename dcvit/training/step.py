@@ -21,9 +21,10 @@ from dcvit.models import Params
 from dcvit.models.flops import forward_flops, training_flops
 from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
-from dcvit.parallel.sharding import replicated, shardings
+from dcvit.parallel.sharding import batch_sharding, replicated, shardings, with_shardings
 from dcvit.parallel.trees import by_name
 from dcvit.training.distillation import TEACHER
+from dcvit.training.evaluation import predictor
 from dcvit.training.optim import at_step, zero_frozen
 from dcvit.training.setup import Setup
 from dcvit.training.tasks import Batch
@@ -230,3 +231,26 @@ def non_finite_arrays(tree: PyTree) -> list[str]:
 @jax.jit
 def _all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.all(jnp.isfinite(array)) for name, array in arrays.items()}
+
+
+def trace(setup: Setup, mode: str = "train") -> tuple[jax.stages.Traced, PyTree, PyTree]:
+    """Trace a program for the devices of a run's mesh: "train", the training step, or "forward", inputs to logits.
+
+    Returns:
+      The program, and the shapes of its arguments: the state and the batch, or the parameters and the inputs.
+    """
+    model, example, rows = setup.model, setup.task.example, batch_sharding(setup.model.mesh)
+    with jax.set_mesh(model.mesh):
+        if mode == "train":
+            state = state_shapes(setup)
+            batch = {
+                key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
+                for key, array in setup.data.repeated().items()
+            }
+            return jit_update(setup, state).trace(state, batch), state, batch
+        predict = predictor(model.module)
+        params = with_shardings(model.shapes, model.mesh, model.strategy)
+        shape = (setup.data.batch_size, *example.shape[1:])
+        inputs = jax.ShapeDtypeStruct(shape, example.dtype, sharding=rows)
+        logits = jax.jit(lambda params, inputs: predict(params, inputs)[0], out_shardings=rows)
+        return logits.trace(params, inputs), params, inputs
