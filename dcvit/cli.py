@@ -10,9 +10,11 @@ import argparse
 import csv
 import io
 import json
+import logging
 import os
 import re
 import sys
+import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,8 +106,9 @@ class Parser(argparse.ArgumentParser):
         """
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
         valid = [option for action in self._actions for option in action.option_strings]
-        for name in (word.partition("=")[0] for word in words):
-            if re.match(r"--|-[A-Za-z]\S*$", name) and name not in valid:
+        for word in words:
+            name = word.partition("=")[0]
+            if re.match(r"--|-[A-Za-z]\S*$", word) and name not in valid:
                 raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
         if overrides and "--config" not in valid:
             raise ConfigError(f"{self.prog} takes no --config.{overrides[0]}")
@@ -146,25 +149,33 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def path(text: str) -> Path:
-    """Convert an option's value to a path, with ~ expanded, in valid UTF-8, which Orbax and TensorStore need."""
+    """Convert an option's value to a path, with ~ expanded."""
     if not text:  # most likely an unset shell variable
         raise argparse.ArgumentTypeError("an empty path")
-    if "://" in text or huggingface.is_name(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL or a repository of the Hugging Face Hub")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
     try:
-        local = expand(text)
-        str(local.absolute()).encode()
+        return expand(text)
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def utf8_path(text: str) -> Path:
+    """Convert an option's value to a path as in `path`, in valid UTF-8, which Orbax and TensorStore need."""
+    if huggingface.is_name(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, not a repository of the Hugging Face Hub")
+    local = path(text)
+    try:
+        str(local.absolute()).encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{text}: the path is not valid UTF-8") from None
     return local
 
 
 def folder(text: str) -> files.Folder:
-    """Convert an option's value to a folder: a path as in `path`, or the URL of a supported store."""
+    """Convert an option's value to a folder: a path as in `utf8_path`, or the URL of a supported store."""
     if "://" not in text:
-        return path(text)
+        return utf8_path(text)
     try:
         return files.folder(text)
     except ValueError as e:
@@ -213,10 +224,15 @@ def add_model_options(parser: Parser, *, weights: bool = True, image_size: bool 
 
 
 def check_config(spec: str, overrides: Sequence[str]) -> None:
-    """Load a config before JAX is imported, so that an error is shown at once."""
+    """Load a config before a command imports JAX and loads it, so that an error is shown at once; log nothing."""
     from dcvit.config import load as config
 
-    config.load(spec, overrides)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        config.load(spec, overrides)
+    finally:
+        logging.disable(before)
 
 
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> ConfigDict | None:
@@ -360,21 +376,31 @@ def _multihost() -> types.ModuleType | None:
 
 
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
-    """Print rows that have the same keys, as `form` says: as CSV, each as soon as it is computed, JSON or a table.
+    """Print rows that have the same keys, as `form` says: as CSV or JSON, each as soon as it is computed, or a table.
 
     A table has the columns with a value, and is adapted to the width of the terminal, unless it is in Markdown. JSON
     has the exact text; in CSV and tables, characters that cannot be printed are escaped.
     """
     if form == "json":
-        print(json.dumps([*rows], indent=2))
+        _show_json(rows)
     elif form == "csv":
         _show_csv(rows)
     elif form == "markdown":
         header, *lines = _cells(list(rows))
-        for line in (header, ["---"] * len(header), *lines):
+        for line in (header, ["---"] * len(header), *lines) if header else ():
             print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
     else:
         _show_table(_cells(list(rows)), title)
+
+
+def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows as a JSON list with an indentation of 2, each as soon as it is computed."""
+    printed = False
+    for row in rows:
+        print("," if printed else "[")
+        print(textwrap.indent(json.dumps(row, indent=2), "  "), end="", flush=True)
+        printed = True
+    print("\n]" if printed else "[]")
 
 
 def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sources", nargs="+", metavar="source", type=cli.local_model,
         help="a workdir, one of its checkpoints, weights (a file or folder), a model of the package, or hf:OWNER/NAME",
     )  # fmt: skip
-    parser.add_argument("target", type=cli.path, help="a new folder")
+    parser.add_argument("target", type=cli.utf8_path, help="a new folder")
     parser.add_argument(
         "--to", required=True,
         help="npz (big_vision), safetensors, hf (transformers), timm, onnx, stablehlo or dcvit",

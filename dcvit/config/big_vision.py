@@ -4,8 +4,8 @@ Keys of big_vision are kept, renamed or converted so that the result is the same
 which are dropped, because they concern the speed of big_vision's own input pipeline or the look of its output. Keys
 without translation stay, and are an error where dcvit does not know them, either.
 
-This module also stands in for `big_vision.configs.common`, which config files import as `bvcc`, and `common_fewshot`
-beside it: `parse_arg` and `get_fewshot_lsr` have the arguments and results of big_vision's.
+`parse_arg` and `get_fewshot_lsr` have the arguments and results of those in `big_vision.configs.common`, which config
+files import as `bvcc`, and in `common_fewshot` beside it.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def importable() -> Iterator[None]:
     if "big_vision" in sys.modules:
         yield
         return
-    modules = {name: types.ModuleType(name) for name in ("big_vision", "big_vision.configs")}
-    for package in modules.values():
-        package.__path__ = []
-    this = sys.modules[__name__]
-    modules |= {"big_vision.configs.common": this, "big_vision.configs.common_fewshot": this}
+    names = ("big_vision", "big_vision.configs", "big_vision.configs.common", "big_vision.configs.common_fewshot")
+    modules = {name: types.ModuleType(name) for name in names}
+    for module in modules.values():
+        module.__path__ = []
+        vars(module).update(parse_arg=parse_arg, get_fewshot_lsr=get_fewshot_lsr)
     sys.modules.update(modules)
     try:
         yield

@@ -96,6 +96,8 @@ def open_params(folder: Folder) -> dict[str, ts.TensorStore]:
     elif str(place).startswith("s3://"):
         base = kvstore(str(place))
     names = shapes_of(_metadata(item))
+    if any(name.endswith("/lora_a") for name in names):
+        raise CheckpointError(f"{folder} holds adapters of LoRA; 0.2.0 merges them: dcvit convert RUN NEW --to dcvit")
     opened = {}
     for name in names:
         inside = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}

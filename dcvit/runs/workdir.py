@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from dcvit.runs.files import Folder, absolute, file_identity, replace
 from dcvit.runs.identity import Record, compare
 from dcvit.runs.steps import ABOUT, FOLDER, about, problems, saved_steps
 
+LOG = logging.getLogger(__name__)
 LOCK = ".lock"
 ACCEPTED = "accepted.json"  # names given to --accept, by which checkpoints may differ from config.json and data.json
 PARAMETERS = "parameters.txt"
@@ -149,8 +151,11 @@ def write_overview(workdir: Folder, params: Mapping[str, Any]) -> None:
       params: the parameters, or their shapes.
     """
     if importlib.util.find_spec("clu"):
-        from clu import parameter_overview
-
+        try:
+            from clu import parameter_overview
+        except Exception as e:  # of TensorFlow, which it imports
+            LOG.warning("no %s: clu fails to load: %s", PARAMETERS, first_line(e))
+            return
         table: str = parameter_overview.get_parameter_overview(params, include_stats=False)
         replace(workdir / PARAMETERS, table + "\n")
 

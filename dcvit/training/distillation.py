@@ -192,23 +192,23 @@ def make_distillation(
 
 def _check_options(options: Options, config: ConfigDict) -> None:
     """Raise ConfigError for an option that is out of range, or that has no effect with the others."""
-    temperature, weight = options.temperature, options.weight
-    refused = {
-        f"{WHAT}.teacher is empty: name a run, a checkpoint, a model of the package or weights": not options.teacher,
-        f"{WHAT}.loss={options.loss!r}; {nearest(options.loss, LOSSES)}": options.loss not in LOSSES,
-        f"{WHAT}.temperature={temperature!r} should be finite and above 0": not (is_rate(temperature) and temperature),
-        f"{WHAT}.temperature has no effect with loss='hard'": options.loss == "hard" and temperature != 1,
-        f"{WHAT}.weight={weight!r} should be above 0 and at most 1": not 0 < weight <= 1,
-        f"{WHAT} needs config.loss='softmax_xent', found {config.loss!r}": config.loss != "softmax_xent",
-        f"{WHAT} is for images of one size, not for the op patches": patch_sizes(config.input.get("pp", "")),
-    }
-    refused |= {
-        f"config.{key}={config[key]} has no effect: {WHAT}.weight=1 omits labels": weight == 1 and config[key]
-        for key in ("label_smoothing", "class_weights")
-    }
-    for message, is_refused in refused.items():
-        if is_refused:
-            raise ConfigError(message)
+    if not options.teacher:
+        raise ConfigError(f"{WHAT}.teacher is empty: name a run, a checkpoint, a model of the package or weights")
+    if options.loss not in LOSSES:
+        raise ConfigError(f"{WHAT}.loss={options.loss!r}; {nearest(options.loss, LOSSES)}")
+    if not is_rate(options.temperature) or not options.temperature:
+        raise ConfigError(f"{WHAT}.temperature={options.temperature!r} should be finite and above 0")
+    if options.loss == "hard" and options.temperature != 1:
+        raise ConfigError(f"{WHAT}.temperature={options.temperature!r} has no effect with loss='hard'")
+    if not 0 < options.weight <= 1:
+        raise ConfigError(f"{WHAT}.weight={options.weight!r} should be above 0 and at most 1")
+    unused = next((key for key in ("label_smoothing", "class_weights") if config[key]), None)
+    if options.weight == 1 and unused:
+        raise ConfigError(f"config.{unused}={config[unused]} has no effect: {WHAT}.weight=1 omits labels")
+    if config.loss != "softmax_xent":
+        raise ConfigError(f"{WHAT} needs config.loss='softmax_xent', found {config.loss!r}")
+    if patch_sizes(config.input.get("pp", "")):
+        raise ConfigError(f"{WHAT} is for images of one size, not for the op patches")
 
 
 def _check_names(theirs: Sequence[str], ours: Sequence[str]) -> None:

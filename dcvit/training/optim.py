@@ -40,6 +40,9 @@ EMBEDDINGS = re.compile(r"(embedding|pre_norm)/.*|pos_embedding|cls|registers")
 LAST_NORM = re.compile(r"Transformer/(encoder|decoder)_norm/.*")  # of the blocks' output
 
 
+MAX_NS_STEPS = 20  # the iterations are unrolled
+
+
 def schedule(
     total_steps: int,
     *,
@@ -208,7 +211,14 @@ def muon(
     The orthogonalized momentum of a matrix M×N is scaled by consistent_rms·√max(M, N), so that the RMS of its entries
     is about that of Adam's updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW
     fit. None: the scale √max(1, N/M), with which Muon needs another learning rate than Adam; see `lr_mults`.
+
+    Raises:
+      ValueError: `ns_steps`, the Newton-Schulz iterations, or `beta` is out of range.
     """
+    if not 1 <= ns_steps <= MAX_NS_STEPS:
+        raise ValueError(f"optax.ns_steps={ns_steps} should be in [1, {MAX_NS_STEPS}]")
+    if not 0 <= beta < 1:
+        raise ValueError(f"optax.beta={beta} should be in [0, 1)")
     return optax.contrib.muon(
         -1.0,  # the learning rate and its sign are those of `make_optimizer`
         ns_steps=ns_steps, beta=beta, eps=eps, mu_dtype=mu_dtype, nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2,

@@ -207,7 +207,7 @@ def _check_same_teacher(before: Mapping[str, int], now: Mapping[str, int]) -> No
 
 def _accepted_differences(folder: Folder, about: Mapping[str, Any], accept: Sequence[str]) -> list[str]:
     """Return the accepted differences from the run in a workdir; raise ConfigError for others, or damaged metrics."""
-    rows = next(metrics.read(folder / name) for name in metrics.FILES)
+    rows, _ = [metrics.read(folder / name) for name in metrics.FILES]
     has_started = steps.saved_steps(folder) or any(row["step"] for row in rows)
     existing = workdir.existing(folder) if has_started else {}
     return identity.check_same_run(folder, existing, about["config"], about["data"], accept)

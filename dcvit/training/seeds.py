@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.errors import EXPECTED, ConfigError
@@ -51,6 +52,7 @@ def train_seeds(
         except EXPECTED as e:
             if setup is None and is_first:
                 raise
-            fail(f"seed {seed}: {e}")
+            with contextlib.suppress(OSError):  # stderr may be closed
+                fail(f"seed {seed}: {e}")
         is_first = False
     return results

@@ -104,26 +104,25 @@ def make_setup(
       InputError: the data is missing or unusable.
     """
     tokenizer = own_tokenizer(config, workdir) if source is None else None
-    given = config
     with with_tokenizer(config, tokenizer) as located:
-        corrupt = check_input(located)
+        corrupt, device = check_input(located), devices[0] if devices else None
+        mesh = mesh_of(located, make_model(located, device), devices)  # checked before data is read
         source = open_source(located.input.data, "config.input.data") if source is None else source
-        task, config = task_class(located).create(located, source, corrupt)  # names missing libraries
-        module = make_model(config, devices[0] if devices else None)
-        mesh = mesh_of(config, module, devices)
-        check_batch(config, source, mesh, task.packing)
+        task, complete = task_class(located).create(located, source, corrupt)  # names missing libraries
+        module = make_model(complete, device)
+        check_batch(complete, source, mesh, task.packing)
         if sizes := input_pipeline.patch_sizes(task.pp):
             check_packed(module, sizes[0] ** 2)
-        data = TrainingData(source, task.pp, config.input.batch_size, config.seed, corrupt, task.packing)
-        model = build_model(config, module, mesh, task.example)
+        data = TrainingData(source, task.pp, complete.input.batch_size, complete.seed, corrupt, task.packing)
+        model = build_model(complete, module, mesh, task.example)
         if task.distillation:
             task.distillation.check_student(module, mesh)
-        evaluators = _evaluators_of_training(config, task, source, model) if evaluate else {}
-        plan = _make_plan(config, data, model, evaluators)
-        _check_keys(config, evaluators, plan.total_steps)
+        evaluators = _evaluators_of_training(complete, task, source, model) if evaluate else {}
+        plan = _make_plan(complete, data, model, evaluators)
+        _check_keys(complete, evaluators, plan.total_steps)
     if tokenizer is not None:  # without the path of a temporary file
-        config = replaced(config, input=given.input, evals=given.evals)
-    return Setup(config, task, data, model, plan, evaluators, tokenizer)
+        complete = replaced(complete, input=config.input, evals=config.evals)
+    return Setup(complete, task, data, model, plan, evaluators, tokenizer)
 
 
 def load_setup(

@@ -4,7 +4,10 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -134,6 +137,35 @@ def test_what_cannot_run_is_an_error_of_one_line(argv, message, folder, call, mo
     status, _, err = call("--include_path", folder, "--tasks", *argv)
     assert status == 2
     assert message in err.splitlines()[-1]
+
+
+OFFLINE = """
+import sys
+def audit(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.bind"):
+        raise RuntimeError(f"network: {event} {args}")
+sys.addaudithook(audit)
+from dcvit import errors, lm_eval
+lm_eval.prepare(online=False)
+from lm_eval.models.dummy import DummyLM
+from dcvit.inference import harness
+try:
+    harness.evaluate_tasks(DummyLM(), ["piqa"])
+except errors.ConfigError as e:
+    print(e)
+"""
+
+
+@pytest.mark.weekly
+def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("lm_eval: ")
+    assert done.stdout.count("\n") == 1
+    assert "network" not in done.stdout
 
 
 def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch, capsys):

@@ -160,3 +160,18 @@ def test_signal_after_the_last_step_changes_nothing_and_starts_no_further_seed(t
     assert "stopped by SIGTERM: seed 1 has not started" in capsys.readouterr().err
     assert saved_steps(tmp_path / "seed0") == [1]
     assert not (tmp_path / "seed1").exists()
+
+
+def test_progress_restarts_the_watchdog_and_closing_ends_it(monkeypatch):
+    calls = []
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(stop.faulthandler, name, lambda *args, name=name, **_: calls.append((name, *args)))
+    watchdog = stop.Watchdog(0.5)
+    watchdog.progress()
+    watchdog.close()
+    assert calls == [*[("dump_traceback_later", 0.5)] * 2, ("cancel_dump_traceback_later",)]
+    calls.clear()
+    watchdog = stop.Watchdog(0)
+    watchdog.progress()
+    watchdog.close()
+    assert not calls

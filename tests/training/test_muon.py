@@ -132,5 +132,13 @@ def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
     assert same_runs(complete, stopped)
 
 
-def test_a_bad_option_is_one_line():
-    assert "bfloat17" in refusal(small_lm_setup, optax_name="muon", optax={"mu_dtype": "bfloat17"})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_steps": 0}, "optax.ns_steps=0 should be in [1, 20]"),
+        ({"beta": 1.0}, "optax.beta=1.0 should be in [0, 1)"),
+        ({"mu_dtype": "bfloat17"}, "bfloat17"),
+    ],
+)
+def test_a_bad_option_is_one_line(options, message):
+    assert message in refusal(small_lm_setup, optax_name="muon", optax=options)
