@@ -93,13 +93,18 @@ CASES = {
 
 
 def plan_calls() -> None:
-    """Read calls of attention by name from stdin; print environment, cases, and reasons against backends, as JSON."""
+    """Read calls of attention by name from stdin; print environment, cases and refused backends, or an error."""
     import jax
 
     from dcvit.dcmha import check, plan
     from dcvit.parallel import runtime
 
     runtime.configure()
+    try:
+        runtime.check_devices()
+    except ConfigError as e:
+        print(json.dumps({"error": str(e)}))
+        return
     cases, unsupported = [], {}
     for name, given in json.load(sys.stdin).items():
 
@@ -142,17 +147,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         raise ConfigError(f"no case contains {' or '.join(args.words)}; there are {', '.join(CASES)}")
 
-    from dcvit.dcmha import check
+    from dcvit.dcmha import check, plan
 
+    plan.default_policy()  # an invalid environment variable is an error
     request: object = {name: sizes.call() for name, sizes in chosen.items()}
     listing = "from dcvit.check_kernels import plan_calls; plan_calls()"
     if args.config:
         listing = "from dcvit.training.kernels import main; main()"
         request = {"config": args.config, "overrides": overrides}
     try:
-        environment, cases, *unsupported = check.run_child(listing, request, check.SECONDS)
+        listed = check.run_child(listing, request, check.SECONDS)
     except check.ChildError as e:
         raise ConfigError(f"cannot find the calls of attention: {e}") from None
+    if isinstance(listed, dict):
+        raise ConfigError(listed["error"])
+    environment, cases, *unsupported = listed
     if args.again:
         check.path(environment).unlink(missing_ok=True)
     rows = []

@@ -123,23 +123,6 @@ def _remote_state(path: str, period: int) -> FileState:
     return file_state(path)
 
 
-def read_at(path: str, state: FileState, start: int = 0, length: int = -1) -> bytes:
-    """Return `length` bytes of a file from byte `start` on, or all of them.
-
-    Raises:
-      ReadingError: the file cannot be read, or its state is not `state` any more.
-    """
-    if "://" in path:
-        check_unchanged(path, state)
-        with store_errors(path):
-            data: bytes = stores.filesystem(path).cat_file(path, start=start, end=start + length)
-            return data
-    with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as file:  # noqa: PTH123
-        check_unchanged(path, state, _local_state(os.fstat(file.fileno())))
-        file.seek(start)
-        return file.read(length)
-
-
 class OpenedFiles:
     """The files of a data source, in order, and their states when it was opened."""
 
@@ -171,7 +154,10 @@ class OpenedFiles:
 
     def read(self, number: int) -> bytes:
         """Return the content of a local file. Raises ReadingError if it cannot be read or was changed."""
-        return read_at(self.paths[number], self.state(number))
+        path = self.paths[number]
+        with named_errors(path, error=ReadingError), open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            check_unchanged(path, self.state(number), _local_state(os.fstat(file.fileno())))
+            return file.readall()
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""

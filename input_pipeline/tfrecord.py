@@ -33,7 +33,6 @@ from input_pipeline.files import (
     check_unchanged,
     file_state,
     named_errors,
-    read_at,
     store_errors,
 )
 from input_pipeline.optional import require
@@ -42,7 +41,7 @@ from input_pipeline.source import Source
 logger = logging.getLogger(__name__)
 
 HEADER, FOOTER = 12, 4  # bytes of the length and its checksum before the data, and of the checksum after it
-OPEN_FILES = 128  # ArrayRecord files that are kept open; a process may usually open about a thousand
+OPEN_FILES = 128  # files of each format that are kept open; a process may usually open about a thousand
 REMOTE_BLOCK = 1 << 20  # bytes per request while the records of a remote file are found
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
@@ -63,8 +62,9 @@ class TFRecordFile:
 
     def read(self, number: int) -> bytes:
         """Return the data of a record. Raises InputError if its checksum is wrong."""
+        check_unchanged(self.path, self.state)
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
-        data = read_at(self.path, self.state, start, end - start + FOOTER)
+        data = _read(self.path, self.state, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
             check_unchanged(self.path, self.state, file_state(self.path))
@@ -238,6 +238,37 @@ def _checksum(data: bytes) -> bytes:
     """Return TFRecord's checksum: the CRC-32C, rotated right by 15 bits, plus a constant, as 4 bytes."""
     crc = require("google_crc32c").value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _read(path: str, state: FileState, start: int, length: int) -> bytes:
+    """Return `length` bytes of a file from byte `start` on. Reading local files does not block other threads."""
+    if "://" not in path:
+        return _kept_open(path, state).read(start, length)
+    with store_errors(path):
+        data: bytes = stores.filesystem(path).cat_file(path, start=start, end=start + length)
+        return data
+
+
+class _LocalFile:
+    """An open local file that threads read at any position. It is closed when no thread refers to it any more.
+
+    The state of the file is only part of the key by which it is kept open.
+    """
+
+    def __init__(self, path: str, _: FileState):
+        self.descriptor = -1
+        with named_errors(path, error=ReadingError):
+            self.descriptor = os.open(path, os.O_RDONLY)
+
+    def read(self, start: int, length: int) -> bytes:
+        return os.pread(self.descriptor, length, start)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+_kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)
 
 
 @contextlib.contextmanager

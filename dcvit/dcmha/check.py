@@ -11,6 +11,7 @@ kind of device and versions of JAX, its backend and this package.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
@@ -38,7 +39,9 @@ from dcvit.dcmha.shapes import Array
 from dcvit.versions import __version__
 
 LOG = logging.getLogger(__name__)
-SECONDS = 300.0  # limit of a child, which starts JAX, compiles and runs the reference and one candidate
+SECONDS = 900.0  # limit of a child, which starts JAX, compiles and runs the reference and one candidate
+# Python code by which a process is killed when its parent ends; without it, a kernel that hangs keeps the device.
+END_WITH_PARENT = "import ctypes, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9)"
 # Largest relative error in the 2-norm; that of a row, relative to the mean row, may be four times as large. Products of
 # 16-bit numbers have errors of 2^-9 and pass several roundings; on TPUs, operands of float32 products are rounded to
 # bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
@@ -161,7 +164,9 @@ def read(environment: Mapping[str, str]) -> Table:
     file = path(environment)
     try:
         table: Table = json.loads(file.read_text())["cases"]
-        return {key: {name: {**verdict} for name, verdict in found.items()} for key, found in table.items()}
+        for verdict in [verdict for found in table.values() for verdict in found.values()]:
+            _ = verdict["status"], verdict["reason"]
+        return table
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
@@ -183,7 +188,15 @@ def write(environment: Mapping[str, str], key: str, name: str, verdict: Verdict)
 
 
 def examine(case: Case, environment: Mapping[str, str], seconds: float = SECONDS) -> dict[str, Verdict]:
-    """Return the verdicts on all candidates of a case by name; missing ones are produced in children and written."""
+    """Return the verdicts on all candidates of a case by name; missing ones are produced in children and written.
+
+    One process at a time checks, where flock(2) works, so that no two of them time kernels on one device.
+    """
+    with _alone(path(environment).with_suffix(".lock")):
+        return _examine(case, environment, seconds)
+
+
+def _examine(case: Case, environment: Mapping[str, str], seconds: float) -> dict[str, Verdict]:
     found = read(environment).get(case.key, {})
     for name in [name for name in case.candidates if name not in found]:
         try:
@@ -198,6 +211,17 @@ def examine(case: Case, environment: Mapping[str, str], seconds: float = SECONDS
     return found
 
 
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Context manager that one process at a time enters, where the file system has flock(2); others wait."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            fcntl = importlib.import_module("fcntl")
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(lock.open("ab")), fcntl.LOCK_EX)
+        yield
+
+
 def fastest(case: Case, found: Mapping[str, Verdict]) -> str:
     """Return the candidate that passed in the shortest time; "" if none passed or a candidate has no verdict."""
     passed = [name for name in case.candidates if name in found and found[name]["status"] == PASSED]
@@ -209,12 +233,16 @@ def fastest(case: Case, found: Mapping[str, Verdict]) -> str:
 def run_child(code: str, request: object, seconds: float) -> Any:
     """Run Python code in a process of its own, with `request` as JSON on stdin; return the JSON of its last line.
 
+    The process imports from the same places as this one, and on Linux it ends with it.
+
     Raises:
       ChildError: it did not end in time, or failed.
     """
-    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    command, pipe = [sys.executable, "-P", "-c", f"{END_WITH_PARENT}; {code}"], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,
+        start_new_session=True,
     ) as child:  # fmt: skip
         try:
             out, errors = child.communicate(json.dumps(request), timeout=seconds)
@@ -238,7 +266,12 @@ def main() -> None:
     case = Case(**request["case"])
     for name, value in case.settings.items():
         jax.config.update(name, value)
-    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))):
+    try:
+        device = jax.local_devices()[:1]
+    except Exception as e:
+        print(json.dumps(Verdict(status=UNCHECKED, reason=f"no device can be opened: {_first_line(e)}")))
+        return
+    with jax.set_mesh(jax.sharding.Mesh(np.array(device), ("data",))):
         print(json.dumps(judge(case, request["name"])))
 
 
@@ -263,7 +296,8 @@ def judge(case: Case, name: str) -> Verdict:
         found, again = jax.device_get(both(*placed)), jax.device_get(both(*placed))
         ms, forward_ms = _milliseconds(both, *placed), _milliseconds(forward, placed[0])
     except Exception as e:
-        return Verdict(status=FAILED, reason=_first_line(e))
+        status = UNCHECKED if "RESOURCE_EXHAUSTED" in str(e) else FAILED  # memory that another process holds
+        return Verdict(status=status, reason=_first_line(e))
     worst = float(np.max([_error(x, y) for x, y in zip(found, expected, strict=True)]))  # NaN if one is NaN
     bound, reason = _bound(arrays), ""
     if not worst <= bound:

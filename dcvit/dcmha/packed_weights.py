@@ -177,9 +177,9 @@ def _projection(
 
 
 def _precision_of_means() -> jax.lax.Precision | None:
-    """Return HIGH, 16 bits of the operands on TPUs, unless the user sets JAX's precision of products."""
-    is_set = jax.config.jax_default_matmul_precision is not None  # type: ignore[attr-defined]
-    return None if is_set else jax.lax.Precision.HIGH
+    """Return HIGH, 16 bits of the operands on TPUs, or None where the user sets another precision above the lowest."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return jax.lax.Precision.HIGH if precision in (None, "default", "fastest", "bfloat16") else None
 
 
 def _mean_of_runs(columns: int, run: int) -> np.ndarray:

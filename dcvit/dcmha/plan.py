@@ -346,6 +346,7 @@ def select(case: Case) -> str:
             "kernels without a verdict for this device and the shapes of a call are not used; "
             "`dcvit check-kernels --config CONFIG` checks those of a config"
         )
+        return ""  # no choice to keep: a run that is resumed with verdicts uses them
     name = selection.chosen[case.key] = check.fastest(case, found)
     return name
 

@@ -24,7 +24,7 @@ from dcvit.config.load import load
 from dcvit.dcmha import check
 from dcvit.dcmha.check import Case, ChildError
 from dcvit.dcmha.plan import VARIABLE, Policy, Selection, default_policy, selecting
-from dcvit.errors import ConfigError
+from dcvit.errors import EXPECTED, ConfigError
 from dcvit.evaluators import rounded_batch_size
 from dcvit.hub.open import open_model
 from dcvit.models import Params
@@ -58,10 +58,13 @@ def check_first(args: argparse.Namespace, *requests: Mapping[str, object], polic
     for request in requests:
         LOG.info("tracing the programs, to check their kernels")
         try:
-            environment, cases = check.run_child(LISTING, request, check.SECONDS)
-        except ChildError as e:  # the command itself meets the reason, and shows it
+            listed = check.run_child(LISTING, request, check.SECONDS)
+        except ChildError as e:
             LOG.warning("attention: kernels are not checked: %s", e)
             continue
+        if isinstance(listed, dict):  # an error, which the command itself meets and shows
+            continue
+        environment, cases = listed
         table = check.read(environment)
         found = [Case(*each) for each in cases]
         missing = [case for case in found if case.candidates.keys() - table.get(case.key, {}).keys()]
@@ -71,11 +74,16 @@ def check_first(args: argparse.Namespace, *requests: Mapping[str, object], polic
 
 
 def main() -> None:
-    """Read a request from stdin, and print the environment and the cases of its programs as JSON."""
+    """Read a request from stdin, and print as JSON the environment and the cases of its programs, or an error."""
     request = json.load(sys.stdin)
     runtime.configure()
-    with selecting(Selection(verdicts={})) as selection:
-        (cases_of_model if "place" in request else cases_of_config)(**request)
+    try:
+        runtime.check_devices()
+        with selecting(Selection(verdicts={})) as selection:
+            (cases_of_model if "place" in request else cases_of_config)(**request)
+    except EXPECTED as e:
+        print(json.dumps({"error": str(e)}))
+        return
     print(json.dumps([check.environment(jax.local_devices()[0]), [*selection.cases.values()]]))
 
 

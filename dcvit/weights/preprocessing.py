@@ -19,7 +19,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of
 METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
 DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
 AUGMENTATIONS = ("flip_lr", "randaug", "color_jitter", "three_augment", "augmix")  # ops that keep the size
-NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
+NO_STEP = ("keep", "drop", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
 SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
 SMALLEST = 1e-4 / 255  # standard deviation; normalized pixels of smaller ones would not be accurate

@@ -73,16 +73,24 @@ def read_table(path: str, names: Sequence[str]) -> Table:
 
 
 def _parquet_columns(file: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a Parquet file, as the text that a CSV file has for their values."""
-    pa, compute, columns = require("pyarrow"), require("pyarrow.compute"), dict[str, list[str]]()
+    """Return columns of a Parquet file, as the text of a CSV file, with 1 and 0 for true and false."""
+    types, columns = require("pyarrow.types"), dict[str, list[str]]()
+    tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
     with open_parquet(str(file)) as opened:
         for name in names:
-            place(file, name, opened.schema_arrow.names)
-            column = opened.read([name]).column(0)
-            if pa.types.is_floating(column.type):
-                column = compute.if_else(compute.is_nan(column), None, column)
-            columns[name] = compute.fill_null(column.cast(pa.string()), "").to_pylist()
+            kind = opened.schema_arrow.field(place(file, name, opened.schema_arrow.names)).type
+            kind = kind.value_type if types.is_dictionary(kind) else kind
+            if not any(test(kind) for test in (*tests, types.is_null)):  # a column without any value
+                raise InputError(f"{file}: the column {name!r} should have text, numbers or truth values, not {kind}")
+            columns[name] = [_text(value) for value in opened.read([name]).column(0).to_pylist()]
     return columns
+
+
+def _text(value: object) -> str:
+    """Return a value of a Parquet file as the text that a CSV file has for it; None and NaN are empty."""
+    if value is None or value != value:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _text_columns(file: Path, names: Sequence[str]) -> tuple[dict[str, list[str]], list[int]]:

@@ -81,7 +81,7 @@ def parts(tiny: bool) -> list[Part]:
         Part("layers", (str(layers), *layer), 120, only),
         steps("steps_vit_s16", f"--model vit_s16 --batch {1 if tiny else 256}", *grouped[: 2 if tiny else 0]),
         *([] if tiny else [steps("steps_6.9B", "--model 6.9B --batch 2 --depth 4", *most)]),
-        Part("kernels", ("-m", "dcvit", "check-kernels", *cases, "--json"), 150),
+        Part("kernels", ("-m", "dcvit", "check-kernels", *cases, "--json"), 420),
         training("vit_digits", *["--config.total_epochs=1"] * tiny),
         training("lm_stdlib", *["--config.total_steps=2", "--config.evals.validation.data.limit=8"] * tiny),
         Part("profile", (str(layers), "--shapes", *shapes[-1:], "--rounds", "1"), 90, needs="ncu", before=PROFILER),

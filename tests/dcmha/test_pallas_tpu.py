@@ -237,7 +237,7 @@ def test_forward_and_backward_are_lowered_to_mosaic_once_for_equal_layers(batch,
 COMPILED = {
     "v5e:2x2": [(6, 64, 197, None, 8), (16, 64, 2048, 0, 1, True), (5, 64, 512, 0, 1, True)],
     "v6e:2x2": [(16, 64, 2048, 256, 1)],
-    "v5p:2x2x1": [(16, 72, 196, None, 1)],
+    "v5p:2x2x1": [(16, 72, 196, None, 1), (40, 128, 512, 0, 1)],
     "tpu7x:2x2x1": [(6, 64, 196, None, 8)],
 }
 

@@ -14,7 +14,7 @@ from marks import exhaustive
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
-from dcvit.dcmha import device, plan
+from dcvit.dcmha import ComposeWeights, device, plan
 from dcvit.dcmha.backends.gpu import tiling as gpu_tiling
 from dcvit.dcmha.backends.tpu import tiling
 from dcvit.dcmha.inputs import Inputs, Options, make_call
@@ -162,10 +162,12 @@ def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64
     assert ("64-bit" if x64 else "found a TPU v4") in message
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(3, 196), (16, 2048), (52, 40)])
-def test_operands_of_products_are_stored_in_complete_tiles_of_16_rows(heads, tokens):
+@pytest.mark.parametrize(("heads", "tokens", "composed"), [(3, 196, None), (16, 2048, True), (52, 40, True)])
+def test_operands_of_products_are_stored_in_complete_tiles_of_16_rows(heads, tokens, composed):
     q = jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16)
-    config = tiling.make_config(Inputs(q, q, q), Options(causal=True, scale=0.125), tiling.vmem_limit())
+    gates = jax.ShapeDtypeStruct((1, tokens, heads), jnp.bfloat16)
+    inputs = Inputs(q, q, q, *[composed and ComposeWeights(kg=gates)] * 2)
+    config = tiling.make_config(inputs, Options(causal=True, scale=0.125), tiling.vmem_limit())
     step = config.strip * config.strips_per_step
     assert step % 16 == config.block_k % (2 * step) == 0
 

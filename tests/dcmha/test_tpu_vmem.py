@@ -72,12 +72,13 @@ CASES = [  # the family of kernels, and sizes; one example is in several tiles
         ((8, 2, 64, 250, FLOAT32), {"rank": 8, "groups": 2, "static": True}),
         ((16, 16, 8, 40, FLOAT32), {"rank": 1, "static": True}),
     )],
-    *[("matrix", dict(zip(SIZES, sizes, strict=True)) | {"limit": limit}) for sizes, limit in (
-        ((32, 32, 128, 2048, BFLOAT16), 60 * 2**20),
-        ((18, 18, 64, 1024, BFLOAT16), LIMIT),
-        ((52, 52, 128, 2048, BFLOAT16), 60 * 2**20),
-        ((3, 3, 64, 200, BFLOAT16), LIMIT),
-        ((8, 2, 64, 1024, FLOAT32), LIMIT),
+    *[("matrix", dict(zip(SIZES, sizes, strict=True)) | {"limit": limit, "static": on}) for sizes, limit, on in (
+        ((32, 32, 128, 2048, BFLOAT16), 60 * 2**20, False),
+        ((18, 18, 64, 1024, BFLOAT16), LIMIT, False),
+        ((52, 52, 128, 2048, BFLOAT16), 60 * 2**20, False),
+        ((40, 40, 128, 2048, BFLOAT16), 60 * 2**20, True),
+        ((3, 3, 64, 200, BFLOAT16), LIMIT, False),
+        ((8, 2, 64, 1024, FLOAT32), LIMIT, False),
     )],
 ]  # fmt: skip
 

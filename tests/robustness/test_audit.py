@@ -21,8 +21,7 @@ import numpy as np
 EVENTS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork",
           "socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "urllib.Request")
 # Modules that start a command, or need a library of an extra when they are imported.
-EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.weights.modeling_dcvit",
-            "input_pipeline.images.loops")
+EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.weights.modeling_dcvit")
 folder, data, overrides = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 phase, recorded, busy = None, [], False
 
@@ -45,7 +44,7 @@ for package in (dcvit, input_pipeline):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if module.name not in EXCLUDED:
             importlib.import_module(module.name)
-for name in ("clu.parameter_overview", "tensorboard.summary.writer.record_writer", "input_pipeline.images.loops"):
+for name in ("clu.parameter_overview", "tensorboard.summary.writer.record_writer", "numba"):
     try:
         importlib.import_module(name)
     except ImportError:

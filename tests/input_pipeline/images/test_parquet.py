@@ -291,3 +291,15 @@ def test_file_that_changed_or_vanished_after_opening_is_named(root):
     shard(root).unlink()
     with pytest.raises(ip.ReadingError, match="No such file"):
         source[50]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "validation"}, "imagenet has no split 'validation'; known: train"),
+        ({"image": "images"}, "has no column 'images'; did you mean 'image'"),
+    ],
+)
+def test_invalid_options_are_named(shared_root, options, message):
+    with pytest.raises(ip.InputError, match=message):
+        open_parquet(shared_root, **options)

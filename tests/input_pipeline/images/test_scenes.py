@@ -98,3 +98,11 @@ def test_scenes_are_a_function_of_seed_split_and_index():
     assert images()[0] == images()[2] != images()[1]
     assert images() == images(examples=8)
     assert len({*images(), *images(seed=1), *images(split="validation"), *images(split="test")}) == 8
+
+
+def test_all_questions_are_asked_equally_often():
+    source = Source()
+    asked = [source.describe(i).split(", ")[-1] for i in range(1200)]
+    counts = [asked.count("/".join(question)) for question in QUESTIONS]
+    assert sum(counts) == 1200
+    assert max(abs(count - 100) for count in counts) < 50  # five standard deviations

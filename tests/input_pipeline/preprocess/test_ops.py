@@ -219,6 +219,15 @@ class TestBigVision:
 
 
 class TestWindows:
+    @pytest.mark.parametrize("size", [(1, 1), (3, 1000)])
+    def test_windows_are_inside_the_image(self, size):
+        rng = np.random.default_rng(0)
+        for _ in range(300):
+            top, left, height, width = decode.sample_window(size, (0.05, 1), (0.75, 1.33), rng)
+            assert 0 <= top <= top + height <= size[0]
+            assert 0 <= left <= left + width <= size[1]
+            assert height * width > 0
+
     def test_window_is_the_whole_image_if_no_valid_one_is_found(self):
         assert decode.sample_window((10, 1000), (0.9, 1), (0.9, 1.1), np.random.default_rng(0)) == (0, 0, 10, 1000)
 

@@ -262,6 +262,13 @@ class TestRandaug:
         distance = ((counts - 1000) ** 2 / 1000).sum()
         assert distance < 38  # exceeded by one in 1,000 values of χ² with 15 degrees of freedom
 
+    def test_result_is_a_function_of_the_image_and_the_generator(self):
+        def augmented(seed):
+            return randaug.randaug(noise(224, 224), np.random.default_rng(seed), 2, 10)
+
+        assert all(np.array_equal(augmented(seed), augmented(seed)) for seed in range(20))
+        assert len({augmented(seed).tobytes() for seed in range(20)}) > 10
+
     @pytest.mark.parametrize("name", NAMES)
     def test_ops_return_new_images_and_do_not_change_their_input(self, name):
         rng = np.random.default_rng(0)

@@ -117,7 +117,7 @@ def logit_gradients(config: KernelConfig, refs: Refs, strip: Strip, queries: sli
 def save_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
     """Write the gradient of the matrix of a strip, from the stacked inputs `a` and output gradients `g` of a compose.
 
-    With several tiles (family "matrix"), it is added, because the matrix serves several query blocks.
+    In the family "matrix", it is added, because the matrix serves several query blocks.
     """
     diagonals(config, dot(g, a, (1, 1)), out.at[strip.number], add=config.family == "matrix")
 

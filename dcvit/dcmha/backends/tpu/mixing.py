@@ -10,7 +10,7 @@ skip connection, in float32, so that a product of bfloat16 rounds only the corre
 In memory, a matrix has one row for each head n, with columns (h, s); `block` repeats each row for all keys of the
 strip, and sets the elements outside the diagonals to zero.
 
-With several tiles, several query blocks use the matrices of one key block. A small kernel therefore computes them
+With one example in tiles, several query blocks use the matrices of one key block. A small kernel computes them
 beforehand (`with_matrices`), once in the forward pass, and once in the backward pass, with their transposes. They are
 stored in HBM: 4·H² bytes for each key and matrix, if H·keys is a multiple of 128.
 """

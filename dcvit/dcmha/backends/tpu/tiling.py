@@ -18,7 +18,7 @@ from dcvit.dcmha.backends.tpu.strips import mixed_scratch
 from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
 from dcvit.dcmha.device import device_kind
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
-from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.shapes import Array
 
 # Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e, and of 64 MiB on each core of v5p and TPU7x. The
@@ -100,6 +100,7 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
         + round_up(config.block_k, LANES) * 2 * narrow * 4
         + config.block_k * (columns + LANES) * 4
         + (rows * (8 * config.block_q + queries) + 16 * config.heads * config.block_q) * 4
+        + 3 * sum(layout.has_static for layout in layouts) * config.heads * cdiv(config.heads, SUBLANES) * 4096
         + mixed
     )
     return 2 * windows + scratch
