@@ -395,12 +395,11 @@ def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None =
 
 def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
     """Print rows as a JSON list with an indentation of 2, each as soon as it is computed."""
-    printed = False
+    start = "["
     for row in rows:
-        print("," if printed else "[")
-        print(textwrap.indent(json.dumps(row, indent=2), "  "), end="", flush=True)
-        printed = True
-    print("\n]" if printed else "[]")
+        print(start, textwrap.indent(json.dumps(row, indent=2), "  "), sep="\n", end="", flush=True)
+        start = ","
+    print("\n]" if start == "," else "[]")
 
 
 def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:

@@ -229,7 +229,7 @@ def test_forward_and_backward_are_lowered_to_mosaic_once_for_equal_layers(batch,
     for layers in (2, 4):
         traced = jax.jit(gradient(options, layers)).trace(q, q, q, q, weights, weights)
         counts.append(traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call"))
-    assert counts == [2, 2]
+    assert counts == [5 if batch == 1 else 2] * 2
 
 
 # Heads, dimensions, tokens, window (0: causal over all keys), batch and segments (True) of variants of the ViT, and of
