@@ -108,8 +108,7 @@ def test_config_is_read_in_few_files():
     files = (
         "config/big_vision.py",  # stands in for modules that return ConfigDicts
         "check_data.py",
-        "config/load.py",
-        "config/values.py",
+        *(f"config/{name}.py" for name in ("durations", "load", "values")),
         *(f"hub/{name}.py" for name in ("kinds", "open", "tokenizers")),
         "cli.py",
         "inference/model.py",

@@ -25,8 +25,9 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
+from dcvit.config.durations import is_duration
 from dcvit.config.keys import DURATIONS, KEYS, UNITS
-from dcvit.config.values import Json, check_types, defaults, is_duration, known_keys, read_json
+from dcvit.config.values import Json, check_types, defaults, known_keys, read_json
 from dcvit.errors import ConfigError, InputError, first_line, nearest, unknown_key
 from input_pipeline import huggingface
 from input_pipeline.files import expand

@@ -12,22 +12,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
+from dcvit.config.durations import Durations, is_duration
 from dcvit.config.keys import is_rate
-from dcvit.config.values import Durations, is_duration
 from dcvit.errors import ConfigError, check_call, first_line, matches, nearest
 from dcvit.models.trees import matrix_axes
 from dcvit.parallel.trees import names_of, shapes_of
 from dcvit.weights.placement import SINGLE, unrolled
+
+if TYPE_CHECKING:  # some machines with GPUs do not have this library
+    from ml_collections import ConfigDict
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
@@ -36,11 +38,9 @@ RATES = (  # of `config.optax`: numbers that are not negative
     "b1", "b2", "b3", "decay", "eps", "eps_root", "momentum", "beta", "consistent_rms", "adam_b1", "adam_b2",
 )  # fmt: skip
 DECAYS = ("cosine", "linear", "rsqrt", "constant")  # of a schedule
+MAX_NS_STEPS = 20  # the iterations are unrolled
 EMBEDDINGS = re.compile(r"(embedding|pre_norm)/.*|pos_embedding|cls|registers")
 LAST_NORM = re.compile(r"Transformer/(encoder|decoder)_norm/.*")  # of the blocks' output
-
-
-MAX_NS_STEPS = 20  # the iterations are unrolled
 
 
 def schedule(
@@ -258,7 +258,7 @@ def make_optimizer(
       ConfigError: an unknown transformation or schedule, an argument that does not fit, or a regex that matches no
         parameter.
     """
-    _check_transformation(config.optax_name, config.optax.to_dict())
+    _check_transformation(config.optax_name, {**config.optax})
     arguments = {key: x for key, x in config.schedule.items() if not is_duration(key, ("warmup", "cooldown"))}
     for name in ("warmup", "cooldown"):
         arguments[f"{name}_steps"] = durations.steps(config.schedule, name, 0, "config.schedule")
@@ -316,7 +316,7 @@ def _chain(
     return optax.chain(  # the order and the nesting name the arrays, and the empty nodes, of checkpoints
         masked_freeze,
         optax.clip_by_global_norm(config.grad_clip_norm) if config.grad_clip_norm else optax.identity(),
-        optax.masked(TRANSFORMATIONS[config.optax_name](**config.optax.to_dict()), is_trained),
+        optax.masked(TRANSFORMATIONS[config.optax_name](**config.optax), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),

@@ -19,8 +19,9 @@ import optax
 from ml_collections import ConfigDict
 
 import input_pipeline
+from dcvit.config.durations import Durations
 from dcvit.config.load import load
-from dcvit.config.values import Durations, replaced
+from dcvit.config.values import replaced
 from dcvit.errors import ConfigError, matches, nearest
 from dcvit.hub.kinds import make_model
 from dcvit.hub.tokenizers import with_tokenizer

@@ -19,6 +19,7 @@ import functools
 import json
 import math
 import statistics
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dcvit.config.load import load
-from dcvit.config.values import Durations, replaced
+from dcvit.config.durations import Durations
+from dcvit.config.keys import KEYS
 from dcvit.models import lm
 from dcvit.models.head_settings import SETTINGS
 from dcvit.models.losses import token_xent
@@ -108,7 +109,8 @@ def lowered(
         preset=None, **fields,
     )  # fmt: skip
     composes = fields.get("compose", "both") is not None
-    config = replaced(load("lm_stdlib"), **OPTIMIZER, lr_mults=OF_COMPOSITIONS if composes else ())
+    changed = {**OPTIMIZER, "lr_mults": OF_COMPOSITIONS if composes else ()}
+    config = types.SimpleNamespace(**{name: key.default for name, key in KEYS.items()} | changed)
 
     def parameters(seed: jax.Array) -> optax.Params:
         params: optax.Params = net.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config import load as configs
 from dcvit.config import values
-from dcvit.config.values import Durations
+from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings

@@ -15,7 +15,7 @@ from trained_workdirs import LM_TINY, TINY, load_params
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.config import values
-from dcvit.config.values import Durations
+from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 from dcvit.parallel import sharding
 from dcvit.training import hooks, step

@@ -12,7 +12,7 @@ import pytest
 
 import input_pipeline
 from dcvit.config import load as configs
-from dcvit.config.values import Durations
+from dcvit.config.durations import Durations
 from dcvit.training.optim import make_optimizer
 from dcvit.training.setup import make_setup
 
