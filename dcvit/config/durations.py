@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from dcvit.config.keys import UNITS, is_rate
 from dcvit.errors import ConfigError
@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # the optimizer is used where this library is absent
     from ml_collections import ConfigDict
 
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
-Options: TypeAlias = "Mapping[str, Any] | ConfigDict"
 
 
 def is_duration(key: str, prefixes: Iterable[str]) -> bool:
@@ -36,7 +35,9 @@ class Durations:
     examples: int
     total_steps: int | None = None
 
-    def steps(self, config: Options, name: str, default: int | None = None, what: str = "config") -> int | None:
+    def steps(
+        self, config: Mapping[str, Any] | ConfigDict, name: str, default: int | None = None, what: str = "config"
+    ) -> int | None:
         """Return a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from dcvit.errors import REMOVED, ConfigError, check_regex, first_line, has_type
 from input_pipeline.files import expand
 
 Json: TypeAlias = dict[str, Any]
+Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
 
 def defaults() -> Json:

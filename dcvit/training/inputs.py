@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.config.durations import Options
 from dcvit.config.keys import INPUT_KEYS, OWN_TOKENIZER
-from dcvit.config.values import with_classes
+from dcvit.config.values import Options, with_classes
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.hub.open import TOKENIZER, stored_tokenizer, trains_tokenizer
 from dcvit.models import losses
