@@ -27,8 +27,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from dcvit.runs.steps import saved_steps
@@ -61,6 +59,9 @@ def cluster(count):
 
 def write_parquet(folder):
     """Write 600 images of 40×40 pixels in row groups of 50, and 100 images for evaluation, as Parquet files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     folder.mkdir()
     random = np.random.default_rng(0)
     for split, count in (("train", 600), ("val", 100)):
