@@ -349,11 +349,8 @@ def _report(error: Exception) -> tuple[str, int]:
     Raises it again if it is a bug in a run of one process.
     """
     message, text = first_line(error), str(error).lower()
-    kind = type(error).__name__
-    exhausted = isinstance(error, MemoryError) or (kind == "JaxRuntimeError" and "out of memory" in text)
-    if exhausted:
+    if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
         message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
-    if exhausted:
         print_error(message)
         return message, 2
     multihost = _multihost()
