@@ -100,7 +100,13 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
         + round_up(config.block_k, LANES) * 2 * narrow * 4
         + config.block_k * (columns + LANES) * 4
         + (rows * (8 * config.block_q + queries) + 16 * config.heads * config.block_q) * 4
-        + 3 * sum(layout.has_static for layout in layouts) * config.heads * cdiv(config.heads, SUBLANES) * 4096
+        + 3
+        * sum(layout.has_static for layout in layouts)
+        * config.heads
+        * cdiv(config.heads, SUBLANES)
+        * SUBLANES
+        * LANES
+        * 4
         + mixed
     )
     return 2 * windows + scratch
