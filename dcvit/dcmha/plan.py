@@ -384,10 +384,10 @@ def _kind(call: Call) -> str:
     return PLAIN if call.is_plain else COMPOSED
 
 
-def is_long(inputs: Inputs, examples: int | None = None) -> bool:
-    """Return True if this number of examples (by default all) has too many scores to hold on a GPU by default."""
+def is_long(inputs: Inputs) -> bool:
+    """Return True if the examples together have too many scores to hold on a GPU by default."""
     batch, queries, heads, _ = inputs.q.shape
-    return (examples or batch) * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
+    return batch * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
 
 
 def checked_dropout(dropout: object) -> Dropout | None:
