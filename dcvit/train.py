@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dcvit.training.seeds import train_seeds
 
         by_seed = dict(zip(args.seeds, makers, strict=True))
-        results = train_seeds(by_seed, args.workdir, args.accept, signals, cli.print_error)
+        results = train_seeds(by_seed, args.workdir, args.accept, signals)
         if rows := summarize(results):
             write(args.workdir, rows)
             cli.show(rows, "table", title=f"{len(results)} of {len(args.seeds)} seeds")

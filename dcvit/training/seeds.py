@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.errors import EXPECTED, ConfigError
 from dcvit.parallel import multihost
 from dcvit.process import say
+from dcvit.runs import stop
 from dcvit.runs.files import Folder
 from dcvit.runs.seeds import final_metrics, workdir_of
 from dcvit.runs.stop import StopSignals
@@ -20,16 +20,16 @@ def train_seeds(
     folder: Folder,
     accept: Sequence[str],
     signals: StopSignals,
-    fail: Callable[[str], None],
 ) -> dict[int, dict[str, float]]:
     """Train one run per seed in FOLDER/seedN, and return the final metrics of the seeds that did not fail.
+
+    A seed that fails is reported on stderr, and the others are still trained.
 
     Args:
       makers: by seed, a function that returns its setup.
       folder: the folder of the workdirs.
       accept: see `dcvit.training.loop.train`.
       signals: the stop signals; one that arrives while a seed is completed starts no other seed.
-      fail: shows why a seed failed; the others are still trained.
 
     Raises:
       ConfigError: this is a run of several processes, or the folder is the workdir of a run.
@@ -52,7 +52,6 @@ def train_seeds(
         except EXPECTED as e:
             if setup is None and is_first:
                 raise
-            with contextlib.suppress(OSError):  # stderr may be closed
-                fail(f"seed {seed}: {e}")
+            stop.say(f"error: seed {seed}: {e}")
         is_first = False
     return results
