@@ -49,7 +49,8 @@ def run(case, dtype=jnp.float32):
     args, options = random_case(**{"heads": 4, "batch": 2, "rank": 1, **case})
     layout = Options(options["causal"], options["window"])
     group = blockwise.GROUP if "segments" in options else None
-    runs = blockwise.runs(args[0].shape[1], args[1].shape[1], layout, group)
+    size = blockwise.BlockSize(16, 16)
+    runs = blockwise.runs(args[0].shape[1], args[1].shape[1], layout, size, group)
     assert sum(run.blocks for run in runs) > 2
     narrow = jax.tree.map(lambda x: x.astype(dtype), args)
     found = output_and_gradients(on_arrays(blockwise.run), narrow, options)
@@ -62,15 +63,17 @@ def test_padded_queries_have_the_blocks_of_the_queries():
     for queries in (1, 15, 33, 36, 70, 1000):
         for keys in (40, 70, 2222, 2600):
             for options in (Options(), Options(causal=True), Options(window=50)):
-                runs = blockwise.runs(queries, keys, options)
-                end = runs[-1].first + runs[-1].blocks * runs[-1].rows
-                assert blockwise.runs(end, keys, options) == runs
+                for size in (blockwise.PLAIN, blockwise.COMPOSED):
+                    runs = blockwise.runs(queries, keys, options, size)
+                    end = runs[-1].first + runs[-1].blocks * runs[-1].rows
+                    assert blockwise.runs(end, keys, options, size) == runs
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 16 queries, the smallest ones."""
-    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    """Blocks of 16 queries."""
+    monkeypatch.setattr(blockwise, "PLAIN", blockwise.BlockSize(16, 16))
+    monkeypatch.setattr(blockwise, "COMPOSED", blockwise.BlockSize(16, 16))
 
 
 @pytest.mark.slow
@@ -117,7 +120,7 @@ def test_blocks_without_a_common_document_are_not_computed(monkeypatch):
         computed.clear()
         jax.block_until_ready(attention(q, q, q, segments=segments, implementation="blockwise"))
         jax.effects_barrier()
-        rows = blockwise._rows_of_group(blockwise.GROUP, most)
+        rows = blockwise._rows_of_group(blockwise.GROUP, most, blockwise.PLAIN)
         assert computed == [most] * (tokens // rows)
     computed.clear()
     none = ids, ids + 10

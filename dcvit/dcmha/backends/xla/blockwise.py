@@ -35,13 +35,11 @@ from dcvit.dcmha.numerics import cdiv, pad, round_up, statistics_dtype
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
 from dcvit.dcmha.shapes import Array, Float, not_none
 
-BLOCK = 40_000  # approximate number of scores of one head in a block
 RUNS = 8  # loops over blocks in a causal layer, each with its own number of keys
 # Scores of all heads of an example that is computed at once with others, and of all these examples. On two CPU cores,
 # 64 examples of 16 tokens with 4 heads at once, or 8, take 0.67 or 0.80 of the time of a loop over them, with the same
 # bits. With 8 or more heads or 32 or more tokens, nothing is gained: 0.9 to 1.3 of the time (output and gradients).
 MAX_SMALL_EXAMPLE, SCORES_AT_ONCE = 1_024, 65_536
-MIN_ROWS = 16  # fewest queries of a block, unless there are fewer in all
 GROUP = 64  # with segments, queries that share their first key and their number of keys
 GRAIN = 64  # with segments, keys whose ids have one bound
 MIN_KEYS = 256  # with segments, fewest keys of a block, unless there are fewer in all
@@ -64,6 +62,18 @@ AXES = {
     "k1": Axis("k", -1), "k2": Axis("k", -1), "kg": Axis("k", -1),
     "static": Axis("", 0),
 }  # fmt: skip
+
+
+class BlockSize(NamedTuple):
+    """Approximate number of scores of one head in a block; fewest queries of a block, unless there are fewer in all."""
+
+    scores: int
+    queries: int
+
+
+# The arrays of a compose stay in a core's cache. Without a compose, the sums of dk and dv, which each block reads and
+# writes, take most of the time of a long sequence, unless a block has many queries.
+COMPOSED, PLAIN = BlockSize(40_000, 16), BlockSize(80_000, 64)
 
 
 class Run(NamedTuple):
@@ -111,7 +121,7 @@ def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
     q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
-    rows = _end(runs(queries, k.shape[1], options, group))
+    rows = _end(runs(queries, k.shape[1], options, _block_size(inputs), group))
     if segments is not None:
         rows = round_up(rows, not_none(group))
         segments = segments._replace(queries=pad_ids(segments.queries, rows))
@@ -133,20 +143,20 @@ def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
 
 
-def runs(queries: int, keys: int, options: Options, group: int | None = None) -> list[Run]:
+def runs(queries: int, keys: int, options: Options, size: BlockSize, group: int | None = None) -> list[Run]:
     """Return the runs of blocks of an example, in the order of their queries; the last block may extend past `queries`.
 
     With segments, the number of queries of a block divides `group`, a result of `_group`, or else None.
     """
     if options.window is not None and options.window < keys:
-        rows = _rows(queries, options.window, group)
+        rows = _rows(queries, options.window, size, group)
         extent = min(keys, options.window + rows - 1)
         return [Run(0, cdiv(queries, rows), rows, options.first_query + 1 - options.window, rows, extent)]
     if not options.causal and options.window is None:
-        rows = _rows(queries, keys, group)
+        rows = _rows(queries, keys, size, group)
         return [Run(0, cdiv(queries, rows), rows, 0, 0, keys)]
     # On average, a causal mask removes half of the keys after those that all queries attend to.
-    rows = _rows(queries, options.first_query + cdiv(max(1, keys - options.first_query), 2), group)
+    rows = _rows(queries, options.first_query + cdiv(max(1, keys - options.first_query), 2), size, group)
     blocks = cdiv(queries, rows)
     each = cdiv(blocks, RUNS)
     return [
@@ -155,24 +165,29 @@ def runs(queries: int, keys: int, options: Options, group: int | None = None) ->
     ]
 
 
-def _rows(queries: int, keys: int, group: int | None) -> int:
+def _rows(queries: int, keys: int, size: BlockSize, group: int | None) -> int:
     """Return the number of queries of a block with about `keys` keys, a multiple of `tile.FOLDS`.
 
     `queries` is the number of queries of all these blocks, which have equal sizes, the last one with padding.
     """
     if group is not None:
-        return _rows_of_group(group, keys)
-    most = max(MIN_ROWS, BLOCK // keys // tile.FOLDS * tile.FOLDS)
+        return _rows_of_group(group, keys, size)
+    most = max(size.queries, size.scores // keys // tile.FOLDS * tile.FOLDS)
     blocks = cdiv(queries, most)
     return round_up(cdiv(queries, blocks), tile.FOLDS)
 
 
-def _rows_of_group(group: int, keys: int) -> int:
+def _rows_of_group(group: int, keys: int, size: BlockSize) -> int:
     """Return the number of queries of a block with `keys` keys: `group`, halved until a block is small enough."""
     rows = group
-    while rows > max(MIN_ROWS, BLOCK // keys) and rows % (2 * tile.FOLDS) == 0:
+    while rows > max(size.queries, size.scores // keys) and rows % (2 * tile.FOLDS) == 0:
         rows //= 2
     return rows
+
+
+def _block_size(x: Inputs) -> BlockSize:
+    """Return the size of the blocks for these inputs."""
+    return PLAIN if x.pre is None and x.post is None else COMPOSED
 
 
 def _at_once(x: Inputs) -> int:
@@ -288,7 +303,7 @@ def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Bloc
     """
     if x.segments is not None and not device.splits_arrays():
         return _fold_documents(options, x, total, body)
-    for run in runs(x.q.shape[1], x.k.shape[1], options, _group(x.q.shape[1], x.segments)):
+    for run in runs(x.q.shape[1], x.k.shape[1], options, _block_size(x), _group(x.q.shape[1], x.segments)):
 
         def step(index: int | Array, total: Total, run: Run = run) -> Total:
             return body(_cut(x, run, index, options), total)
@@ -311,7 +326,7 @@ def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[B
     order = jnp.argsort(kinds).astype(int)
     bounds = jnp.searchsorted(kinds[order], jnp.arange(len(sizes) + 1)).astype(int)  # of the groups of each size
     for kind, size in enumerate(sizes):
-        rows = _rows_of_group(group, size)
+        rows = _rows_of_group(group, size, _block_size(x))
         blocks = group // rows
 
         def step(index: Array, total: Total, size: int = size, rows: int = rows, blocks: int = blocks) -> Total:
