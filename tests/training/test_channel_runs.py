@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from trained_workdirs import load_params
-from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, convert, evaluate, predict, train
@@ -69,15 +68,6 @@ def trained(land, tmp_path_factory):
     with jax.numpy_dtype_promotion("standard"):
         assert cli.run(train.main, words(land, workdir)) == 0
     return workdir
-
-
-def test_a_killed_run_resumes_to_the_same_bits(trained, land, tmp_path, monkeypatch):
-    with interrupted_before(monkeypatch, 4) as steps:
-        assert cli.run(train.main, words(land, tmp_path / "run")) == 130
-    with interrupted_before(monkeypatch, None) as steps:
-        assert cli.run(train.main, words(land, tmp_path / "run")) == 0
-    assert steps == [3, 4]
-    assert same_runs(trained, tmp_path / "run")
 
 
 def test_evaluation_and_prediction_of_files_and_arrays_agree(trained, land, tmp_path, capsys):
