@@ -11,6 +11,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_with_type
 
@@ -48,6 +49,18 @@ def require(module: str) -> types.ModuleType:
         raise _missing(e.name or module, EXTRAS.get(module.partition(".")[0], "data")) from None
     except Exception as e:  # a broken installation, or too little memory
         raise ReadingError(f"{module} fails to load: {first_line_with_type(e)}") from e
+
+
+def folder_of(library: str) -> Path:
+    """Return the folder of an optional library, which is not imported.
+
+    Raises:
+      MissingLibraryError: the library is not installed.
+    """
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:
+        raise _missing(library, EXTRAS.get(library, "data"))
+    return Path(spec.origin).parent
 
 
 def require_extra(extra: str, libraries: Collection[str] = EXTRAS) -> None:

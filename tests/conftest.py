@@ -21,6 +21,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",  # many small modules take a quarter longer
         # Removed in jaxlib 0.11, and XLA ends the process at a flag that it does not know.
         *(["--xla_cpu_use_fusion_emitters=false"] if jaxlib.version.__version_info__ < (0, 11) else []),
     ]

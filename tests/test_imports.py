@@ -221,7 +221,7 @@ def test_core_and_models_need_only_jax_flax_and_numpy():
     assert process.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_installation_without_extras_names_the_extra_that_is_needed():
     """`.ci/run wheel` runs all of the script in such an environment."""
     core = requirements(*(re.match(r"[\w.-]+", need)[0] for need in PROJECT["dependencies"]))

@@ -4,13 +4,12 @@ import importlib
 import inspect
 import re
 import runpy
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_pages
-from markdown_pages import PAGES, ROOT, blocks, commands, run_commands
+from markdown_pages import PAGES, ROOT, blocks, commands
 from ml_collections import ConfigDict
 
 import dcvit
@@ -127,7 +126,7 @@ def test_python_blocks_run_and_set_known_keys():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", ["library.md", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("explore.md", "pretrained.md"))]
+    "page", ["library.md", *(pytest.param(p, marks=pytest.mark.weekly) for p in ("explore.md", "pretrained.md"))]
 )
 def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch, library_promotion, page):
     (tmp_path / "runs").mkdir()
@@ -142,7 +141,7 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     assert page != "library.md" or names["logits"].shape[:2] == (1, 9)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_block_that_trains_runs(tmp_path, monkeypatch, library_promotion):
     """tests/training/test_run.py trains a smaller model with the same call."""
     monkeypatch.chdir(tmp_path)
@@ -159,17 +158,3 @@ def test_the_site_links_an_explorer_page_of_every_model_of_the_package():
     source = [(ROOT / "docs" / "pretrained.md").read_text()]
     conf.link_site(None, "pretrained", source)
     assert all(f'<a href="explorer/{name}.html">' in source[0] for name in conf.EXPLORERS)
-
-
-@pytest.mark.weekly
-def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch, library_promotion):
-    (block,) = blocks(ROOT / "docs/tutorials/first_run.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
-    run_commands(commands(block), tmp_path, monkeypatch)
-    assert Path("runs/both.png").exists()
-
-
-@pytest.mark.weekly
-def test_the_commands_that_compare_runs_work_as_written(tmp_path, monkeypatch, library_promotion):
-    (block,) = blocks(ROOT / "docs/tracking.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
-    run_commands(commands(block), tmp_path, monkeypatch)
-    assert Path("runs/curves.png").exists()

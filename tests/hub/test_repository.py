@@ -1,6 +1,5 @@
 """Models of the Hugging Face Hub, against a local server with the Hub's protocol: download, commits, cache, upload."""
 
-import functools
 import hashlib
 import json
 import re
@@ -11,8 +10,9 @@ import fake_hub
 import jax
 import numpy as np
 import pytest
-from marks import exhaustive
-from trained_workdirs import DIGITS, TINY
+from conversion_models import open_saved, write
+from trained_workdirs import DIGITS
+from training_runs import digits_command
 
 import dcvit
 from dcvit import cli, convert, evaluate
@@ -21,7 +21,6 @@ from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.hub import repository
 from dcvit.hub.source import find, init_config
 from dcvit.runs import checksums
-from dcvit.train import main as train_main
 from dcvit.weights.safetensors_writer import write_shards
 from input_pipeline import huggingface
 from input_pipeline.text.tokenizer import open_tokenizer
@@ -270,26 +269,20 @@ def test_an_uploaded_run_computes_what_the_run_computes(hub, digits_workdir, tmp
     assert f"{name} is not the folder of a training run; give --config CONFIG" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["model_init", exhaustive("distill.teacher")])
-def test_a_resumed_run_starts_from_the_commit_that_it_recorded(hub, digits_workdir, tmp_path, key):
-    source = tmp_path / "source"
-    conversion_models.convert(digits_workdir, source, "safetensors")
-    old = hub.upload("owner/digits", source)
-    overrides = {**TINY, "model.width": 32, "model.depth": 1, "model.mlp_dim": 64, key: "hf:owner/digits"}
-    words = [f"--config.{key}={value}" for key, value in overrides.items()]
+@pytest.mark.exhaustive
+def test_a_resumed_run_loads_the_teacher_of_the_commit_that_it_recorded(hub, digits_workdir, tmp_path):
+    old = hub.upload("owner/digits", write(open_saved(digits_workdir), tmp_path / "source"))
 
-    def train(workdir):
-        assert cli.run(train_main, ["--config", "vit_digits", "--workdir", str(workdir), *words]) == 0
-        return parameters(workdir)
+    def train():
+        assert digits_command(tmp_path / "run", **{"distill.teacher": "hf:owner/digits", "evals": {}}) == 0
+        return parameters(tmp_path / "run")
 
-    whole = train(tmp_path / "run")
+    whole = train()
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert functools.reduce(dict.get, key.split("."), record) == f"hf:owner/digits@{old}"
+    assert record["distill"]["teacher"] == f"hf:owner/digits@{old}"
     hub.commit("owner/digits", {"model.safetensors": None, "pytorch_model.bin": b"x"})
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    assert same(train(tmp_path / "run"), whole)
+    assert same(train(), whole)
 
 
 def test_an_upload_is_refused_before_the_conversion(hub, folder, tmp_path, monkeypatch, capsys):

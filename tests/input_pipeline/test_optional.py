@@ -16,7 +16,7 @@ from sources import ListSource
 
 import input_pipeline as ip
 from input_pipeline import huggingface, optional
-from input_pipeline.images import kernels, stored
+from input_pipeline.images import digits, kernels, stored
 from input_pipeline.optional import START_UP_MESSAGE, remove_lines
 
 
@@ -43,14 +43,14 @@ USES = {
     "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),
     "zstandard": ("lm", open_text),
     "huggingface_hub": ("hub", lambda _: huggingface.pinned("hf:owner/name")),
-    "sklearn.datasets": ("train", lambda _: ip.open_source("digits")),
+    "sklearn": ("train", lambda _: ip.open_source("digits")),
 }
 
 
 @pytest.mark.parametrize("module", USES)
 def test_a_missing_library_is_named_with_its_extra_and_without_an_example(monkeypatch, tmp_path, module):
     extra, use = USES[module]
-    for cached in (optional._start_tensorflow, kernels._machine_code, stored._tifffile):
+    for cached in (optional._start_tensorflow, kernels._machine_code, stored._tifffile, digits.read_digits):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ip.MissingLibraryError, match=rf'^this needs {module}.* pip install "dcvit\[{extra}\]"$'):

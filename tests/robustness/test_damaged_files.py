@@ -3,14 +3,12 @@
 import json
 import struct
 
-import corpora
 import pytest
 from refusals import refused
 
 import input_pipeline as ip
 from input_pipeline import memory, tfrecord
 from input_pipeline.images import tfds
-from input_pipeline.text import megatron, tokenizer
 
 
 def open_text(path, kind="text", **options):
@@ -18,13 +16,6 @@ def open_text(path, kind="text", **options):
 
 
 class TestTokens:
-    def test_index_that_announces_more_sequences_than_it_holds_is_refused(self, tmp_path):
-        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
-        content = prefix.with_suffix(".idx").read_bytes()
-        prefix.with_suffix(".idx").write_bytes(content[:18] + struct.pack("<QQ", 1 << 40, 1) + content[34:])
-        with refused(ip.InputError, "a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
-            megatron.read_index(str(prefix))
-
     @pytest.mark.parametrize(("sizes", "starts"), [((3, 2), (2, 8)), ((3, 2), (0, 8)), ((6, -1), (0, 12))])
     def test_sequences_that_do_not_follow_each_other_are_refused(self, tmp_path, sizes, starts):
         index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, *sizes, *starts, 0, 1, 2)
@@ -32,18 +23,6 @@ class TestTokens:
         (tmp_path / "a.bin").write_bytes(bytes(10))
         with refused(ip.InputError, f"{tmp_path / 'a.idx'} is damaged: its sequences do not follow each other"):
             open_text(tmp_path / "a", "megatron", vocab_size=10)
-
-
-class TestTokenizers:
-    @pytest.fixture(autouse=True)
-    def _library(self):
-        pytest.importorskip("tokenizers")
-
-    @pytest.mark.parametrize("content", [b'{"decoder": [1]}', b"\xff"])
-    def test_content_that_is_not_a_tokenizer_is_refused(self, tmp_path, content):
-        (tmp_path / "tokenizer.json").write_bytes(content)
-        with refused(ip.InputError, "tokenizer.json is not a valid tokenizer.json: "):
-            tokenizer.open_tokenizer(str(tmp_path))
 
 
 class TestRecords:

@@ -32,12 +32,6 @@ def test_second_process_is_refused_by_name_until_the_first_is_killed(tmp_path):
         assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_pipe_in_place_of_the_lock_is_refused(tmp_path):
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(ConfigError, match=r"\.lock is not a regular file"):
-        WorkdirLock(tmp_path)
-
-
 def test_folder_that_cannot_be_locked_is_one_error(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(37, "No locks available")

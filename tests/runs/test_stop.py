@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from marks import exhaustive
 from trained_workdirs import TINY
 
 from dcvit import train
@@ -101,7 +102,7 @@ def test_signal_in_an_evaluation_saves_the_run_after_it(tmp_path, number, status
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), exhaustive(signal.SIGINT, 130)])
 def test_second_signal_ends_the_process_at_once(number, status):
     process = start(LISTENING, "training")
     process.send_signal(number)
@@ -115,7 +116,7 @@ def test_second_signal_ends_the_process_at_once(number, status):
     ("number", "status", "line"),
     [
         (signal.SIGTERM, 75, "stopped by SIGTERM: nothing to save; re-run the same command to resume\n"),
-        (signal.SIGINT, 130, "interrupted\n"),
+        exhaustive(signal.SIGINT, 130, "interrupted\n"),
     ],
 )
 def test_signal_before_training_ends_the_command(number, status, line):

@@ -14,7 +14,6 @@ from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit.runs import files
-from dcvit.training import run
 from input_pipeline import stores
 
 COMMAND = """
@@ -110,24 +109,6 @@ def copy(store, url, folder):
     for name in store.names(url):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(store.read(f"{url}/{name}"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("object_store", ["s3"], indirect=True)  # TensorStore reads the address of a fake gs:// once
-def test_run_that_resumes_in_a_store_equals_one_on_a_disk_bitwise(object_store, tmp_path, library_promotion):
-    workdir = f"{object_store.bucket}/run"
-    options = {**TINY, "log_steps": 1}
-
-    def stop(step, _):
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.train("vit_digits", workdir, on_row=stop, **options)
-    assert run.train("vit_digits", workdir, **options).checkpoints == [3, 6]
-    run.train("vit_digits", tmp_path / "disk", **options)
-    copy(object_store, workdir, tmp_path / "copy")
-    assert chaos.differences(tmp_path / "copy", tmp_path / "disk", 6) == []
 
 
 @pytest.mark.slow

@@ -1,13 +1,9 @@
-"""Runs on TIFFs of 13 channels of 16 bits: kill and resume, evaluation, prediction, and a start from RGB weights."""
-
-import re
+"""Runs on TIFFs of 13 channels of 16 bits: evaluation, prediction and conversion."""
 
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 from trained_workdirs import load_params
-from training_runs import interrupted_before, same_runs
 
 import dcvit
 from dcvit import cli, convert, evaluate, predict, train
@@ -19,48 +15,33 @@ pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 DECODE = 'decode(13, dtype="uint16")'
 VALUES = "value_range(-1, 1, 0, 5000)"
 LABELS = 'onehot({num_classes})|keep("image", "labels")'
-RGB = ("decode(precise=True)", "value_range(-1, 1)")
-
-
-def write(root, to_file):
-    """Write images of two classes to root/{train,val}/CLASS/N."""
-    rng = np.random.default_rng(0)
-    for split, number in (("train", 8), ("val", 4)):
-        for name, level in (("land", 3000), ("water", 600)):
-            (folder := root / split / name).mkdir(parents=True)
-            for i in range(number):
-                to_file(folder / str(i), rng.normal(level, 200, (20, 16, 13)).clip(0).astype(np.uint16))
-    return root
 
 
 @pytest.fixture(scope="module")
 def land(tmp_path_factory):
-    return write(
-        tmp_path_factory.mktemp("land") / "land",
-        lambda path, image: tifffile.imwrite(path.with_suffix(".tif"), np.moveaxis(image, 2, 0), metadata=None,
-                                             photometric="minisblack", planarconfig="separate", compression="zlib"),
-    )  # fmt: skip
+    """Images of two classes, in root/{train,val}/CLASS/N.tif."""
+    root, rng = tmp_path_factory.mktemp("land") / "land", np.random.default_rng(0)
+    options = {"photometric": "minisblack", "planarconfig": "separate", "compression": "zlib", "metadata": None}
+    for split, number in (("train", 8), ("val", 4)):
+        for name, level in (("land", 3000), ("water", 600)):
+            (folder := root / split / name).mkdir(parents=True)
+            for i in range(number):
+                image = rng.normal(level, 200, (13, 20, 16)).clip(0).astype(np.uint16)
+                tifffile.imwrite(folder / f"{i}.tif", image, **options)
+    return root
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return write(
-        tmp_path_factory.mktemp("photos") / "photos",
-        lambda path, image: Image.fromarray((image[..., :3] // 16).astype(np.uint8)).save(path.with_suffix(".png")),
-    )
-
-
-def words(folder, workdir, *overrides, ops=(DECODE, VALUES), config="vit_folder:variant=ViT-mu/8,res=16,epochs=2"):
+def words(folder, workdir):
     """The command line of a run of four steps, without layers, which compiles fastest."""
-    decode, values = ops
-    resized = f"{decode}|resize_pillow(16)|{values}"
+    resized = f"{DECODE}|resize_pillow(16)|{VALUES}"
     common = {
         "model.num_heads": 4, "model.depth": 0, "tensorboard": False, "log_steps": 1, "ckpt_steps": 2,
-        "input.pp": f"{decode}|random_crop(16)|flip_lr|{values}|{LABELS}", "pp_predict": resized,
+        "input.pp": f"{DECODE}|random_crop(16)|flip_lr|{VALUES}|{LABELS}", "pp_predict": resized,
         "evals.val.pp": f"{resized}|{LABELS}", "evals.val.batch_size": 8, "input.batch_size": 8,
     }  # fmt: skip
-    options = [*(f"--config.{key}={value}" for key, value in common.items()), *overrides]
-    return ["--config", f"{config},data_dir={folder}", *options, "--workdir", str(workdir)]
+    options = [f"--config.{key}={value}" for key, value in common.items()]
+    config = f"vit_folder:variant=ViT-mu/8,res=16,epochs=2,data_dir={folder}"
+    return ["--config", config, *options, "--workdir", str(workdir)]
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +50,6 @@ def trained(land, tmp_path_factory):
     with jax.numpy_dtype_promotion("standard"):
         assert cli.run(train.main, words(land, workdir)) == 0
     return workdir
-
-
-def test_a_killed_run_resumes_to_the_same_bits(trained, land, tmp_path, monkeypatch):
-    with interrupted_before(monkeypatch, 4) as steps:
-        assert cli.run(train.main, words(land, tmp_path / "run")) == 130
-    with interrupted_before(monkeypatch, None) as steps:
-        assert cli.run(train.main, words(land, tmp_path / "run")) == 0
-    assert steps == [3, 4]
-    assert same_runs(trained, tmp_path / "run")
 
 
 def test_evaluation_and_prediction_of_files_and_arrays_agree(trained, land, tmp_path, capsys):
@@ -102,23 +74,3 @@ def test_conversions_name_that_other_libraries_read_rgb(trained, tmp_path, capsy
     assert cli.run(convert.main, [str(trained), str(tmp_path / "timm"), "--to", "timm"]) == 2
     assert cli.run(convert.main, [str(trained), str(tmp_path / "hf"), "--to", "hf"]) == 0
     assert "decodes 13 channels of uint16; other libraries read 1 or 3 of uint8" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def of_photos(photos, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("of_photos") / "run"
-    with jax.numpy_dtype_promotion("standard"):
-        assert cli.run(train.main, words(photos, workdir, "--config.total_steps=1", "--config.evals={}", ops=RGB)) == 0
-    return workdir
-
-
-def test_weights_of_rgb_start_a_run_of_13_channels_on_request(of_photos, land, tmp_path, capsys):
-    options = ["--config.total_steps=1", "--config.lr=0.0"]
-    start = words(land, tmp_path / "run", *options, config=f"transfer:init={of_photos}")
-    assert cli.run(train.main, start) == 2
-    assert re.search(r"embedding/kernel .*--config\.model_load\.channels=repeat\n$", capsys.readouterr().err)
-    assert cli.run(train.main, [*start, "--config.model_load.channels=sum"]) == 2
-    assert "channels='sum'; known: repeat, mean" in capsys.readouterr().err
-    assert cli.run(train.main, [*start, "--config.model_load.channels=repeat"]) == 0
-    old, new = (load_params(run)["embedding"]["kernel"] for run in (of_photos, tmp_path / "run"))
-    np.testing.assert_allclose(new, np.asarray(old)[:, :, np.arange(13) % 3] * 3 / 13, rtol=1e-6)

@@ -23,7 +23,7 @@ def evaluated(argv, capsys):
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_path, capsys):
     limits = [f"evals.validation.{word}" for word in ("data.limit=116", "batch_size=58", "log_percent=100")]
     words = [f"--config.{word}" for word in [*TINY, *limits]]
@@ -44,7 +44,7 @@ def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_p
     assert "no word 'aple' in the vocabulary; did you mean 'apple'" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_run_on_scenes_trains_and_is_evaluated_on_two_splits(tmp_path, capsys):
     words = [f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=9", "evals.test.data.limit=5"]]
     rows = evaluated(["--config", "vit_scenes:steps=3", "--workdir", str(tmp_path / "run"), *words], capsys)

@@ -8,20 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from markdown_pages import ROOT, blocks, commands, run_commands
 from safetensors.numpy import save_file
 from scipy.special import log_softmax, softmax
 from small_models import jit, param_shapes, random_params
 from training_runs import (
     digits_command,
-    interrupted_before,
     perturbed_params,
     refusal,
-    same,
-    same_runs,
     small_setup,
     steps_of,
-    steps_on_meshes,
 )
 
 import dcvit
@@ -166,21 +161,6 @@ def test_both_models_see_the_same_mixed_and_erased_images(tmp_path, name):
     assert abs(found - np.mean(of_labels)) > 1e-3
 
 
-@pytest.mark.slow
-def test_the_teacher_is_sharded_and_constant_and_not_saved(teacher):
-    options = {"distill.teacher": teacher, "model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16}
-    options |= {"optax_name": "trace", "optax": {"decay": 0.0}, "schedule": {"decay_type": "constant"}}
-    found = []
-    for before, state in steps_on_meshes(2, **options, **{"model.head_zeroinit": False}):
-        assert same(jax.device_get(state.teacher), before.teacher)
-        assert not any("teacher" in name for name in by_name(state.items()))
-        found.append(state)
-    for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
-        np.testing.assert_allclose(many, one, atol=1e-5)
-    kernel = found[1].teacher["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
-    assert {"fsdp", "tensor"} <= {name for axis in kernel.sharding.spec for name in np.ravel(axis)}
-
-
 @pytest.mark.exhaustive
 def test_parts_of_a_batch_train_the_student_as_the_whole_batch_does(teacher):
     options = {"distill.teacher": teacher, "mixup": 0.3, "input.batch_size": 16, "lr": 0.1}
@@ -198,15 +178,6 @@ def test_parts_of_a_batch_train_the_student_as_the_whole_batch_does(teacher):
 def distill(teacher, workdir, *words, **options):
     """Train a tiny student as the command does; return the exit status."""
     return digits_command(workdir, *words, **{"distill.teacher": teacher, "input.pp": FIXED, **options})
-
-
-@pytest.mark.slow
-def test_interrupted_run_resumes_to_the_same_bits(teacher, tmp_path, monkeypatch):
-    assert distill(teacher, tmp_path / "whole") == 0
-    with interrupted_before(monkeypatch, 5):
-        assert distill(teacher, tmp_path / "run") == 130
-    assert distill(teacher, tmp_path / "run") == 0
-    assert same_runs(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -310,15 +281,6 @@ def test_a_missing_teacher_is_named(tmp_path):
         CheckpointError, match=r"^config.distill.teacher=absent: .*the models of the package are digits"
     ):
         small_setup(**{"distill.teacher": "absent"})
-
-
-@pytest.mark.exhaustive
-def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
-    (block,) = blocks(ROOT / "docs" / "distillation.md", "bash", "<!-- run by tests/training/test_distillation.py -->")
-    first, *rest = commands(block)
-    short = "--config.total_steps=2 --config.evals={} --config.model.depth=1 --config.model.compose=None"
-    run_commands([f"{first} {short}", *rest], tmp_path, monkeypatch)
-    assert "seven.png" in capsys.readouterr().out
 
 
 def test_operations_of_a_step_count_the_teacher(teacher):

@@ -4,7 +4,7 @@ import math
 import shutil
 
 import pytest
-from training_runs import digits_command, interrupted_before, same_runs
+from training_runs import digits_command
 
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
@@ -54,20 +54,6 @@ def stopped_at(values, mode="min", patience=2):
 )
 def test_a_run_stops_after_that_many_evaluations_without_improvement(values, mode, patience, expected):
     assert stopped_at(values, mode, patience) == expected
-
-
-@pytest.mark.exhaustive
-def test_resumed_run_stops_at_the_same_step_with_the_same_bits(stopped, digits_run, monkeypatch, capsys):
-    options = OPTIONS | {"ckpt_steps": 2}
-    with interrupted_before(monkeypatch, 4):
-        assert digits_run("interrupted", **options)[0] == 130
-    capsys.readouterr()
-    status, workdir = digits_run("interrupted", **options)
-    assert (status, saved_steps(workdir)) == (0, [2, 4])
-    out = capsys.readouterr().out
-    assert out.count("stopped early at step 4: the best test/loss is ") == 1
-    assert " at step 1, 3 evaluations ago" in out
-    assert same_runs(workdir, stopped)
 
 
 @pytest.mark.exhaustive

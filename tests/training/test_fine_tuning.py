@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import exhaustive
 from small_models import random_params, stack_blocks
-from training_runs import make_step, optimizer_of, refusal, same, small_lm_setup, small_setup, steps_on_meshes
+from training_runs import make_step, optimizer_of, refusal, same, small_lm_setup, small_setup
 
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.trees import by_name, nested
@@ -18,9 +19,7 @@ SETUPS = {  # with the numbers of layers in the body of a scan
     "vit": (small_setup, {}, 1),
     "lm": (small_lm_setup, {}, 1),
     "vit, scan of pairs": (small_setup, {"model.compose": "both", "model.compose_layers": (1, 3)}, 2),
-    "lm, tied": (small_lm_setup, {"model.tied": True}, 1),
 }
-MORE = ("lm", "vit, scan of pairs", "lm, tied")
 
 
 def unrolled_shapes(make, options):
@@ -48,7 +47,9 @@ def kind_of(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in MORE)])
+@pytest.mark.parametrize(
+    "name", ["vit", exhaustive("lm"), pytest.param("vit, scan of pairs", marks=pytest.mark.weekly)]
+)
 def test_decay_and_freezing_are_the_same_for_stacked_layers_and_follow_the_equation(name):
     """A step of gradient descent in numpy, without the frozen parameters; three steps of Adam, stacked and unrolled."""
     make, options, period = SETUPS[name]
@@ -107,19 +108,6 @@ def test_the_backward_pass_ends_at_the_frozen_layers():
         flops.append(update.lower(state, batch).compile().cost_analysis()["flops"])
     assert flops[1] / flops[0] == pytest.approx(2 / 3, abs=0.02)
     assert flops[2] / flops[0] == pytest.approx(1 / 3, abs=0.02)
-
-
-@pytest.mark.exhaustive
-def test_sharded_layers_train_as_on_one_device():
-    options = {"model.num_heads": 4, "model.mlp_dim": 32, "input.batch_size": 16, "model.head_zeroinit": False}
-    options |= {"model.depth": 2, "model.scan": True, "lr": 0.01, "schedule": {"decay_type": "constant"}}
-    options |= {"layer_decay": 0.5, "freeze_layers": 1, "optax_name": "trace", "optax": {"decay": 0.0}}
-    options |= {"ema_decay": 0.9, "ema_warmup": True}
-    (before, one), (_, many) = steps_on_meshes(2, **options)
-    for tree in ("params", "ema"):
-        pairs = zip(*(jax.tree.leaves(getattr(state, tree)) for state in (one, many)), strict=True)
-        assert all(np.allclose(a, b, atol=1e-5) for a, b in pairs)
-    assert not same(one.params, before.params)
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ import pytest
 from conversion_models import open_saved
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
-from small_models import logits_of, make_tokens, param_shapes, random_params
+from small_models import param_shapes, random_params
 
-import dcvit
 from dcvit.config import values
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
@@ -55,20 +54,6 @@ def load_into(config):
     model = make_model(config)
     shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     return model, make_loader(config, model, shapes)(shapes)
-
-
-@pytest.mark.slow
-def test_loaded_weights_are_the_model(weights):
-    folder, net, params = weights
-    model = dcvit.load(folder)
-    tokens = make_tokens(length=8)
-    expected = logits_of(net, params, tokens)
-    np.testing.assert_allclose(model.features(np.asarray(tokens), "logits"), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        model.generate("a")
-    split = dcvit.load(folder, sharding="fsdp")
-    assert not split.params["embedding"]["embedding"].sharding.is_fully_replicated
-    np.testing.assert_allclose(split.features(np.asarray(tokens), "logits"), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

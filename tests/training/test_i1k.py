@@ -1,4 +1,4 @@
-"""The ImageNet config: its evaluations, and whole runs on small data sets in ImageNet's format."""
+"""The ImageNet config: its data and evaluations, and a whole run on small data sets in ImageNet's format."""
 
 import csv
 import io
@@ -6,7 +6,9 @@ import json
 import shutil
 
 import image_datasets
+import numpy as np
 import pytest
+from batches import assert_same_batches
 from training_runs import interrupted_before, same_runs
 
 import input_pipeline
@@ -78,26 +80,27 @@ def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_pat
     assert json.loads(capsys.readouterr().out)[0]["label"].startswith("n")
 
 
-@pytest.mark.exhaustive
-def test_config_trains_from_parquet_files_as_from_tfds_and_resumes(i1k, data_dir, tmp_path, monkeypatch):
-    """A window of all images gives tfds's batches; an interrupted run with a smaller one resumes."""
+@pytest.mark.slow
+@pytest.mark.usefixtures("library_promotion")
+def test_parquet_files_have_the_batches_of_tfds_in_a_window_of_all_images(data_dir, tmp_path, monkeypatch):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     for split in ("train", "validation"):
         source = input_pipeline.open_source("tfds", name="imagenet2012", split=split, data_dir=str(data_dir))
         examples = [source[i] for i in range(len(source))]
         images = [{"bytes": e["image"], "path": None} for e in examples]
         rows = pa.table({"image": images, "label": [e["label"] for e in examples]})
         pq.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet", row_group_size=20)
-    flat = "--config.model.depth=0"  # compiles fastest
-    options = f",data={tmp_path}", flat, "--config.input.data.window=50"
-    assert i1k(data_dir, "tfds", "", flat)[0] == i1k(data_dir, "all", *options[:2])[0] == 0
-    assert i1k(data_dir, "window", *options)[0] == 0
-    with interrupted_before(monkeypatch, 8):
-        assert i1k(data_dir, "stopped", *options)[0] == 130
-    assert i1k(data_dir, "stopped", *options)[0] == 0
-    assert same_runs(tmp_path / "tfds", tmp_path / "all")
-    assert same_runs(tmp_path / "window", tmp_path / "stopped")
-    assert metrics.read(tmp_path / "all" / "metrics.jsonl") != metrics.read(tmp_path / "window" / "metrics.jsonl")
+    spec = f"{I1K}:variant=DCViT-S/16,runlocal=true"
+    tfds, parquet, window = (
+        setup.make_setup(config.load(f"{spec}{arguments}", ["model.depth=0", *words]))
+        for arguments, *words in ([""], [f",data={tmp_path}"], [f",data={tmp_path}", "input.data.window=50"])
+    )
+    assert_same_batches(tfds.data.batches(0), parquet.data.batches(0), 12)
+    one, other = (made.evaluators["val"].data.source for made in (tfds, parquet))
+    assert [one[i]["image"] for i in range(len(one))] == [other[i]["image"] for i in range(len(other))]
+    first, smaller = (next(made.data.batches(0)) for made in (parquet, window))
+    assert not np.array_equal(first["image"], smaller["image"])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax.traverse_util import unflatten_dict
 from small_models import jit
-from training_runs import interrupted_before, optimizer_of, refusal, same_runs, small_lm_setup, steps_on_meshes
+from training_runs import optimizer_of, refusal, small_lm_setup
 
 from dcvit.models import lm, vit
 from dcvit.parallel.trees import by_name
@@ -99,37 +99,6 @@ def test_muon_updates_the_projections_and_mlps_and_nothing_else(name):
     assert chosen == {"query/kernel", "key/kernel", "value/kernel", "out/kernel"} | mlp
     rest = {n.split("/")[-1] for n, is_muon in axes.items() if not is_muon}
     assert rest >= {"w_q1", "w_q2", "w_qg", "scale", "kernel" if name == "vit" else "embedding"}
-
-
-@pytest.mark.exhaustive
-def test_sharded_state_trains_as_one_device():
-    """The momentum is sharded as its parameters."""
-    options = {"optax_name": "muon", "optax": {"ns_steps": 1}, "model.compose": "both", "input.batch_size": 16}
-    options["model.head_zeroinit"] = False  # which would make the gradients of all layers below it zero
-    options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32, "lr": 0.01}
-    found = [after for _, after in steps_on_meshes(1, **options)]
-    for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
-        np.testing.assert_allclose(many, one, atol=1e-4)
-    momenta = {name: x for name, x in by_name(found[1].opt_state).items() if "/mu/" in name}
-    for name, p in by_name(found[1].params).items():
-        (momentum,) = (x for path, x in momenta.items() if path.endswith("/mu/" + name))
-        assert momentum.sharding == p.sharding
-    assert any("fsdp" in p.sharding.spec for p in jax.tree.leaves(found[1].params))
-
-
-@pytest.mark.exhaustive
-def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
-    """Also with layers that are scanned and partly frozen, and with an average of the weights that warms up."""
-    options = {"optax_name": "muon", "optax": {"mu_dtype": "bfloat16", "ns_steps": 1}, "model.depth": 2}
-    options |= {"model.scan": True, "layer_decay": 0.7, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True}
-    options["evals"] = {}
-    status, complete = digits_run("complete", **options)
-    assert status == 0
-    with interrupted_before(monkeypatch, 5):
-        assert digits_run("stopped", **options)[0] == 130
-    status, stopped = digits_run("stopped", **options)
-    assert status == 0
-    assert same_runs(complete, stopped)
 
 
 @pytest.mark.parametrize(

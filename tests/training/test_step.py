@@ -7,8 +7,19 @@ import numpy as np
 import optax
 import pytest
 from small_models import jit
-from training_runs import make_step, nats, perturbed_params, same, shared_step, small_lm_setup, small_setup
+from test_distillation import save_teacher
+from training_runs import (
+    make_step,
+    nats,
+    perturbed_params,
+    same,
+    shared_step,
+    small_lm_setup,
+    small_setup,
+    steps_on_meshes,
+)
 
+from dcvit.parallel.trees import by_name
 from dcvit.training import step
 from dcvit.training.step import non_finite_arrays
 
@@ -148,3 +159,27 @@ def test_non_finite_arrays_are_found_on_every_device():
     placed = {k: jax.device_put(v, split if v.ndim else jax.NamedSharding(mesh, jax.P())) for k, v in tree.items()}
     with jax.set_mesh(mesh):
         assert non_finite_arrays(placed) == ["b", "c"]
+
+
+@pytest.mark.exhaustive
+def test_sharded_steps_are_those_of_one_device(tmp_path):
+    """Momenta are sharded as their parameters, and the teacher too, which is constant and not saved."""
+    options = {"optax_name": "muon", "optax": {"ns_steps": 1}, "lr": 0.01, "schedule": {"decay_type": "constant"}}
+    options |= {"model.num_heads": 4, "model.mlp_dim": 32, "model.depth": 2, "model.scan": True, "input.batch_size": 16}
+    options |= {"layer_decay": 0.5, "freeze_layers": 1, "ema_decay": 0.9, "ema_warmup": True}
+    options["model.head_zeroinit"] = False  # which would make the gradients of all layers below it zero
+    options["model.qkv_bias"] = "qv"  # the gradient of a bias of keys is zero but for rounding, which Adam amplifies
+    (before, one), (_, many) = steps_on_meshes(2, **options, **{"distill.teacher": save_teacher(tmp_path / "teacher")})
+    for tree in ("params", "ema"):
+        for a, b in zip(*(jax.tree.leaves(getattr(state, tree)) for state in (one, many)), strict=True):
+            np.testing.assert_allclose(b, a, atol=1e-4)
+    assert not same(one.params, before.params)
+    momenta = {name.split("/mu/")[1]: x for name, x in by_name(many.opt_state).items() if "/mu/" in name}
+    params = by_name(many.params)
+    assert len(momenta) > 10
+    assert all(momentum.sharding == params[name].sharding for name, momentum in momenta.items())
+    assert any("fsdp" in p.sharding.spec for p in params.values())
+    assert same(jax.device_get(many.teacher), before.teacher)
+    assert not any("teacher" in name for name in by_name(many.items()))
+    kernel = many.teacher["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
+    assert {"fsdp", "tensor"} <= {name for axis in kernel.sharding.spec for name in np.ravel(axis)}

@@ -6,8 +6,8 @@ import shutil
 import jax
 import pytest
 from conversion_models import open_saved
-from trained_workdirs import TEXT, load_params
-from training_runs import digits_command, interrupted_before, lm_command, same, same_runs
+from trained_workdirs import load_params
+from training_runs import digits_command, interrupted_before, same, same_runs
 
 from dcvit.config import values
 from dcvit.runs import metrics
@@ -72,17 +72,6 @@ def test_interrupted_run_resumes_to_the_same_bits(complete, digits_run, monkeypa
     seconds = [row["seconds"] for row in metrics.read(workdir / "timing.jsonl")]
     assert seconds == sorted(seconds)  # the wall time counts on
     assert len(seconds) == 3
-
-
-@pytest.mark.exhaustive
-def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_path, monkeypatch):
-    """The model is composed. Equal seeds give equal runs."""
-    with interrupted_before(monkeypatch, 5):
-        assert lm_command(tmp_path / "interrupted", **TEXT) == 130
-    assert lm_command(tmp_path / "interrupted", **TEXT) == 0
-    assert same_runs(lm_workdir, tmp_path / "interrupted")
-    rows = metrics.read(lm_workdir / "metrics.jsonl")
-    assert rows[-1]["validation/bits_per_byte"] < rows[0]["validation/bits_per_byte"] <= 8.1
 
 
 def test_run_starts_from_the_parameters_of_another_run_but_for_those_that_are_not_loaded(complete, digits_run):

@@ -14,6 +14,7 @@ import optax
 import pytest
 import small_models
 from conversion_models import open_saved
+from marks import mostly_exhaustive
 
 from dcvit.models import losses
 from dcvit.weights import dcvit_hf
@@ -49,12 +50,7 @@ IMAGES = {
     "distilled": dict(pool_type="tok+reg", registers=2, rep_size=24),
     "first": dict(pool_type="0", mlp="gelu", branches="k", compose="post"),
 }
-FAST = ("both", "map")
 LARGEST = 2e-5  # difference, in standard deviations of the logits
-
-
-def cases(table):
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in table]
 
 
 def to_torch(model, tmp_path):
@@ -82,7 +78,8 @@ def text_case(name, **more):
     return conversion_models.language_model(fields.pop("preset", "DCFormer++-405M"), **fields)
 
 
-@pytest.mark.parametrize("name", cases(TEXT))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_exhaustive(TEXT, "windows", "pythia", "groups", "folded", "queries", "qwen"))
 def test_language_models_have_the_logits_of_jax_with_and_without_cache(name, tmp_path):
     net, params, model = text_case(name)
     theirs, _ = to_torch(model, tmp_path)
@@ -102,7 +99,8 @@ def test_language_models_have_the_logits_of_jax_with_and_without_cache(name, tmp
         assert np.abs(torch.cat(steps, dim=1).numpy() - expected).max() < 1.5 * LARGEST * scale
 
 
-@pytest.mark.parametrize("name", cases(IMAGES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_exhaustive(IMAGES, "map", "tok", "folded", "rotary", "norms"))
 def test_image_models_have_the_logits_of_jax(name, tmp_path):
     shape = (16, 24, 3)
     net, params, model = conversion_models.image_model(shape, **IMAGES[name])

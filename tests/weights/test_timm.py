@@ -9,6 +9,7 @@ pytestmark = pytest.mark.interop
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
 from foreign_models import export, links_of
+from marks import mostly_exhaustive
 from PIL import Image
 from safetensors.torch import save_file
 from small_models import assert_trees_equal
@@ -62,7 +63,10 @@ def sums_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", mostly_exhaustive(
+    ARCHITECTURES, "deit_small_patch16_224", "deit_small_distilled_patch16_224", "vit_base_patch16_clip_224",
+    "vit_wee_patch16_reg1_gap_256", "vit_giant_patch14_dinov2", "vit_so150m_patch16_reg4_map_256",
+))  # fmt: skip
 def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
     model = create(name)
     size = model.patch_embed.img_size

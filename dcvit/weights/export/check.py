@@ -31,7 +31,7 @@ from dcvit.weights.placement import place_params
 from dcvit.weights.preprocessing import Preprocessing
 from dcvit.weights.tensors import read_json
 from input_pipeline import Preprocess
-from input_pipeline.optional import require
+from input_pipeline.optional import folder_of
 from input_pipeline.preprocess.builder import decoding
 
 IMAGES, ROWS = 4, 2
@@ -182,8 +182,8 @@ def pixel_difference(pp: str) -> tuple[float, float]:
       InputError: a library that the string needs, such as TensorFlow, is not installed.
     """
     settings = preprocessing.from_pp(pp)
-    pixels = require("sklearn.datasets").load_sample_image(PHOTO)[:ROWS_OF_PHOTO]
-    photo = Image.fromarray(pixels).convert("RGB" if settings.channels == 3 else "L")
+    with Image.open(folder_of("sklearn") / "datasets" / "images" / PHOTO) as file:
+        photo = file.crop((0, 0, file.width, ROWS_OF_PHOTO)).convert("RGB" if settings.channels == 3 else "L")
     photo.save(encoded := io.BytesIO(), "PNG")
     image = encoded.getvalue() if decoding(pp) else np.asarray(photo).reshape(*photo.size[::-1], -1)
     ours = Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"]

@@ -62,10 +62,3 @@ def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged(
 def test_images_that_the_loops_cannot_index_are_errors_of_one_line(shape):
     with pytest.raises(ip.InputError, match=r"^sharpen: expected [^\n]*$"):
         kernels.sharpen(np.zeros(shape, np.uint8), 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("length", "new_length"), [(1, 224), (2000, 1), (2000, 2000)])
-def test_no_position_is_outside_of_the_axis(length, new_length):
-    before, after, _ = kernels._interpolation.__wrapped__(length, new_length)
-    assert max(before.max(), after.max()) < length
