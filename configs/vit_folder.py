@@ -43,7 +43,7 @@ def get_config(
     pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
     pp_eval = f"decode(exif=True)|resize_small({res * 8 // 7})|central_crop({res})"
     colors = "three_augment|color_jitter(0.3, 0.3, 0.3)" if augment == "three" else "randaug(2, 10)"
-    pp_train = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|{colors}"
+    pp_train = f"decode(exif=True)|inception_crop({res})|flip_lr|{colors}"
     if augment == "flip":
         pp_eval = f"decode(exif=True)|resize({res})"
         pp_train = pp_eval + "|flip_lr"

@@ -51,7 +51,7 @@ def get_config(
     pp_train = f"{pp_eval}|flip_lr"
     if not several:
         pp_eval = f"decode(exif=True)|resize_small({res * 8 // 7})|central_crop({res})"
-        pp_train = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|randaug(2, 10)"
+        pp_train = f"decode(exif=True)|inception_crop({res})|flip_lr|randaug(2, 10)"
 
     config.input = ConfigDict()
     config.input.data = {**data, **train}

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Num
 
 from input_pipeline.errors import InputError, MissingLibraryError, first_line_with_type
-from input_pipeline.images.decode import JPEG_WARNING
+from input_pipeline.images.decode import jpeg_warning
 from input_pipeline.loader import thread_count
-from input_pipeline.optional import remove_lines
 from input_pipeline.preprocess.builder import Preprocess, checking, decoding
 from input_pipeline.source import Source, open_source
 
@@ -134,9 +133,7 @@ def check_data(
         try:
             for part in (rows[start : start + size] for start in range(0, len(rows), size)):
                 pieces = [part[start : start + PIECE] for start in range(0, len(part), PIECE)]
-                with remove_lines(JPEG_WARNING) as warnings:
-                    found = list(pool.map(lambda rows: _read(source, rows, decode, statistics), pieces))
-                for lines, images in [_with_warnings(source, part, decode, statistics)] if warnings else found:
+                for lines, images in pool.map(lambda rows: _read(source, rows, decode, statistics), pieces):
                     damaged += lines
                     measured.update(images)
                 on_progress(part.stop, len(source))
@@ -146,31 +143,22 @@ def check_data(
 
 
 def _read(source: Source, rows: range, decode: Preprocess, measure: bool) -> tuple[list[Damage], Statistics]:
-    """Return the examples with the indices `rows` that cannot be read, or that `decode` does not accept.
+    """Return the examples with the indices `rows` that cannot be read, are not accepted by `decode`, or are damaged.
 
     The second result has the statistics of the other examples' images, if `measure`.
     """
     found, statistics = [], Statistics()
     for row in rows:
         try:
-            example = decode(source[row], np.random.default_rng(0))
-            if measure:
+            stored = source[row]
+            example = decode(stored, np.random.default_rng(0))
+            image = stored.get("image")
+            if isinstance(image, bytes) and (warning := jpeg_warning(image)):
+                found.append(Damage(source.describe(row), f"decoded, but {warning}"))
+            elif measure:
                 statistics.add(example["image"])
         except (MemoryError, MissingLibraryError):  # concern every example
             raise
         except Exception as e:
             found.append(Damage(source.describe(row), str(e) if isinstance(e, InputError) else first_line_with_type(e)))
-    return found, statistics
-
-
-def _with_warnings(source: Source, rows: range, decode: Preprocess, measure: bool) -> tuple[list[Damage], Statistics]:
-    """Return the same as `_read`, and the examples that libjpeg decodes with a warning; decodes one at a time."""
-    found, statistics = [], Statistics()
-    for row in rows:
-        with remove_lines(JPEG_WARNING) as warnings:
-            errors, image = _read(source, range(row, row + 1), decode, measure)
-        damage = errors or [Damage(source.describe(row), f"decoded, but {line}") for line in warnings[:1]]
-        found += damage
-        if not damage:
-            statistics.update(image)
     return found, statistics

@@ -17,9 +17,10 @@ from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_
 
 # The extra of each optional library; all others are in the extra `data`.
 EXTRAS = {
-    "PIL": "train", "jinja2": "train", "matplotlib": "train", "optax": "train", "orbax": "train", "sklearn": "train",
-    "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm", "huggingface_hub": "hub", "tifffile": "tiff",
-    "imagecodecs": "tiff", "lm_eval": "eval", "gcsfs": "gcs", "s3fs": "s3", "wandb": "wandb",
+    "PIL": "train", "jinja2": "train", "matplotlib": "train", "numba": "train", "optax": "train", "orbax": "train",
+    "simplejpeg": "train", "sklearn": "train", "tensorstore": "train", "tokenizers": "lm", "zstandard": "lm",
+    "huggingface_hub": "hub", "tifffile": "tiff", "imagecodecs": "tiff", "lm_eval": "eval", "gcsfs": "gcs",
+    "s3fs": "s3", "wandb": "wandb",
     "flatbuffers": "interop", "jax2onnx": "interop", "onnxruntime": "interop",
 }  # fmt: skip
 

@@ -1,13 +1,14 @@
 """Decoding of image files to pixels, resizing, and random crop windows.
 
-JPEGs are decoded by TensorFlow, and images are resized by it or with its arithmetic, so that the pixels are bitwise
-equal to big_vision's. All other formats are decoded by Pillow. `docs/data.md` has a table of how unusual and damaged
-files are handled.
+JPEGs are decoded by libjpeg-turbo with the options that TensorFlow uses, and images are resized by TensorFlow or with
+its arithmetic, so that the pixels are bitwise equal to big_vision's. All other formats are decoded by Pillow.
+`docs/data.md` has a table of how unusual and damaged files are handled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import re
@@ -24,9 +25,10 @@ from input_pipeline.optional import Late, tensorflow
 
 if TYPE_CHECKING:
     import PIL
+    import simplejpeg
     from PIL import Image, ImageOps
 else:
-    PIL, Image, ImageOps = map(Late, ("PIL", "PIL.Image", "PIL.ImageOps"))
+    PIL, Image, ImageOps, simplejpeg = map(Late, ("PIL", "PIL.Image", "PIL.ImageOps", "simplejpeg"))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
 MAX_PIXELS = (1 << 29) // 3  # 178,956,970: three times ImageNet's largest, and the limit of TensorFlow and Pillow
@@ -38,8 +40,10 @@ CROP_ATTEMPTS = 100
 JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # of frame headers
 END_MARKER, MARKERS_WITHOUT_LENGTH = 0xD9, {0x01, 0xD8}
-# The lines about damage that libjpeg writes to stderr while it decodes; the pixels are returned all the same.
-JPEG_WARNING = re.compile(rb"Corrupt JPEG data|Premature end of JPEG|Inconsistent progression|Invalid SOS parameters")
+# Messages of libjpeg about damage after which TensorFlow uses the pixels all the same.
+JPEG_WARNING = re.compile("Corrupt JPEG data|Inconsistent progression|Invalid SOS parameters")
+CMYK = ("CMYK", "YCCK")  # color spaces of JPEGs with four channels
+DAMAGED_JPEG = "broken image: the JPEG is damaged or cut off"
 
 Window = tuple[int, int, int, int]  # top, left, height, width
 Pixels = UInt8[np.ndarray, "height width channels"]
@@ -53,7 +57,7 @@ def is_jpeg(data: bytes) -> bool:
 def jpeg_size(data: bytes) -> tuple[int, int]:
     """Return (height, width) from a JPEG's frame header (ITU-T T.81, B.2.2).
 
-    The header is parsed here because TensorFlow's function for it copies the whole file.
+    Of a file that announces more pixels than it has, the decoders would allocate all.
 
     Raises:
       InputError: the file has no frame header, or more than MAX_PIXELS.
@@ -80,17 +84,14 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
     Args:
       data: the bytes of the file.
       channels: 1 for gray or 3 for RGB.
-      precise: decode JPEGs with Pillow, which does not need TensorFlow.
+      precise: decode JPEGs with Pillow, whose cosine transform is more accurate and slower.
       exif: rotate and mirror the image as its EXIF orientation says.
 
     Raises:
       InputError: the file is not an image, is damaged, or has more than MAX_PIXELS.
     """
-    if is_jpeg(data) and not precise:
-        jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
-        with _jpeg_errors() as tf:
-            pixels = np.asarray(tf.io.decode_jpeg(tf.constant(data), channels=channels))
-        return upright(pixels, _orientation(data) if exif else 1)
+    if is_jpeg(data) and not precise and (colors := _jpeg_colors(data)):
+        return upright(_decode_jpeg(data, colors, channels), _orientation(data) if exif else 1)
     with pillow_image(data) as image:
         if exif:
             image = ImageOps.exif_transpose(image)
@@ -104,6 +105,53 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
+def jpeg_warning(data: bytes) -> str | None:
+    """Return the first message of libjpeg about damage in a JPEG that `decode` accepts; None for any other file."""
+    colors = _jpeg_colors(data) if is_jpeg(data) else None
+    if not colors:
+        return None
+    try:
+        simplejpeg.decode_jpeg(data, "CMYK" if colors in CMYK else "GRAY", fastdct=True)
+    except ValueError as e:
+        return str(e) if JPEG_WARNING.match(str(e)) else None
+    return None
+
+
+def _jpeg_colors(data: bytes) -> str | None:
+    """Return the color space of a JPEG: "YCbCr", "RGB", "Gray", "CMYK" or "YCCK"; None if TurboJPEG does not read it.
+
+    Those are damaged files and ones of unusual subsampling, which Pillow reads.
+
+    Raises:
+      InputError: the file has no frame header, or more than MAX_PIXELS.
+    """
+    jpeg_size(data)
+    read_header = simplejpeg.decode_jpeg_header  # outside of the block: a missing library is a ValueError, too
+    try:
+        return str(read_header(data, strict=False)[2])
+    except ValueError:
+        return None
+
+
+def _decode_jpeg(data: bytes, colors: str, channels: int) -> Pixels:
+    """Return the pixels of a JPEG as TensorFlow decodes it: with the fast cosine transform and interpolated colors."""
+    is_cmyk = colors in CMYK
+    decode = functools.partial(
+        simplejpeg.decode_jpeg, data, "CMYK" if is_cmyk else "GRAY" if channels == 1 else "RGB", fastdct=True
+    )
+    try:
+        pixels = decode()
+    except ValueError as e:
+        if not JPEG_WARNING.match(str(e)):
+            raise InputError(DAMAGED_JPEG) from None
+        pixels = decode(strict=False)
+    if is_cmyk:
+        pixels = (pixels[..., :3].astype(np.uint16) * pixels[..., 3:] // 255).astype(np.uint8)
+        if channels == 1:
+            pixels = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
+    return pixels
+
+
 def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
     """Return the RGB pixels of a window of a JPEG, without decoding parts of the file that the window does not need.
 
@@ -112,7 +160,7 @@ def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
     Raises:
       InputError: the file is damaged.
     """
-    with _jpeg_errors() as tf:
+    with _tensorflow() as tf:
         # the decoder would take 40 µs longer with Python's values
         pixels = np.asarray(tf.io.decode_and_crop_jpeg(tf.constant(data), tf.constant(window), channels=3))
     return upright(pixels, _orientation(data) if exif else 1)
@@ -139,8 +187,8 @@ def resize(
         raise InputError(
             f"resizing {image.shape[1]}x{image.shape[0]} to {size[1]}x{size[0]} exceeds {MAX_PIXELS} pixels"
         )
-    if method == "bilinear" and not antialias and image.dtype == np.uint8 and image.shape[2] == 3:
-        return kernels.resize_bilinear(image, size)
+    if method in kernels.RESIZE and not antialias and image.dtype == np.uint8 and image.shape[2] == 3:
+        return kernels.RESIZE[method](image, size)
     pixels = np.asarray(tensorflow().image.resize(image, size, method=method, antialias=antialias))
     if image.dtype.kind in "ui" and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
         pixels = np.clip(pixels, np.iinfo(image.dtype).min, np.iinfo(image.dtype).max)
@@ -208,7 +256,7 @@ def _offset(room: int, drawn: float) -> int:
 
 
 @contextlib.contextmanager
-def _jpeg_errors() -> Iterator[types.ModuleType]:
+def _tensorflow() -> Iterator[types.ModuleType]:
     """Yield TensorFlow for the context, and convert its errors about a JPEG to an InputError of one line."""
     tf = tensorflow()
     try:
@@ -216,7 +264,7 @@ def _jpeg_errors() -> Iterator[types.ModuleType]:
     except tf.errors.ResourceExhaustedError as e:
         raise MemoryError(first_line(e)) from None
     except tf.errors.OpError:
-        raise InputError("broken image: the JPEG is damaged or cut off") from None
+        raise InputError(DAMAGED_JPEG) from None
 
 
 @contextlib.contextmanager

@@ -19,12 +19,16 @@ from input_pipeline.optional import require
 
 MOST_VALUES = 1 << 32  # of an image; the loops index with 32 bits
 Pixels = UInt8[np.ndarray, "height width 3"]
+Cover = tuple[
+    UInt32[np.ndarray, "n"], UInt32[np.ndarray, "n"], Float32[np.ndarray, "n"], Float32[np.ndarray, "n"]
+]  # fmt: skip
 Axis = tuple[UInt32[np.ndarray, "n"], UInt32[np.ndarray, "n"], Float32[np.ndarray, "n"]]
 
 # Types of arguments, as numba names them. A writable array is accepted as a read-only one.
 IMAGE, OUT = "Array(uint8, 3, 'C', readonly=True)", "Array(uint8, 3, 'C')"
 SOURCES = "Array(uint32, 2, 'C', readonly=True)"
 INDICES, WEIGHTS = "Array(uint32, 1, 'C', readonly=True)", "Array(float32, 1, 'C', readonly=True)"
+COVER = f"Tuple(({INDICES}, {INDICES}, {WEIGHTS}, {WEIGHTS}))"  # first, end, shares of the first and of the last
 AXIS = f"Tuple(({INDICES}, {INDICES}, {WEIGHTS}))"  # both neighbors of each pixel, and the weight of the second
 
 
@@ -112,6 +116,74 @@ def _resize(image, columns, rows, out):
         weight, result = down[y], out[y].reshape(-1)
         for i in range(result.size):
             result[i] = np.uint8(np.int32(above[i] + (below[i] - above[i]) * weight))
+
+
+def resize_area(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarray, "new_height new_width 3"]:
+    """Resize an image as TensorFlow's ResizeArea, and truncate the result.
+
+    Each value is the mean over the part of the image that its pixel covers, in float32: the sum over the columns of a
+    row, weighted by the covered share of the row, is added row by row.
+
+    Args:
+      image: the pixels, uint8 of shape (height, width, 3).
+      size: height and width of the result, 1 or more.
+    """
+    image = _image(image, "resize")
+    out = np.empty((*size, 3), np.uint8)
+    (rows, row_scale), (columns, column_scale) = (_cover(*lengths) for lengths in zip(image.shape, size, strict=False))
+    _average(image, columns, rows, np.float32(1) / (row_scale * column_scale), out)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _cover(length: int, new_length: int) -> tuple[Cover, np.float32]:
+    """Return, for each output position of an axis, the input positions that it covers, and the scale.
+
+    They are the first position and the end, one after the last, and the covered shares of the first and the last.
+    """
+    scale = np.float32(length) / np.float32(new_length)
+    start, end = (np.arange(i, new_length + i, dtype=np.float32) * scale for i in range(2))
+    first, last = np.floor(start), np.ceil(end) - np.float32(1)
+    shares = []
+    for at in (first, last):
+        inside = np.where(at + 1 > end, end - at, np.float32(1))
+        shares.append(np.where(at < start, np.where(at + 1 > end, scale, at + 1 - start), inside).astype(np.float32))
+    return (first.astype(np.uint32), last.astype(np.uint32) + np.uint32(1), *shares), scale
+
+
+@_compiled(IMAGE, COVER, COVER, "float32", OUT)
+@no_type_check
+def _average(image, columns, rows, scale, out):
+    """Write the weighted mean of the pixels that each pixel of the output covers."""
+    lefts, rights, left_shares, right_shares = columns
+    tops, bottoms, top_shares, bottom_shares = rows
+    last_row, last_column = np.uint32(image.shape[0] - 1), np.uint32(image.shape[1] - 1)
+    one, three, width = np.uint32(1), np.uint32(3), np.uint32(out.shape[1])
+    total = np.empty(out.shape[1] * 3, np.float32)
+    for y in range(out.shape[0]):
+        total[:] = 0
+        for row in range(tops[y], bottoms[y]):
+            pixels = image[min(row, last_row)].reshape(-1)
+            share = np.float32(1)
+            if row == tops[y]:
+                share = top_shares[y]
+            elif row == bottoms[y] - one:
+                share = bottom_shares[y]
+            for x in range(width):
+                left, last = lefts[x], rights[x] - one
+                for channel in range(three):
+                    part = np.float32(pixels[three * min(left, last_column) + channel]) * left_shares[x]
+                    for column in range(left + one, last):
+                        part += np.float32(pixels[three * min(column, last_column) + channel])
+                    if left < last:
+                        part += np.float32(pixels[three * min(last, last_column) + channel]) * right_shares[x]
+                    total[three * x + channel] += part * share
+        result = out[y].reshape(-1)
+        for i in range(result.size):
+            result[i] = np.uint8(np.int32(total[i] * scale))
+
+
+RESIZE = {"bilinear": resize_bilinear, "area": resize_area}  # by method
 
 
 def move(image: np.ndarray, sources: UInt32[np.ndarray, "height width"], outside: int) -> Pixels:

@@ -40,7 +40,7 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False, dtype: 
 
     Args:
       channels: 1 for gray, 3 for RGB, or the number of channels of the files.
-      precise: decode JPEGs with Pillow instead of TensorFlow; slower, but TensorFlow need not be installed.
+      precise: decode JPEGs with Pillow, whose cosine transform is more accurate and slower.
       exif: rotate and mirror images as their EXIF orientation says.
       dtype: "uint8", "uint16", "int16" or "float32".
     """
@@ -70,10 +70,10 @@ def decode_jpeg_and_inception_crop(
 ) -> Change:
     """Decode a random crop of `image` and resize it, without decoding more of a JPEG than the crop needs.
 
-    Equal to `decode|inception_crop(…)` for JPEGs without subsampled colors (4:4:4). Of others (4:2:0, 4:2:2), libjpeg
-    interpolates colors without the pixels outside of the crop, as in big_vision: in the columns at its left and right
-    edge, by up to 16 levels on 0.1 % of the pixels of a photograph. Formats other than JPEG are decoded completely,
-    except `.npy` files, which need `decode|inception_crop(…)`.
+    TensorFlow decodes the crop, as in big_vision. Equal to `decode|inception_crop(…)` for JPEGs without subsampled
+    colors (4:4:4). Of others (4:2:0, 4:2:2), libjpeg interpolates colors without the pixels outside of the crop: in the
+    columns at its left and right edge, by up to 16 levels on 0.1 % of the pixels of a photograph. Formats other than
+    JPEG are decoded completely, except `.npy` files, which need `decode|inception_crop(…)`.
 
     Args:
       size: height and width of the result, or one number for both; by default the crop is not resized.

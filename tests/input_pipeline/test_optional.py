@@ -35,9 +35,10 @@ def read_tiff(_):
 
 
 USES = {
-    "tensorflow": ("data", lambda _: train("decode", image_datasets.jpeg(0))),
+    "tensorflow": ("data", lambda _: train("decode_jpeg_and_inception_crop", image_datasets.jpeg(0))),
+    "simplejpeg": ("train", lambda _: train("decode", image_datasets.jpeg(0))),
     "tensorflow_datasets": ("data", lambda _: ip.open_source("tfds", name="imagenet2012", split="train")),
-    "numba": ("data", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
+    "numba": ("train", lambda _: train("resize(3)", np.zeros((4, 4, 3), np.uint8))),
     "tifffile": ("tiff", read_tiff),
     "imagecodecs": ("tiff", read_tiff),
     "tokenizers": ("lm", lambda folder: open_text(folder, tokenizer=str(folder))),

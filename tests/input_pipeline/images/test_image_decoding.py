@@ -22,11 +22,6 @@ def decode(data, spec="decode", seed=0):
     return ip.Preprocess(spec)({"image": data}, np.random.default_rng(seed))["image"]
 
 
-@pytest.fixture(autouse=True)
-def _tensorflow():
-    pytest.importorskip("tensorflow")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec"), [*zip(sorted(READ), itertools.cycle(DECODERS), strict=False)])
 def test_every_supported_file_decodes_to_three_channels_of_uint8(name, spec):
@@ -108,6 +103,36 @@ def test_random_damage_gives_pixels_or_an_input_error_of_one_line():
             except ip.InputError as e:
                 outcomes.add(len(str(e).splitlines()))
     assert outcomes == {"uint8", 1}
+
+
+@pytest.mark.parametrize("name", ["exif6.jpg", "cmyk.jpg", "gray.jpg"])
+def test_damaged_jpegs_are_refused_or_decoded_as_by_tensorflow(name):
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(0)
+    equal = 0
+    for _ in range(60):
+        data = bytearray(ODD[name])
+        for at in rng.integers(len(data), size=rng.integers(1, 6)):
+            data[at] = rng.integers(256)
+        try:
+            found = decode(bytes(data))
+        except ip.InputError:
+            continue
+        try:
+            expected = tf.io.decode_jpeg(bytes(data), channels=3).numpy()
+        except tf.errors.OpError:
+            continue
+        np.testing.assert_array_equal(found, expected)
+        equal += 1
+    assert equal > 20
+
+
+def test_a_jpeg_of_unusual_subsampling_is_decoded_by_pillow():
+    data = bytearray(image_datasets.jpeg(0))
+    at = data.index(b"\xff\xc0") + 11  # the sampling factors of the first component
+    data[at] = 0x31
+    assert decoding._jpeg_colors(bytes(data)) is None
+    assert decode(bytes(data)).shape == (60, 80, 3)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,15 @@ def test_resized_pixels_are_bitwise_those_of_tensorflow(sides):
             np.testing.assert_array_equal(kernels.resize_bilinear(image, size), expected.astype(np.uint8))
 
 
+@pytest.mark.parametrize("sides", SIDES)
+def test_averaged_pixels_are_bitwise_those_of_tensorflow(sides):
+    tf = pytest.importorskip("tensorflow")
+    for size in ((1, 1), (2, 500), (224, 224), (301, 97)):
+        for image in (noise(*sides), np.full((*sides, 3), 255, np.uint8)):
+            expected = tf.image.resize(image, size, method="area").numpy()
+            np.testing.assert_array_equal(kernels.resize_area(image, size), expected.astype(np.uint8))
+
+
 @pytest.mark.slow
 def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
     tf = pytest.importorskip("tensorflow")
