@@ -140,7 +140,7 @@ def _decode_jpeg(data: bytes, colors: str, channels: int) -> Pixels:
         simplejpeg.decode_jpeg, data, "CMYK" if is_cmyk else "GRAY" if channels == 1 else "RGB", fastdct=True
     )
     try:
-        pixels = decode()
+        pixels: np.ndarray = decode()
     except ValueError as e:
         if not JPEG_WARNING.match(str(e)):
             raise InputError(DAMAGED_JPEG) from None

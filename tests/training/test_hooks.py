@@ -89,6 +89,12 @@ def test_non_finite_state_is_not_saved(digits_run, capsys, monkeypatch):
     assert saved_steps(workdir) == [1, 2]
 
 
+def test_checkpoints_of_the_second_interval_are_saved_and_kept(digits_run):
+    status, workdir = digits_run(ckpt_steps=4, keep_ckpt_steps=3, ckpt_keep=1, total_steps=7, evals={})
+    assert status == 0
+    assert saved_steps(workdir) == [3, 6, 7]
+
+
 def test_best_checkpoint_is_saved_and_kept_also_by_a_resumed_run(digits_run, monkeypatch):
     """The test loss falls, so that its maximum is at step 1, which a run that resumes at step 3 has to remember."""
     options = {"ckpt_best": ("test/loss", "max"), "ckpt_keep": 1, "ckpt_steps": 3, "evals.test.log_steps": 1}
