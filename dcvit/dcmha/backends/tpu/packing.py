@@ -198,7 +198,7 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
 def _joined(columns: Sequence[Array]) -> Array:
     """Return weights concatenated along their columns, in float32.
 
-    XLA does not copy columns that are slices of one array (`dcvit.dcmha.packed_weights`) and of this dtype.
+    XLA does not copy columns that are slices of one array (`dcvit.dcmha.dynamic_weights`) and of this dtype.
     """
     dtype = common_dtype(columns)
     return jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
