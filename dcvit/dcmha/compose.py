@@ -77,13 +77,11 @@ def dynamic_weights(
     """
     found: dict[str, dict[str, Array]] = {name: {} for name in params}
     params = {name: {field: w.astype(x.dtype) for field, w in some.items()} for name, some in params.items()}
-    by_side = [_columns(params, side, heads) for side in sides]
-    both, is_cpu = [c for columns in by_side for c in columns], device.platform() == "cpu"
-    arrange = _separate_weights if is_cpu else _packed_weights
-    fits = is_cpu or sum(c.width for c in both) <= REGISTER
-    for columns in filter(None, [both] if fits else by_side):
-        for c, w in zip(columns, arrange(x, params, columns, heads=heads, gelu=gelu), strict=True):
-            found[c.compose_name][c.field] = w if c.field.endswith("g") else w.reshape(*x.shape[:2], -1, heads)
+    columns = [c for side in sides for c in _columns(params, side, heads)]
+    arrange = _separate_weights if device.platform() == "cpu" else _packed_weights
+    weights = arrange(x, params, columns, heads=heads, gelu=gelu) if columns else []
+    for c, w in zip(columns, weights, strict=True):
+        found[c.compose_name][c.field] = w if c.field.endswith("g") else w.reshape(*x.shape[:2], -1, heads)
     return found
 
 
@@ -108,12 +106,13 @@ def _packed_weights(
     heads: int,
     gelu: str,
 ) -> list[Float[Array, "B N _"]]:
-    """Return the dynamic weights of `columns`, all of one side or of both, as slices of one array.
+    """Return the dynamic weights of `columns` as slices of one array.
 
     TPUs store the last axis of an array in multiples of 128 numbers: arrays of a few heads would waste memory, and a
     concatenation or slice of columns is a copy. So nothing moves: a side has as many hidden units as projection
     weights, and the product that reads the inputs has them, and the gates, in the columns of the results. The second
-    layers of all composes are one block-diagonal matrix.
+    layers of both sides of all composes are one block-diagonal matrix: products for each side take 1.18 times the
+    cycles (405M on v5e with gradients, the TPU compiler's estimate).
     """
     ends, missing = np.repeat([c.field[1] for c in columns], [c.width for c in columns]), _padding(columns)
     pre_activations = x @ jnp.pad(_first_layer(params, columns), ((0, 0), (0, missing)))
@@ -141,7 +140,8 @@ def _separate_weights(
 ) -> list[Float[Array, "B N _"]]:
     """Return the dynamic weights of `columns`; each compose and side has a second layer of its own.
 
-    CPUs move columns faster than they multiply with the zeros of joined layers.
+    CPUs move columns faster than they multiply with the zeros of joined layers, which take 1.02 to 1.38 times as long
+    (processor time with gradients, from 64 × 16 tokens of width 64 to 1,024 tokens of width 1,024).
     """
     found: dict[tuple[str, str], Array] = {}
     parts = [c for c in columns if not c.field.endswith("2")]
