@@ -127,7 +127,6 @@ def shapes_of(arrays: object) -> Shapes:
 
 def call_of(arrays: Arrays, options: Mapping[str, Any]) -> Call:
     """Return the call of attention with these arrays and options."""
-
     nested: dict[str, dict[str, Any]] = {}
     for name, x in arrays.items():
         place, _, field = name.rpartition(".")
