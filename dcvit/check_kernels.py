@@ -124,7 +124,7 @@ def plan_calls() -> None:
 
 def row(case: str, name: str, verdict: Verdict, *, is_best: bool = False) -> dict[str, str]:
     """Return the row of the table for one implementation in one case."""
-    numbers = {"error": ".1e", "ms": ".3f", "forward_ms": ".3f"}
+    numbers = {"error": ".1e", "ms": ".3f"}
     cells = {key: "" if (number := verdict.get(key)) is None else format(number, f) for key, f in numbers.items()}
     status = "fastest" if is_best else verdict["status"]
     return {"case": case, "implementation": name, **cells, "verdict": status, "reason": verdict["reason"]}

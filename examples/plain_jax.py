@@ -9,7 +9,7 @@ D head width, R rank, I = 2·R·H.
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import ComposeWeights, attention, dynamic_gate, dynamic_projection
+from dcvit.dcmha import ComposeWeights, attention, dynamic_weights
 from dcvit.dcmha.compose import gate_init, hidden_init, projection_init
 
 WIDTH, HEADS, RANK = 32, 4, 2
@@ -27,14 +27,6 @@ def init_compose(key):
     return {f"{side}{name}": init(next(keys), shape) for side in "qk" for name, (init, shape) in shapes.items()}
 
 
-def compose_weights(params, x):
-    """The compose weights of every token of x (B T M)."""
-    q1, q2 = dynamic_projection(x, params["q1"], params["q2"], heads=HEADS)  # each B T R H
-    k1, k2 = dynamic_projection(x, params["k1"], params["k2"], heads=HEADS)
-    gates = {f"{side}g": dynamic_gate(x, params[f"{side}g"]) for side in "qk"}  # each B T H
-    return ComposeWeights(q1=q1, q2=q2, k1=k1, k2=k2, **gates)
-
-
 def init(key):
     """Parameters of a whole attention layer."""
     keys = jax.random.split(key, 6)
@@ -46,7 +38,8 @@ def init(key):
 def layer(params, x):
     """Causal self-attention of x (B T M), with scores and weights composed across heads."""
     q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, -1) for name in "qkv")  # each B T H D
-    pre, post = compose_weights(params["pre"], x), compose_weights(params["post"], x)
+    weights = dynamic_weights(x, {name: params[name] for name in ("pre", "post")}, heads=HEADS)  # of every token
+    pre, post = (ComposeWeights(**weights[name]) for name in ("pre", "post"))
     out = attention(q, k, v, pre, post, causal=True)
     return out.reshape(x.shape) @ params["o"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dcvit.dcmha import plan
 from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.backends.xla.reference import Dropout
-from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_weights
 from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
@@ -20,8 +20,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "compose",
-    "dynamic_gate",
-    "dynamic_projection",
+    "dynamic_weights",
 ]
 
 IMPLEMENTATIONS = tuple(plan.BACKENDS)

@@ -11,21 +11,19 @@ kind of device and versions of JAX, its backend and this package.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import json
 import logging
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import jax
 import numpy as np
@@ -53,7 +51,6 @@ PASSED, WRONG, FAILED, TIMED_OUT, UNCHECKED = "passed", "wrong", "failed", "time
 BAD = (WRONG, FAILED, TIMED_OUT)
 SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64")  # that change how a call is computed or supported
 
-Part = TypeVar("Part")
 Arrays: TypeAlias = Mapping[str, Any]  # by name: fields of `Inputs`, such as "q" and "pre.q1"
 Shapes: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of arrays by name
 Computation: TypeAlias = Callable[[Arrays], Array]
@@ -66,14 +63,12 @@ class Verdict(TypedDict, total=False):
       status: one of the names above. "unchecked", because the reference failed, is not kept.
       error: largest relative error of output and gradients; None if unknown or not finite.
       ms: median milliseconds of the output and all gradients.
-      forward_ms: those of the output alone.
       reason: why the status is not "passed".
     """
 
     status: str
     error: float | None
     ms: float
-    forward_ms: float
     reason: str
 
 
@@ -132,16 +127,14 @@ def shapes_of(arrays: object) -> Shapes:
 
 def call_of(arrays: Arrays, options: Mapping[str, Any]) -> Call:
     """Return the call of attention with these arrays and options."""
-
-    def inside(name: str, kind: Callable[..., Part]) -> Part | None:
-        fields = {key.partition(".")[2]: x for key, x in arrays.items() if key.startswith(f"{name}.")}
-        return kind(**fields) if fields else None
-
-    pre, post = inside("pre", ComposeWeights), inside("post", ComposeWeights)
-    inputs = Inputs(
-        arrays["q"], arrays["k"], arrays["v"], pre, post, arrays.get("mask"), inside("segments", Segments)
-    )  # fmt: skip
-    return Call(inputs, Options(**options), Composition.of_weights(pre, post, options["groups"]))
+    nested: dict[str, dict[str, Any]] = {}
+    for name, x in arrays.items():
+        place, _, field = name.rpartition(".")
+        nested.setdefault(place, {})[field] = x
+    kinds = {"pre": ComposeWeights, "post": ComposeWeights, "segments": Segments}
+    inputs = Inputs(**nested.pop(""), **{name: kinds[name](**fields) for name, fields in nested.items()})
+    composition = Composition.of_weights(inputs.pre, inputs.post, options["groups"])
+    return Call(inputs, Options(**options), composition)
 
 
 def environment(device: jax.Device) -> dict[str, str]:
@@ -164,12 +157,10 @@ def read(environment: Mapping[str, str]) -> Table:
     file = path(environment)
     try:
         table: Table = json.loads(file.read_text())["cases"]
-        for verdict in [verdict for found in table.values() for verdict in found.values()]:
-            _ = verdict["status"], verdict["reason"]
         return table
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, KeyError) as e:
         LOG.warning("attention: ignored the verdicts in %s: %s", file, e)
         return {}
 
@@ -188,15 +179,7 @@ def write(environment: Mapping[str, str], key: str, name: str, verdict: Verdict)
 
 
 def examine(case: Case, environment: Mapping[str, str], seconds: float = SECONDS) -> dict[str, Verdict]:
-    """Return the verdicts on all candidates of a case by name; missing ones are produced in children and written.
-
-    One process at a time checks, where flock(2) works, so that no two of them time kernels on one device.
-    """
-    with _alone(path(environment).with_suffix(".lock")):
-        return _examine(case, environment, seconds)
-
-
-def _examine(case: Case, environment: Mapping[str, str], seconds: float) -> dict[str, Verdict]:
+    """Return the verdicts on all candidates of a case by name; missing ones are produced in children and written."""
     found = read(environment).get(case.key, {})
     for name in [name for name in case.candidates if name not in found]:
         try:
@@ -209,17 +192,6 @@ def _examine(case: Case, environment: Mapping[str, str], seconds: float) -> dict
         else:
             write(environment, case.key, name, found[name])
     return found
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Context manager that one process at a time enters, where the file system has flock(2); others wait."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            fcntl = importlib.import_module("fcntl")
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(lock.open("ab")), fcntl.LOCK_EX)
-        yield
 
 
 def fastest(case: Case, found: Mapping[str, Verdict]) -> str:
@@ -236,26 +208,22 @@ def run_child(code: str, request: object, seconds: float) -> Any:
     Raises:
       ChildError: it did not end in time, or failed.
     """
-    command, pipe = [sys.executable, "-P", "-c", f"{END_WITH_PARENT}; {code}"], subprocess.PIPE
+    command = [sys.executable, "-P", "-c", f"{END_WITH_PARENT}; {code}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,
-        start_new_session=True,
-    ) as child:  # fmt: skip
-        try:
-            out, errors = child.communicate(json.dumps(request), timeout=seconds)
-        except BaseException as e:  # Ctrl-C does not reach the child
-            os.killpg(child.pid, signal.SIGKILL)
-            if isinstance(e, subprocess.TimeoutExpired):
-                raise ChildError(TIMED_OUT, f"it did not end in {seconds:.0f} s") from None
-            raise
-    last_error, last = ([line for line in text.splitlines() if line.strip()] or [""] for text in (errors, out))
-    if child.returncode:
-        raise ChildError(FAILED, f"its process ended with status {child.returncode}: {last_error[-1]}")
     try:
-        return json.loads(last[-1])
+        child = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, errors="replace", env=environment,
+            timeout=seconds, start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ChildError(TIMED_OUT, f"it did not end in {seconds:.0f} s") from None
+    error, out = ((text.strip().splitlines() or [""])[-1] for text in (child.stderr, child.stdout))
+    if child.returncode:
+        raise ChildError(FAILED, f"its process ended with status {child.returncode}: {error}")
+    try:
+        return json.loads(out)
     except ValueError:
-        raise ChildError(FAILED, f"its process printed no result: {last[-1]}") from None
+        raise ChildError(FAILED, f"its process printed no result: {out}") from None
 
 
 def main() -> None:
@@ -264,46 +232,37 @@ def main() -> None:
     case = Case(**request["case"])
     for name, value in case.settings.items():
         jax.config.update(name, value)
-    try:
-        device = jax.local_devices()[:1]
-    except Exception as e:
-        print(json.dumps(Verdict(status=UNCHECKED, reason=f"no device can be opened: {_first_line(e)}")))
-        return
-    with jax.set_mesh(jax.sharding.Mesh(np.array(device), ("data",))):
-        print(json.dumps(judge(case, request["name"])))
+    print(json.dumps(judge(case, request["name"])))
 
 
 def judge(case: Case, name: str) -> Verdict:
-    """Compile and run a candidate, forward and backward, compare its results with the reference, and time it."""
-    arrays = _random_arrays(case.arrays)
+    """Compile and run a candidate with its gradients on one device, compare it with the reference, and time it."""
+    status = UNCHECKED  # where the candidate is not the cause
     try:
-        right = reference_of(case)
-        cotangent = _normal(np.random.default_rng(1), jax.eval_shape(right, arrays))
-        wide = {
-            key: x.astype(np.promote_types(x.dtype, np.float32)) if is_float(x) else x for key, x in arrays.items()
-        }  # fmt: skip
-        with jax.default_matmul_precision("highest"):
-            expected = jax.device_get(jax.jit(_with_gradients(right))(wide, cotangent.astype(np.float32)))
-    except Exception as e:  # such as a lack of memory
-        return Verdict(status=UNCHECKED, reason=f"the reference raised {_first_line(e)}")
-    try:
-        placed = jax.device_put((arrays, cotangent))
-        candidate = case.function(case.candidates[name])
-        both = jax.jit(_with_gradients(candidate)).lower(*placed).compile()
-        forward = jax.jit(candidate).lower(placed[0]).compile()
-        found, again = jax.device_get(both(*placed)), jax.device_get(both(*placed))
-        ms, forward_ms = _milliseconds(both, *placed), _milliseconds(forward, placed[0])
+        with jax.set_mesh(jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))):
+            arrays, right = _random_arrays(case.arrays), reference_of(case)
+            cotangent = _normal(np.random.default_rng(1), jax.eval_shape(right, arrays))
+            wide = {
+                key: x.astype(np.promote_types(x.dtype, np.float32)) if is_float(x) else x for key, x in arrays.items()
+            }  # fmt: skip
+            with jax.default_matmul_precision("highest"):
+                expected = jax.device_get(jax.jit(_with_gradients(right))(wide, cotangent.astype(np.float32)))
+            status, placed = FAILED, jax.device_put((arrays, cotangent))
+            program = jax.jit(_with_gradients(case.function(case.candidates[name]))).lower(*placed).compile()
+            found, again = jax.device_get(program(*placed)), jax.device_get(program(*placed))
+            ms = _milliseconds(program, *placed)
     except Exception as e:
-        status = UNCHECKED if "RESOURCE_EXHAUSTED" in str(e) else FAILED  # memory that another process holds
-        return Verdict(status=status, reason=_first_line(e))
+        if "RESOURCE_EXHAUSTED" in str(e):  # memory that another process holds
+            status = UNCHECKED
+        return Verdict(status=status, reason=f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
     worst = float(np.max([_error(x, y) for x, y in zip(found, expected, strict=True)]))  # NaN if one is NaN
     bound, reason = _bound(arrays), ""
     if not worst <= bound:
         reason = f"the largest relative error of output and gradients is {worst:.1e}, above {bound:.0e}"
     elif name.startswith("pallas_") and not all(np.array_equal(x, y) for x, y in zip(found, again, strict=True)):
         reason = "two runs differ"  # by a race
-    status, error = WRONG if reason else PASSED, worst if np.isfinite(worst) else None
-    return Verdict(status=status, error=error, ms=ms, forward_ms=forward_ms, reason=reason)
+    error = worst if np.isfinite(worst) else None
+    return Verdict(status=WRONG if reason else PASSED, error=error, ms=ms, reason=reason)
 
 
 def reference_of(case: Case) -> Computation:
@@ -329,13 +288,13 @@ def reference_of(case: Case) -> Computation:
 
 
 def _milliseconds(program: Callable[..., object], *placed: object) -> float:
-    """Return the median time of a program in milliseconds, after one more run."""
+    """Return the median time of a program, which has run before, in milliseconds."""
     times = []
-    for _ in range(RUNS + 1):
+    for _ in range(RUNS):
         start = time.perf_counter()
         jax.block_until_ready(program(*placed))
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) * 1e3
+    return statistics.median(times) * 1e3
 
 
 def _with_gradients(function: Computation) -> Callable[[Arrays, Array], list[Array]]:
@@ -373,10 +332,8 @@ def _random_arrays(shapes: Shapes) -> dict[str, np.ndarray]:
 def _random_segments(shape: Sequence[int], *, is_query: bool) -> np.ndarray:
     """Return ids (B, N) of documents whose first tokens are at the same fractions of N for queries and keys."""
     batch, length = shape
-    starts = np.random.default_rng(2).random((batch, DOCUMENTS))
-    at = (np.arange(length) + 0.5) / length
-    ids: np.ndarray = (at[None, None] > starts[:, :, None]).sum(1).astype(np.int32)
-    ids[ids == DOCUMENTS] = 0
+    number = np.arange(length) * (DOCUMENTS + 1) // length
+    ids = ((np.arange(batch)[:, None] + number) % DOCUMENTS).astype(np.int32)
     if is_query and length > 1:
         ids[0, 0] = -1
     return ids
@@ -409,7 +366,3 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
     floor = max(float(np.sqrt(np.mean(norms**2))), 1e-6 * np.sqrt(b.shape[-1]))
     rows = np.linalg.norm((a - b).reshape(-1, b.shape[-1]), axis=-1) / np.maximum(norms, floor)
     return float(max(total, np.max(rows) / 4))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

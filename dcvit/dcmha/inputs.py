@@ -22,7 +22,7 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
-from dcvit.dcmha.segments import NO_ID, Segments
+from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -115,7 +115,9 @@ def check_arrays(inputs: Inputs) -> None:
     if heads % key_heads:
         raise ValueError(f"the number of query heads ({heads}) is not a multiple of the key heads ({key_heads})")
     if segments is not None:
-        check_segments(segments, (batch, queries), (batch, keys))
+        for name, ids, length in zip(Segments._fields, segments, (queries, keys), strict=True):
+            if ids.dtype != jnp.int32 or ids.shape != (batch, length):
+                raise ValueError(f"segments of {name} are {ids.dtype}{ids.shape}, expected int32{(batch, length)}")
     if mask is None:
         return
     if mask.dtype != jnp.bool_:
@@ -123,18 +125,6 @@ def check_arrays(inputs: Inputs) -> None:
     largest = (batch, 1, queries, keys)
     if mask.ndim != 4 or any(n not in (1, most) for n, most in zip(mask.shape, largest, strict=True)):
         raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {largest}")
-
-
-def check_segments(segments: Segments, *shapes: tuple[int, int]) -> None:
-    """Raise ValueError if the ids of queries and keys are not int32 of these shapes, or contain `NO_ID` (if known)."""
-    for name, ids, shape in zip(Segments._fields, segments, shapes, strict=True):
-        if ids.dtype != jnp.int32:
-            raise ValueError(f"segments of {name} have dtype {ids.dtype}, expected int32")
-        if ids.shape != shape:
-            raise ValueError(f"segments of {name} have shape {ids.shape}, expected {shape}")
-        is_known = not isinstance(ids, jax.core.Tracer) and getattr(ids, "is_fully_addressable", True)
-        if is_known and (np.asarray(ids) == NO_ID).any():  # jnp would be traced in a jitted function
-            raise ValueError(f"segments of {name} have the id {NO_ID}, which is reserved: expected a larger one")
 
 
 def checked_scale(scale: object, head_dim: int) -> float:

@@ -9,8 +9,10 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from types import ModuleType
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +39,17 @@ ONE, SMALL, PLAIN, COMPOSED, LONG_PLAIN, LONG_COMPOSED = (
 )  # fmt: skip
 
 
-@runtime_checkable
-class Module(Protocol):
-    """Interface of the modules of the backends."""
-
-    def supports(self, call: Call) -> str | None:
-        """Return the reason why the backend does not compute a call, or None."""
-
-    def run(self, call: Call) -> Array:
-        """Return the outputs of the heads, (B T H D); raise UnsupportedError if the call is not supported."""
+Value = TypeVar("Value")
 
 
 class Backend(NamedTuple):
     """Implementation of attention, as the table `BACKENDS` lists it.
 
     Fields:
-      module: name of its `Module` in `dcvit.dcmha`.
+      module: name of its module in `dcvit.dcmha`, with two functions of a call: `supports` returns the reason why it
+        does not compute the call, or None; `run` returns the outputs of the heads, (B T H D).
       tried: the kinds of calls for which it is a candidate, by platform; any call may name it explicitly.
       only_on: the only platform that runs it; None if all do.
-      holds_scores: it holds an array of all scores, H×T×S, in memory.
       is_kernel: it is a Pallas kernel: it needs a verdict (`dcvit.dcmha.check`), and the compiler cannot split it
         over devices.
       is_fused: the scores stay on the chip. For `folded`, this depends on the plain attention inside it.
@@ -64,35 +58,28 @@ class Backend(NamedTuple):
     module: str
     tried: Mapping[str, tuple[str, ...]] = {}
     only_on: str | None = None
-    holds_scores: bool = False
     is_kernel: bool = False
     is_fused: bool = False
 
-    def load(self) -> Module:
+    def load(self) -> ModuleType:
         """Import and return the module: Pallas' GPU part takes 0.1 to 0.2 s, and a platform needs only one backend."""
-        return cast(Module, importlib.import_module(f"dcvit.dcmha.{self.module}"))
+        return importlib.import_module(f"dcvit.dcmha.{self.module}")
 
 
-# In the order in which they are tried. Attention of one query, as in decoding or in a pooling head, is a matrix-vector
-# product: `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of
-# `reference`'s time. On TPUs, `decode` is preferred because it reads less memory in fewer, larger products; that is not
-# measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu` 0.15 to 0.36
-# (docs/performance.md); `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1
-# and 8).
+# In the order in which they are tried (docs/performance.md). Attention of one query, as in decoding or in a pooling
+# head, is a matrix-vector product: `decode` does not copy the keys.
 BACKENDS = {
     "folded": Backend("folded", is_fused=True),  # first wherever it is exact, see `folds`; `attention` runs it
     "decode": Backend("backends.xla.decode", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE,))),
     "cudnn": Backend("backends.cudnn", {"gpu": (PLAIN, LONG_PLAIN)}, "gpu", is_fused=True),
     "pallas_tpu": Backend("backends.tpu.api", {"tpu": (PLAIN, COMPOSED)}, "tpu", is_kernel=True, is_fused=True),
     "pallas_gpu": Backend("backends.gpu.api", {"gpu": (COMPOSED, LONG_COMPOSED)}, "gpu", is_kernel=True, is_fused=True),
-    "elementwise": Backend("backends.xla.elementwise", {"gpu": (COMPOSED,)}, holds_scores=True),
+    "elementwise": Backend("backends.xla.elementwise", {"gpu": (COMPOSED,)}),
     "blockwise": Backend(
         "backends.xla.blockwise",
         {"cpu": (PLAIN, COMPOSED), "tpu": (PLAIN, COMPOSED), "gpu": (LONG_PLAIN, LONG_COMPOSED)},
     ),
-    "reference": Backend(
-        "backends.xla.reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED)), holds_scores=True
-    ),
+    "reference": Backend("backends.xla.reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED))),
 }
 
 Policy: TypeAlias = Literal["verify", "trust", "off"]
@@ -128,13 +115,28 @@ class NotFusedError(ValueError):
 
 
 @contextlib.contextmanager
-def selecting(selection: Selection) -> Iterator[Selection]:
-    """Context manager: select kernels by `selection` in functions that are traced inside it."""
-    token = _SELECTION.set(selection)
+def _having(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
+    """Context manager: `variable` has this value."""
+    token = variable.set(value)
     try:
-        yield selection
+        yield value
     finally:
-        _SELECTION.reset(token)
+        variable.reset(token)
+
+
+def selecting(selection: Selection) -> AbstractContextManager[Selection]:
+    """Context manager: select kernels by `selection` in functions that are traced inside it."""
+    return _having(_SELECTION, selection)  # type: ignore[arg-type]
+
+
+def fused_only() -> AbstractContextManager[bool]:
+    """Context manager: on GPUs and TPUs, `attention` of several queries raises NotFusedError if it is not fused."""
+    return _having(_FUSED_ONLY, True)
+
+
+def recording() -> AbstractContextManager[list[str]]:
+    """Context manager: a list that receives the name of the backend of each call of attention that is traced in it."""
+    return _having(_RECORD, [])  # type: ignore[arg-type]
 
 
 def default_policy() -> Policy:
@@ -157,27 +159,6 @@ def current() -> Selection:
     return found or _DEFAULT
 
 
-@contextlib.contextmanager
-def fused_only() -> Iterator[None]:
-    """Context manager: on GPUs and TPUs, `attention` of several queries raises NotFusedError if it is not fused."""
-    token = _FUSED_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _FUSED_ONLY.reset(token)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[str]]:
-    """Context manager: a list that receives the name of the backend of each call of attention that is traced in it."""
-    names: list[str] = []
-    token = _RECORD.set(names)
-    try:
-        yield names
-    finally:
-        _RECORD.reset(token)
-
-
 def attention(call: Call, implementation: str | None = None, dropout: object = None) -> Array:
     """Return the outputs of the heads, (B T H D), computed by the backend that `decide` returns.
 
@@ -189,19 +170,23 @@ def attention(call: Call, implementation: str | None = None, dropout: object = N
     Raises:
       ValueError: as `decide`; or the dropout or the environment variable DCVIT_KERNELS is invalid.
     """
-    dropout = checked_dropout(dropout)
+    if dropout is not None and not (isinstance(dropout, Dropout) and 0 <= dropout.rate <= 1):
+        raise ValueError(f"dropout={dropout!r}: expected dcvit.dcmha.Dropout(key, rate) with a rate from 0 to 1")
     current()  # an invalid environment variable is an error also where no kernel exists
     if call.inputs.q.size == 0 and implementation in (None, *BACKENDS):
         return jnp.zeros_like(call.inputs.q)
-    name = decide(call, implementation, dropout)
+    name = decide(call, implementation if dropout is None else implementation or "reference")
+    if dropout is not None:
+        if name != "reference":
+            raise ValueError(f"implementation {name} does not support this case: only reference has dropout")
+        return reference.run(call, dropout=dropout)
     if name == "folded":
         return folded.run(call, attend=attention, combine=combine_heads)
-    if dropout is not None:
-        return reference.run(call, dropout=dropout)
-    return BACKENDS[name].load().run(call)
+    out: Array = BACKENDS[name].load().run(call)
+    return out
 
 
-def decide(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> str:
+def decide(call: Call, implementation: str | None = None) -> str:
     """Return the name of the backend that computes a call: the named one, or the best of the `candidates`.
 
     The first candidate is the best, unless there are kernels: then verdicts decide (`select`). The choice and the
@@ -215,10 +200,10 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
         if implementation not in BACKENDS:
             raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(BACKENDS)}")
         name, note = implementation, ", as requested"
-        if (reason := refusal(name, call, dropout, is_named=True)) is not None:
+        if (reason := refusal(name, call, is_named=True)) is not None:
             raise ValueError(f"implementation {name} does not support this case: {reason}")
     else:
-        names, reasons = candidates(call, dropout)
+        names, reasons = candidates(call)
         kernels = [name for name in names if BACKENDS[name].is_kernel]
         name = next(name for name in names if name not in kernels)
         if kernels:
@@ -235,7 +220,7 @@ def decide(call: Call, implementation: str | None = None, dropout: Dropout | Non
     return name
 
 
-def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
+def candidates(call: Call) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to choose from for a call on the current platform, in the order of `BACKENDS`.
 
     These are the backends that the table lists for the kind of call, and that support it.
@@ -243,21 +228,13 @@ def candidates(call: Call, dropout: Dropout | None = None) -> tuple[tuple[str, .
     Returns:
       The names, at least one, and the reasons against the others.
     """
-    if dropout is not None:
-        return ("reference",), {}
     if folds(call):
         return ("folded",), {}
     here, kind = device.platform(), _kind(call)
-    names: list[str] = []
-    reasons: dict[str, str] = {}
-    for name, backend in BACKENDS.items():
-        if kind not in backend.tried.get(here, ()):
-            continue
-        if (reason := refusal(name, call)) is None:
-            names.append(name)
-        else:
-            reasons[name] = reason
-    return tuple(names) or ("reference",), reasons  # another platform
+    tried = [name for name, backend in BACKENDS.items() if kind in backend.tried.get(here, ())]
+    refused = {name: reason for name in tried if (reason := refusal(name, call)) is not None}
+    names = tuple(name for name in tried if name not in refused)
+    return names or ("reference",), refused  # no name on another platform
 
 
 def folds(call: Call, implementation: str | None = None, dropout: Dropout | None = None) -> bool:
@@ -269,7 +246,7 @@ def folds(call: Call, implementation: str | None = None, dropout: Dropout | None
     return implementation in (None, "folded") and dropout is None and call.composition.foldable(call.inputs.k.shape[2])
 
 
-def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: bool = False) -> str | None:
+def refusal(name: str, call: Call, *, is_named: bool = False) -> str | None:
     """Return the reason why a backend does not compute a call on the current platform and mesh, or None.
 
     The compiler cannot split kernels over devices: they need `jax.shard_map`, or a process with a single device.
@@ -290,9 +267,8 @@ def refusal(name: str, call: Call, dropout: Dropout | None = None, *, is_named: 
                 "program for one device"
             )
             return "the compiler cannot split a kernel over several devices, and no mesh is set"
-    if dropout is not None and name != "reference":
-        return "only reference has dropout"
-    return backend.load().supports(call)
+    reason: str | None = backend.load().supports(call)
+    return reason
 
 
 def combine_heads(x: Array, w: Array) -> Array:
@@ -308,8 +284,9 @@ def combine_heads(x: Array, w: Array) -> Array:
     if mixes and here == "tpu" and not splits_arrays():
         from dcvit.dcmha.backends.tpu import combine
 
-        names = {"pallas_tpu": "dcvit.dcmha.backends.tpu.combine", "sum": "dcvit.dcmha.folded"}
-        candidates = {name: f"{module}:combine_heads" for name, module in names.items()}
+        candidates = {
+            "pallas_tpu": "dcvit.dcmha.backends.tpu.combine:combine_heads", "sum": "dcvit.dcmha.folded:combine_heads"
+        }  # fmt: skip
         case = Case("combined heads", check.shapes_of({"x": x, "w": w}), {}, check.settings(), candidates)
         if combine.supports(x, w) is None and select(case) == "pallas_tpu":
             return combine.combine_heads(x, w)
@@ -356,11 +333,11 @@ def _verdicts_of_this_device() -> check.Table:
     chip = device.attached()
     if chip is None:
         warn_once("the devices of the mesh are not attached to this host, and have no verdicts: no kernel is used")
-        return {}
-    if jax.process_count() > 1:
+    elif jax.process_count() > 1:
         warn_once("several processes could select different kernels: none is used; see Selection in dcvit.dcmha.plan")
-        return {}
-    return check.read(check.environment(chip))
+    else:
+        return check.read(check.environment(chip))
+    return {}
 
 
 @functools.cache
@@ -388,15 +365,6 @@ def is_long(inputs: Inputs) -> bool:
     """Return True if the examples together have too many scores to hold on a GPU by default."""
     batch, queries, heads, _ = inputs.q.shape
     return batch * heads * queries * inputs.k.shape[1] >= MAX_GPU_SCORES
-
-
-def checked_dropout(dropout: object) -> Dropout | None:
-    """Return the dropout, or raise ValueError if it is of another type or its rate is not a fraction."""
-    if not isinstance(dropout, Dropout | None):
-        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
-    if dropout is not None and not 0 <= dropout.rate <= 1:
-        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
-    return dropout
 
 
 def _describe(call: Call) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.compose import ComposeWeights, dynamic_gates, dynamic_projections
+from dcvit.dcmha.compose import ComposeWeights, dynamic_weights
 from dcvit.dcmha.device import splits_heads
 from dcvit.dcmha.inputs import Composition
-from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -82,8 +83,7 @@ def compose_weights(
     for sides, (x, replicated) in inputs.items():
         x, replicated = (copy.astype(dtype or copy.dtype) for copy in (x, replicated))
         if splits_heads():
-            both = ComposeInput(x, replicated)
-            found = _split_weights(params, both, sides, num_heads=num_heads, gelu=composition.gelu)
+            found = _split_weights(composition, params, ComposeInput(x, replicated), sides, num_heads)
         else:
             found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
         for name, some in found.items():
@@ -92,26 +92,43 @@ def compose_weights(
 
 
 def _split_weights(
-    params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, *, num_heads: int, gelu: str
+    composition: Composition, params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, heads: int
 ) -> dict[str, dict[str, Array]]:
-    """Return dynamic weights of `sides` ("q", "k", "qk") for "pre" and "post" by name; the mesh splits the heads."""
+    """Return the results of `dynamic_weights` on a mesh that splits the heads.
+
+    Groups are split like their heads. A single group composes all heads on every device, but each device has the gates
+    of its own heads.
+    """
+    devices = jax.sharding.get_abstract_mesh().shape["tensor"]
+    parts_of_gates = devices if heads % devices == 0 else 1
     weights: dict[str, dict[str, Array]] = {name: {} for name in params}
-
-    def kernels(end: str) -> dict[tuple[str, str], Array]:
-        """Return the parameters named side + `end`, such as "q1", by ("pre" or "post", side)."""
-        names = [(name, side) for side in sides for name in params if f"{side}{end}" in params[name]]
-        return {(name, side): params[name][f"{side}{end}"].astype(inputs.x.dtype) for name, side in names}
-
-    if down := kernels("1"):
-        up = kernels("2")
-        # Groups are split like their heads. A single group composes all heads on every device.
-        axis = "tensor" if next(iter(up.values())).shape[0] > 1 else None
-        x = inputs.replicated
-        pairs = dynamic_projections(x, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
-        for (name, side), pair in zip(down, pairs, strict=True):
-            for i, w in enumerate(pair, start=1):
-                weights[name][f"{side}{i}"] = constrain(w, BATCH, "context", None, axis)
-    if gate := kernels("g"):
-        for (name, side), w in zip(gate, dynamic_gates(inputs.x, list(gate.values())), strict=True):
-            weights[name][f"{side}g"] = constrain(w, BATCH, "context", "tensor")
+    for x, ends, parts in ((inputs.replicated, "12", composition.groups), (inputs.x, "g", parts_of_gates)):
+        chosen = {name: {field: w for field, w in some.items() if field[1:] in ends} for name, some in params.items()}
+        found = _in_parts(x, chosen, parts, sides=sides, heads=heads, gelu=composition.gelu)
+        axis = "tensor" if parts > 1 else None
+        for name, some in found.items():
+            for field, w in some.items():
+                weights[name][field] = constrain(w, BATCH, "context", *[None] * (w.ndim - 3), axis)
     return weights
+
+
+def _in_parts(
+    x: Array, params: Mapping[str, Mapping[str, Array]], parts: int, *, sides: str, heads: int, gelu: str
+) -> dict[str, dict[str, Array]]:
+    """Return the results of `dynamic_weights`, whose heads consist of equal parts that do not depend on each other.
+
+    The parts have an axis of their own in all products, which the compiler can split over devices. They are the groups
+    of projections, or any part of the gates.
+    """
+
+    def split(field: str, w: Array) -> Array:
+        if field.endswith("g"):
+            return jnp.moveaxis(w.reshape(w.shape[0], parts, -1), 1, 0)
+        return jnp.moveaxis(w[:, :, None], 1, 0) if field.endswith("1") else w[:, None]  # the parts have one group
+
+    own = {name: {field: split(field, w) for field, w in some.items()} for name, some in params.items()}
+    found = jax.vmap(lambda own: dynamic_weights(x, own, sides=sides, heads=heads // parts, gelu=gelu))(own)
+    joined: dict[str, dict[str, Array]] = jax.tree.map(
+        lambda w: jnp.moveaxis(w, 0, -2).reshape(*w.shape[1:-1], heads), found
+    )
+    return joined

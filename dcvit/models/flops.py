@@ -1,7 +1,7 @@
 """Formulas for the number of floating point operations of a forward pass and of a training step.
 
 A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
-with a diagonal matrix. Products with the zeros of a block-diagonal matrix (`dcvit.dcmha.packed_weights`) do not count,
+with a diagonal matrix. Products with the zeros of a block-diagonal matrix (`dcvit.dcmha.dynamic_weights`) do not count,
 although programs compute them, nor do embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax,
 activations, pooling and residual additions.
 

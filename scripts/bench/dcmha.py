@@ -31,11 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcvit.dcmha import ComposeWeights, attention
+from dcvit.dcmha import ComposeWeights, attention, dynamic_weights
 from dcvit.dcmha.device import platform as backend
 from dcvit.dcmha.folded import combine_heads, multiply_heads
 from dcvit.dcmha.inputs import Composition
-from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.dcmha.plan import BACKENDS, COMPOSED
 from dcvit.parallel import hlo, runtime
 from dcvit.training.timing import device, interleaved

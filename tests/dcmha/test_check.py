@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import random_case
-from marks import exhaustive
 
 from dcvit import dcmha
 from dcvit.dcmha import check, device, plan
@@ -51,18 +50,13 @@ def here():
     ("kernel", "status", "reason"),
     [
         ("right", "passed", ""),
-        ("with_infinite_gradient", "wrong", "error of output and gradients is nan"),
-        ("with_nan", "wrong", "error of output and gradients is nan"),
-        ("does_not_compile", "failed", "RuntimeError: Mosaic failed to compile"),
         ("crashes", "failed", "its process ended with status -6"),
-        ("hangs", "timed out", "it did not end in 5 s"),
-        exhaustive("hangs_on_the_device", "timed out", "it did not end in 20 s"),
+        ("hangs", "timed out", "it did not end in 4 s"),
     ],
 )
 def test_a_kernel_is_checked_in_a_process_of_its_own(kernel, status, reason, here):
-    seconds = {"hangs": 5, "hangs_on_the_device": 20}.get(kernel, 60)
     case = case_of(kernel, 8, branches="qg", post=None)
-    found = check.examine(case, here, seconds)["pallas_fake"]
+    found = check.examine(case, here, 4 if kernel == "hangs" else 60)["pallas_fake"]
     assert found["status"] == status, found
     assert reason in found["reason"]
     assert check.read(here) == {case.key: {"pallas_fake": found}}
@@ -74,18 +68,25 @@ def test_a_kernel_is_checked_in_a_process_of_its_own(kernel, status, reason, her
     [
         ("right", {"segments": 3, "mask": (1, 1, 24, 24)}, None),
         ("right", {"heads": 4, "key_heads": 2, "groups": 2, "batch": 2, "branches": "qkpgs"}, None),
-        ("with_wrong_gradient", {}, "error"),
-        ("ignores_causality", {"causal": True}, "error"),
-        ("ignores_segments", {"segments": 3}, "error"),
-        ("spreads", {"mask": (1, 1, 24, 24)}, "error"),
-        ("with_zero_last_row", {"causal": True, "dtype": jnp.bfloat16}, "error"),
-        ("races", {}, "two runs differ"),
+        ("with_infinite_gradient", {"branches": "qg"}, "error of output and gradients is nan"),
+        ("with_nan", {"branches": "qg"}, "error of output and gradients is nan"),
+        ("with_wrong_gradient", {"branches": "qg"}, "error"),
+        ("ignores_causality", {"branches": "qg", "causal": True}, "error"),
+        ("ignores_segments", {"branches": "qg", "segments": 3}, "error"),
+        ("spreads", {"branches": "qg", "mask": (1, 1, 24, 24)}, "error"),
+        ("with_zero_last_row", {"branches": "qg", "causal": True, "dtype": jnp.bfloat16}, "error"),
+        ("races", {"branches": "qg"}, "two runs differ"),
     ],
 )
 def test_output_and_all_gradients_are_those_of_the_reference(kernel, options, reason):
     found = check.judge(case_of(kernel, **options), "pallas_fake")
     assert found["status"] == ("wrong" if reason else "passed"), found
     assert (reason or "") in found["reason"]
+
+
+def test_a_kernel_that_does_not_compile_has_failed():
+    found = check.judge(case_of("does_not_compile"), "pallas_fake")
+    assert found == {"status": "failed", "reason": "RuntimeError: Mosaic failed to compile"}
 
 
 def test_a_reference_that_fails_leaves_no_verdict(here, caplog, monkeypatch):
@@ -97,7 +98,7 @@ def test_a_reference_that_fails_leaves_no_verdict(here, caplog, monkeypatch):
     found = check.judge(case, "pallas_fake")
     monkeypatch.setattr(check, "run_child", lambda *args: found)
     assert check.examine(case, here)["pallas_fake"]["status"] == "unchecked"
-    assert "the reference raised RuntimeError: RESOURCE_EXHAUSTED" in caplog.text
+    assert "RuntimeError: RESOURCE_EXHAUSTED: out of memory" in caplog.text
     assert check.read(here) == {}
 
 
@@ -109,7 +110,7 @@ def test_what_has_a_verdict_is_not_checked_again(here, monkeypatch):
 
 
 def passed(milliseconds):
-    return Verdict(status="passed", error=0.0, ms=milliseconds, forward_ms=milliseconds, reason="")
+    return Verdict(status="passed", error=0.0, ms=milliseconds, reason="")
 
 
 def test_verdicts_of_another_environment_do_not_count(here):
@@ -151,7 +152,7 @@ def attend(selection=None):
     return names[-1]
 
 
-WRONG = Verdict(status="wrong", error=0.5, ms=0.5, forward_ms=0.5, reason="the largest relative error")
+WRONG = Verdict(status="wrong", error=0.5, ms=0.5, reason="the largest relative error")
 
 
 @pytest.mark.parametrize(

@@ -80,15 +80,6 @@ def test_bfloat16_is_rounded_as_the_queries_and_outputs_of_plain_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 4])
-def test_gates_alone_scale_the_vectors_of_heads(groups):
-    x, weights = jnp.ones((1, 3, 4, 2)), dcmha.ComposeWeights(qg=jnp.full((1, 3, 4), 0.5))
-    np.testing.assert_array_equal(
-        folded.compose_heads(x, weights, groups=groups, combine=folded.combine_heads), 1.5 * x
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 5, 2, 3, 3), (1, 5, 3, 2, 2), (1, 1, 1, 6, 6)])  # of the matrices
 def test_sums_and_products_of_heads_and_their_gradients_are_equal(x64, shape):
     rng = np.random.default_rng(0)

@@ -114,7 +114,9 @@ def bytes_of(x):
 
 # Calls whose implementation depends on no verdict: the kernels do not support them, or cuDNN computes them.
 WITHOUT_KERNEL = {
-    **dict.fromkeys(("DC, float32", "DC, static", "DC, rank 8", "DC, a part of the queries"), "blockwise"),
+    **dict.fromkeys(
+        ("DC, float32", "DC, static", "DC, rank 8", "DC, heads of 256", "DC, a part of the queries"), "blockwise"
+    ),
     **dict.fromkeys((name for name in CASES if name.startswith("plain")), "blockwise"),
     **dict.fromkeys(("DC, folded", "plain"), "cudnn"),
 }
@@ -125,7 +127,7 @@ DEFAULT = {"DC", "DC, segments", "DC, static", "DC, folded", "plain", "plain, fl
 @pytest.mark.parametrize(
     ("name", "policy"),
     [pytest.param(name, "trust", marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in CASES]
-    + [exhaustive(name, "off") for name in ("DC", "DC, heads of 256", "DC, batch of 8")],
+    + [exhaustive(name, "off") for name in ("DC", "DC, batch of 8")],
 )
 def test_no_automatic_choice_on_a_gpu_holds_arrays_like_the_scores_of_long_rows(name, policy):
     """With verified kernels, and without any."""

@@ -52,7 +52,7 @@ def counted(of, net, example, tokens):
     """Count the operations of a program's products, in the equations on which its results depend.
 
     On CPUs, the second layers of a dynamic projection of all groups are one matrix, in which products with zeros do not
-    count. Products of a higher precision are means of a norm.
+    count. Nor do those that are means of a norm.
     """
     function, arguments = of(net, example)
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
@@ -60,6 +60,7 @@ def counted(of, net, example, tokens):
     folded = {(tokens, groups, net.num_heads // groups) for groups in (net.groups, net.num_heads)}
     block = (2 * net.rank * net.num_heads,) * 2
     used = math.prod(block) // net.groups  # without zeros
+    means = (net.rank * net.num_heads,) * 2
     assert net.width not in block  # otherwise other matrices have the shape of the block matrix
 
     def walk(jaxpr):
@@ -69,8 +70,7 @@ def counted(of, net, example, tokens):
             if name == "dot_general":
                 contracted = equation.params["dimension_numbers"][0][0]
                 count = 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-                is_block = equation.invars[1].aval.shape == block
-                is_mean = jax.lax.Precision.HIGH in (equation.params["precision"] or ())
+                is_block, is_mean = (equation.invars[1].aval.shape == shape for shape in (block, means))
                 total += 0 if is_mean else count * used // math.prod(block) if is_block else count
             elif name == "conv_general_dilated":
                 kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)

@@ -1,4 +1,4 @@
-"""Counts of instructions in the machine code of a GPU kernel, and measurements in a limited time with few libraries."""
+"""Measurements on a GPU in a limited time, with few libraries."""
 
 import json
 import os
@@ -8,29 +8,8 @@ from pathlib import Path
 
 import evidence
 import pytest
-import sass
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# A wait in a small loop, inside a sweep with a conditional copy and a product.
-LOOP = """
-.L_x_1:
-   -:-:-:Y:02        /*0010*/                   NOP
-.L_x_2:
-   -:-:1:Y:02        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR9], R5
-   1:-:-:Y:05        /*0030*/              @!P4 BRA `(.L_x_2)
-   -:-:-:Y:11        /*0040*/               @P2 BRA `(.L_x_3)
-   -:1:-:Y:01        /*0050*/                   @UP0 UTMALDG.4D [UR40], [UR12]
-.L_x_3:
-   -:-:-:Y:01        /*0060*/                   HGMMA.64x16x16.F32.BF16 R64, gdesc[UR8], RZ, !UPT
-   -:-:-:Y:05        /*0070*/               @P1 BRA `(.L_x_1)
-   -:-:-:Y:01        /*0080*/                   FADD R1, R2, R3
-"""
-
-
-def test_a_sweep_is_a_loop_with_products():
-    (names,) = sass.sweeps(LOOP)
-    assert names == {"NOP": 1, "SYNCS": 1, "BRA": 3, "UTMALDG": 1, "HGMMA": 1}
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):

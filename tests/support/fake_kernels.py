@@ -81,10 +81,7 @@ def does_not_compile(call):
 
 
 def hangs(call):
-    time.sleep(1000)
-
-
-def hangs_on_the_device(call):
+    """Hang while the program runs."""
     return right(call) + host(lambda: time.sleep(1000))
 
 

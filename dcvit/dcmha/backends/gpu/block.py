@@ -39,13 +39,20 @@ class Operands(NamedTuple):
     planes: Ref | None = None
 
 
-class Outputs(NamedTuple):
-    """References to a kernel's outputs in global memory; None for those that it does not have. See `launch.Results`."""
+class Results(NamedTuple):
+    """Outputs of a kernel: arrays, or their references in global memory; None for those that it does not have.
 
+    Fields, where brackets enclose factors of one axis:
+      col_sums: (B G tiles 64 [tiles channels keys]), to be added over tiles of queries; None without key-wise weights.
+      planes: (B G planes T S), for `Operands.planes` of a later kernel.
+      row_sums: (B H tiles channels T), to be added over tiles of keys.
+      tile: (B H T S), W or dS.
+    """
+
+    col_sums: Ref | None = None
     planes: Ref | None = None
     row_sums: Ref | None = None
     tile: Ref | None = None
-    col_sums: Ref | None = None
 
 
 class Scratch(NamedTuple):
@@ -64,7 +71,7 @@ class Scratch(NamedTuple):
 class Block:
     """A thread block's position and references, and its accesses to memory."""
 
-    def __init__(self, config: KernelConfig, operands: Operands, out: Outputs, scratch: Scratch) -> None:
+    def __init__(self, config: KernelConfig, operands: Operands, out: Results, scratch: Scratch) -> None:
         self.config, self.operands, self.out, self.scratch = config, operands, out, scratch
         self.example, self.group, self.i, self.j, self.warpgroup = (lax.axis_index(name) for name in "bgijw")
         self.key_tile = self.j * config.warpgroups + self.warpgroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dcvit.dcmha.backends.gpu import backward, forward
-from dcvit.dcmha.backends.gpu.block import Block, Operands, Outputs, Scratch
+from dcvit.dcmha.backends.gpu import kernels
+from dcvit.dcmha.backends.gpu.block import Block, Operands, Results, Scratch
 from dcvit.dcmha.backends.gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
 from dcvit.dcmha.backends.gpu.ring import Reads, Ring
 from dcvit.dcmha.backends.gpu.staging import Staging
@@ -22,21 +22,11 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
 
 KERNELS = {
-    "statistics": forward.statistics,
-    "weights": forward.weights,
-    "post_grad": backward.post_grad,
-    "pre_grad": backward.pre_grad,
+    "statistics": kernels.statistics,
+    "weights": kernels.weights,
+    "post_grad": kernels.post_grad,
+    "pre_grad": kernels.pre_grad,
 }
-
-
-class Results(NamedTuple):
-    """Outputs of a kernel; None for those that it does not have. Brackets enclose factors of one axis."""
-
-    # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries; None without key-wise weights
-    col_sums: Array | None = None
-    planes: Array | None = None  # (B G planes T S), for the argument `planes` of a later kernel
-    row_sums: Array | None = None  # (B H tiles channels T), to be added over tiles of keys
-    tile: Array | None = None  # (B H T S), W or dS
 
 
 def sweeps(config: KernelConfig, kind: Kind) -> list[Reads]:
@@ -123,7 +113,7 @@ def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
     lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), body, ())
 
 
-def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs, scratch: Scratch) -> None:
+def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Results, scratch: Scratch) -> None:
     """Run one thread block of the kernel `kind`."""
     c = config
     block = Block(c, operands, out, scratch)
@@ -155,7 +145,7 @@ def launch(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     names = tuple(shapes)
 
     def body(*refs: Ref, scratch: dict[str, object]) -> None:
-        inputs, outputs = refs[: -len(names)], Outputs(**dict(zip(names, refs[-len(names) :], strict=True)))
+        inputs, outputs = refs[: -len(names)], Results(**dict(zip(names, refs[-len(names) :], strict=True)))
         sides, others = inputs[: 2 * len(pairs)], inputs[2 * len(pairs) :]
         read = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *others)
         run_block(c, kind, read, outputs, Scratch(**scratch))  # type: ignore[arg-type]

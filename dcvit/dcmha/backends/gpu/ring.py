@@ -37,10 +37,10 @@ class Reads(NamedTuple):
 
 
 class Ring:
-    """Ring of at least two slots, each with the inputs of one head. A sweep is a loop over the heads of a group.
+    """Ring of at least three slots, each with the inputs of one head. A sweep is a loop over the heads of a group.
 
-    Step s, counted through all sweeps, has head s % heads in slot s % stages. At its start, with more than two slots,
-    the matrix products of step s + 1 are started. After that, the slot of step s - 1 is filled again, so that products
+    Step s, counted through all sweeps, has head s % heads in slot s % stages. At its start, the matrix products of step
+    s + 1 are started. After that, the slot of step s - 1 is filled again, so that products
     do not wait for the other warpgroup. The warpgroups that compute also copy: with another warpgroup for copies, each
     thread would have fewer registers, because `setmaxnreg` has no effect in the code that XLA links.
 
@@ -51,8 +51,8 @@ class Ring:
     """
 
     def __init__(self, block: Block, reads: Sequence[Reads]) -> None:
-        if block.config.stages < 2:
-            raise ValueError(f"a ring needs two slots, found {block.config.stages}")
+        if block.config.stages < 3:
+            raise ValueError(f"a ring needs three slots, found {block.config.stages}")
         self.block, self.config, self.scratch = block, block.config, block.scratch
         self.reads, self.steps = reads, len(reads) * block.config.group_heads
         self.number = 0  # of the next sweep
@@ -128,8 +128,8 @@ class Ring:
     def sweep(self, body: Callable[..., Carry], carry: Carry, then: Callable[[Array], None] = ignore) -> Carry:
         """Run the next sweep, carry = body(head, slot, products, carry) for all heads; return the last carry.
 
-        With more than two slots, the products of the next head are started before `body` and read after it, because a
-        read waits for all matrix products.
+        The products of the next head are started before `body` and read after it, because a read waits for all matrix
+        products.
 
         Args:
           body: called with the number of the head, its slot and its products.
@@ -138,11 +138,11 @@ class Ring:
         """
         c, number, pairs = self.config, self.number, self.reads[self.number].pairs
         self.number += 1
-        first, look_ahead = number * c.group_heads, c.stages > 2  # two slots leave no time for copies of the next head
-        if look_ahead and number == 0:
+        first = number * c.group_heads
+        if number == 0:
             plgpu.barrier_wait(self.scratch.full.at[0])
         ahead = []
-        for pair in pairs if look_ahead else ():
+        for pair in pairs:
             held = self.ahead.get(pair)
             ahead.append(product(self.block, jnp.int32(first % c.stages), pair) if held is None else held)
 
@@ -155,14 +155,9 @@ class Ring:
                 self.refill(now, slot, number)
                 return body(head, slot, products, carry)
 
-            if look_ahead:
-                # The last step has no next one: it computes products of any slot, which nothing uses.
-                pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
-                products, carry = products_during(self.block, following, pairs, work)
-            else:
-                self.refill(now, slot, number)
-                plgpu.barrier_wait(self.scratch.full.at[slot])
-                carry = body(head, slot, [product(self.block, slot, pair) for pair in pairs], carry)
+            # The last step has no next one: it computes products of any slot, which nothing uses.
+            pl.when(now + 1 < self.steps)(lambda: plgpu.barrier_wait(self.scratch.full.at[following]))
+            products, carry = products_during(self.block, following, pairs, work)
             then(head)
             if number < len(self.reads) - 1:  # the last sweep does so when it commits its outputs
                 plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
@@ -171,7 +166,7 @@ class Ring:
 
         state = ahead, carry, jnp.int32(first % c.stages)
         ahead, carry, _ = lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), step, state)
-        self.ahead = dict(zip(pairs, ahead, strict=True)) if look_ahead else {}
+        self.ahead = dict(zip(pairs, ahead, strict=True))
         return carry
 
 

@@ -5,8 +5,7 @@ and `commit` contain all barriers that the buffers require; the kernels are comp
 
 A sum over the 64 queries would cross all lanes and warps of a warpgroup. It is computed as a matrix product with a
 one-hot matrix in registers instead, which adds the sums of head j to row j of an accumulator that all heads share. This
-product runs during the arithmetic of the next head, up to `reuse`; with two slots of the ring, up to that head's first
-product.
+product runs during the arithmetic of the next head, up to `reuse`.
 """
 
 from __future__ import annotations

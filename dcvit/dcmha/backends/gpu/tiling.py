@@ -24,12 +24,12 @@ HOPPER = "9.0"  # compute capability of H100 and H200, whose matrix instruction 
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
 MANY_PLANES = 4  # a compose with more hidden planes than this uses the narrow tile of the backward pass
 WARPGROUPS = 2  # side by side along the keys, with shared queries
-MAX_STAGES = 4  # slots of the ring; fewer if shared memory is short
+MAX_STAGES = 4  # slots of the ring; three if shared memory is short, as with 128 dimensions and gradients
 ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a block
 KEY_LENGTHS = 4  # numbers of keys of the blocks of a causal layer, each of which needs kernels of its own
 WORKSPACE_BYTES = 2**30  # most that the kernels write, with their mask, at one time
 SHARED_MEMORY_BYTES = 220 * 1024  # for the ring and the staging buffers
-MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 256, 64
+MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 128, 64
 KINDS: tuple[tuple[Kind, Kind], ...] = (("statistics", "weights"), ("post_grad", "pre_grad"))  # forward, backward
 
 
@@ -156,18 +156,13 @@ def make_config(inputs: Inputs, options: Options, queries: int, *, backward: boo
     ranks_pre, ranks_post = ranks(inputs.pre), ranks(inputs.post)
     if max(ranks_pre.planes, ranks_post.planes) > MANY_PLANES:
         tile_keys = KEYS_BACKWARD
-    pairs = 2 if backward else 1
     config = KernelConfig(
         batch=q.shape[0], groups=options.groups, group_heads=q.shape[2] // options.groups,
         heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=queries, keys=0,
         head_dim=round_up(q.shape[3], 16), pre=ranks_pre, post=ranks_post, tile_keys=tile_keys, warpgroups=WARPGROUPS,
-        stages=2,
+        stages=MAX_STAGES,
     )  # fmt: skip
-    stages = max_stages(config, pairs)
-    if stages < 2:  # heads with many dimensions
-        config = dataclasses.replace(config, warpgroups=1)
-        stages = max_stages(config, pairs)
-    return dataclasses.replace(config, stages=min(stages, MAX_STAGES))
+    return dataclasses.replace(config, stages=min(max_stages(config, 2 if backward else 1), MAX_STAGES))
 
 
 def max_stages(config: KernelConfig, pairs: int) -> int:

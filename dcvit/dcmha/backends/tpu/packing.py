@@ -191,14 +191,14 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
         return None
     tokens = max(config.queries, config.keys)
     columns = [jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0))) if x.shape[1] < tokens else x for x in columns]
-    missing = -sum(x.shape[2] for x in columns) % LANES
-    return interleave(_joined([*columns, jnp.zeros((*columns[-1].shape[:2], missing), common_dtype(columns))]))
+    x = _joined(columns)
+    return interleave(jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))))
 
 
 def _joined(columns: Sequence[Array]) -> Array:
     """Return weights concatenated along their columns, in float32.
 
-    XLA does not copy columns that are slices of one array (`dcvit.dcmha.packed_weights`) and of this dtype.
+    XLA does not copy columns that are slices of one array (`dcvit.dcmha.dynamic_weights`) and of this dtype.
     """
     dtype = common_dtype(columns)
     return jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
