@@ -96,7 +96,7 @@ def lm_flops(net: LM, length: int) -> int:
     the layer's window allow (`visible_pairs`), about half of all pairs; implementations may also compute masked pairs.
     Pairs of different documents count although `end_of_text` masks them, because their number depends on the data.
     """
-    windows = [window and (net.prefill_window or window) for window in layer_windows(net)]
+    windows = layer_windows(net, length)
     matrices = 3 if net.mlp == "swiglu" else 2
     mlp = net.width * (matrices * (net.mlp_dim or 4 * net.width) + (net.mlp_groups or 0))
     total = length * (net.depth * mlp + net.width * net.vocab_size)

@@ -10,7 +10,7 @@ from language_models import CONTEXT, DC, GPT3, LLAMA, TINY, VOCAB, random_model
 from marks import exhaustive
 
 from dcvit.models import lm
-from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
+from dcvit.models.attention import Attention, CacheUpdate
 
 WINDOW = TINY["window"]
 PROMPTS = (1, 3, 9, 6)  # lengths: one token, less than a window, several windows
@@ -146,8 +146,7 @@ def test_a_mask_applies_to_decoding():
     params = jax.jit(layer.init)(jax.random.key(1), x)
     mask = np.ones((2, 1, 6, 6), bool)
     mask[1, :, :, 2] = False
-    filled = jax.eval_shape(lambda x: layer.apply(params, LayerInputs(x), method="attend")[1], x)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), filled)
+    _, cache = layer.apply(params, x, 6, jnp.zeros(2, jnp.int32), method="prefill")
     decode = jax.jit(functools.partial(layer.apply, method="decode"))
     for t in range(6):
         update = CacheUpdate(np.full(2, t), np.ones(2, np.int32), np.zeros(2, np.int32))
