@@ -99,17 +99,10 @@ def test_gradients_equal_differences_of_the_formula_in_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layers", "depth"),
-    [("talking", None, 2), ("dcmha", (1, 3), 5)],
-)
-def test_decoding_token_by_token_equals_the_whole_row(name, layers, depth):
-    """The caches of layers that do not compose have no weights of keys. A window's cache has a slot for each token.
-
-    With five layers, four of them are scanned.
-    """
-    more = {"window_pattern": "1:1", "window": 3} if depth > 2 else {}
-    net, params = make_net(name, num_key_heads=2, depth=depth, compose_layers=layers, scan=depth > 2, **more)
+def test_decoding_token_by_token_equals_the_whole_row():
+    """The caches of layers that do not compose have no weights of keys. Of five layers, four are scanned."""
+    more = {"window_pattern": "1:1", "window": 3, "compose_layers": (1, 3), "depth": 5, "scan": True}
+    net, params = make_lm(heads="dcmha", **{**TINY, **more})
     tokens = make_tokens(2, 6)
     whole = jit(net.apply)({"params": params}, tokens)[0]
     cache = lm.init_cache(net, 2, 8)
@@ -189,10 +182,6 @@ def test_head_convolution_inside_groups():
     assert params["post"]["w_b"].shape == (2, 2, 2)
     wanted = expected("mta", params, x, np.ones((2, LENGTH, LENGTH), bool), 4, 4)
     np.testing.assert_allclose(output(layer, params, x), wanted, atol=1e-4)
-
-
-def make_net(name, **fields):
-    return make_lm(heads=name, **{**TINY, **fields})
 
 
 @pytest.mark.parametrize("name", head_settings.SETTINGS)
