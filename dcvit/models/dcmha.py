@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -29,15 +29,12 @@ from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
 from dcvit.models.fields import AttentionFields, values_of
 from dcvit.parallel.mesh import divisible_axes, explicit_mesh, with_auto_axes
 
-# Arguments of flax's layers whose default is the only supported value, and the reason.
-UNSUPPORTED = {
-    "attention_fn": "the composition is part of the attention function",
-    "qk_attn_weights_einsum_cls": "fused implementations have no einsum of scores",
-    "attn_weights_value_einsum_cls": "fused implementations have no einsum of weights and values",
-    **dict.fromkeys(
-        ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"), "flax has deprecated it"
-    ),
-}
+# Arguments of flax's layer whose default is the only supported value: fused implementations have no attention function
+# or einsums that could be replaced, and flax has deprecated the others.
+UNSUPPORTED = (
+    "attention_fn", "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls", "qkv_dot_general",
+    "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
+)  # fmt: skip
 
 
 class LayerOutputs(NamedTuple):
@@ -277,10 +274,8 @@ def _with_prefix(variables: Mapping[str, Array], prefix: str) -> ComposeWeights 
     return ComposeWeights(**fields) if fields else None
 
 
-def check_supported(
-    values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Mapping[str, str]
-) -> None:
-    """Raise ValueError, with the reason in `unsupported`, if an argument named there does not have its default."""
-    for name, reason in unsupported.items():
+def check_supported(values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Sequence[str]) -> None:
+    """Raise ValueError if an argument named in `unsupported` does not have its default."""
+    for name in unsupported:
         if name in values and values[name] is not defaults[name]:
-            raise ValueError(f"DCMHA has no {name}, because {reason}: leave its default, or use flax's layer")
+            raise ValueError(f"DCMHA does not support {name}: leave its default, or use flax's layer")

@@ -20,13 +20,11 @@ from dcvit.models import dcmha
 from dcvit.models.composition import ComposeParams
 from dcvit.models.fields import check_attention
 
-# Arguments of flax's layer whose default is the only supported value, and the reason.
-UNSUPPORTED = {
-    **{name: reason for name, reason in dcmha.UNSUPPORTED.items() if "einsum" not in name},
-    **dict.fromkeys(
-        ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), "`dtype` alone decides on the computation"
-    ),
-}
+# Arguments of flax's layer whose default is the only supported value; `dtype` alone decides on the computation.
+UNSUPPORTED = (
+    "attention_fn", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
+    "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype",
+)  # fmt: skip
 COMPOSED = {field.name for field in dataclasses.fields(dcmha.ComposedFields)} - {"num_key_heads", "parent", "name"}
 MODULES = ("query", "key", "value", "query_ln", "key_ln", "out", "pre", "post")  # those that have parameters
 

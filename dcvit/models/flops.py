@@ -24,28 +24,17 @@ def training_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
     """Return the operations of a training step for one example; the backward pass counts as two forward passes.
 
     Recomputation by rematerialization does not count. Divided by the time of an example and by the peak rate of the
-    chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B).
-
-    Args:
-      net: the model.
-      example: see `forward_flops`.
-
-    Returns:
-      None if there is no formula for the model.
+    chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B). Arguments and None are those of
+    `forward_flops`.
     """
     forward = forward_flops(net, example)
     return forward and 3 * forward
 
 
 def forward_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
-    """Return the operations from one example to its logits.
+    """Return the operations from one example to its logits, or None if there is no formula for the model.
 
-    Args:
-      net: the model.
-      example: the shape of an image (1 height width channels) or of a row of tokens (1 T).
-
-    Returns:
-      None if there is no formula for the model.
+    The example is the shape of an image (1 height width channels) or of a row of tokens (1 T).
     """
     if isinstance(net, ViT):
         _, height, width, channels = example.shape

@@ -105,6 +105,7 @@ def test_a_step_without_a_token_leaves_the_cache_as_it_was():
 
 @pytest.mark.slow
 def test_several_tokens_after_others_have_no_logits():
+    """They would not attend to the cached ones."""
     net, params, step = compiled(ONE_LAYER)
     tokens, empty = make_tokens()[:, :2], lm.init_cache(net, len(PROMPTS), CONTEXT)
     logits, out = step(params, tokens, empty, count=np.array([0, 1, 2, 2], np.int32))
