@@ -113,8 +113,9 @@ def test_only_prefill_takes_several_tokens_and_no_cache():
     """Otherwise the tokens in the cache would be ignored."""
     layer, x = Attention(2, causal=True), random_input(3, 5, 16)
     params, one = initialized(layer, x), jnp.ones(3, jnp.int32)
-    out, cache = layer.apply(params, x, 8, 5 * one, method="prefill")
-    np.testing.assert_allclose(out, layer.apply(params, x), atol=1e-6)
+    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
+    out, cache = prefill(params, x, 8, 5 * one)
+    np.testing.assert_allclose(out, jax.jit(layer.apply)(params, x), atol=1e-6)
     assert cache.k.shape == (3, 8, 16)
     with pytest.raises(ValueError, match="decode takes one token of each example, found 2: prefill takes several"):
         layer.apply(params, x[:, :2], cache, CacheUpdate(5 * one, 2 * one, 0 * one), method="decode")
@@ -143,10 +144,10 @@ def test_masks_of_flax_mask_what_they_mask_in_flax():
     """Every row has a key, because flax attends to all keys of a row without one."""
     layer, x = DCMHA(2, compose=None), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
-    library = nn.MultiHeadDotProductAttention(2)
+    apply, apply_library = (jax.jit(net.apply) for net in (layer, nn.MultiHeadDotProductAttention(2)))
     for name, mask in flax_masks().items():
         seen = np.broadcast_to(mask, (2, 3, 1, 5, 5)).any(-1)[:, :, 0, :, None]  # rows with a key
-        found, expected = layer.apply(params, x, mask=mask), library.apply(params, x, mask=mask)
+        found, expected = apply(params, x, mask=mask), apply_library(params, x, mask=mask)
         np.testing.assert_allclose(np.where(seen, found, 0), np.where(seen, expected, 0), atol=1e-6, err_msg=name)
 
 

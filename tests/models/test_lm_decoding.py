@@ -147,7 +147,8 @@ def test_a_mask_applies_to_decoding():
     params = jax.jit(layer.init)(jax.random.key(1), x)
     mask = np.ones((2, 1, 6, 6), bool)
     mask[1, :, :, 2] = False
-    _, cache = layer.apply(params, x, 6, jnp.zeros(2, jnp.int32), method="prefill")
+    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
+    _, cache = prefill(params, x, 6, jnp.zeros(2, jnp.int32))
     decode = jax.jit(functools.partial(layer.apply, method="decode"))
     for t in range(6):
         update = CacheUpdate(np.full(2, t), np.ones(2, np.int32), np.zeros(2, np.int32))
