@@ -14,7 +14,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from dcvit.dcmha import Dropout
+from dcvit.dcmha import Dropout, plan
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
@@ -24,7 +24,7 @@ from dcvit.models import sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
 from dcvit.models.fields import AttentionFields, check_attention
 from dcvit.models.layers import HeadDense, flat_product, in_float32, rotate
-from dcvit.parallel.mesh import BATCH, constrain, constrain_to, shard_as
+from dcvit.parallel.mesh import BATCH, active_mesh, constrain, constrain_to, shard_as
 
 
 class CacheUpdate(NamedTuple):
@@ -257,7 +257,8 @@ def head_outputs(layer: Attention, call: Call, dropout: Dropout | None) -> Float
     """Return the outputs of all heads before the output projection."""
     is_plain_layer = call.is_plain and layer.implementation == "folded"  # of a model whose other layers compose
     implementation = None if is_plain_layer else layer.implementation
-    attend: Attend = functools.partial(sharded_attention.attention, implementation=implementation, dropout=dropout)
+    attention = plan.attention if active_mesh() is None else sharded_attention.attention
+    attend: Attend = functools.partial(attention, implementation=implementation, dropout=dropout)
     if layer.remat:
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
     return attend(call)
