@@ -42,7 +42,7 @@ from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import nearest
 from dcvit.models import Params
-from dcvit.models.attention import Attention, LayerInputs
+from dcvit.models.attention import Attended, Attention, LayerInputs, attention_inputs
 from dcvit.models.decoder import DecoderBlock
 from dcvit.models.encoder import Encoder1DBlock
 from dcvit.models.layers import MlpBlock
@@ -149,7 +149,8 @@ def _intercept(
         return method(*args, **kwargs)
     block = f"block{int(numbers[0]):02d}"
     if isinstance(module, Attention) and name == "attend":
-        return _attend(module, args[0], lambda array, x: tap(f"{block}/{array}", x)), None
+        heads = _attend(module, args[0], lambda array, x: tap(f"{block}/{array}", x))
+        return Attended(heads, None, None)  # type: ignore[arg-type]  # only the output is read
     if name != "__call__":
         return method(*args, **kwargs)
     if isinstance(module, Encoder1DBlock | DecoderBlock):
@@ -164,10 +165,10 @@ def _intercept(
 
 def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> Array:
     """Return the output of self-attention, as `Attention.attend`; `tap` gets each named array and may replace it."""
-    x, causal, window, _ = module.prepare(inputs)
+    x = attention_inputs(module, inputs)
     q, k, v = tap("q", x.q), tap("k", x.k), tap("v", x.v)
     pre, post = (_tapped(where, w, tap) for where, w in (("pre", x.pre), ("post", x.post)))
-    mask = visible(q.shape[1], k.shape[1], Options(causal, window), x.mask, x.segments)
+    mask = visible(q.shape[1], k.shape[1], Options(module.causal, module.window), x.mask, x.segments)
     wide = statistics_dtype(q.dtype)
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from dcvit.dcmha import Dropout
 from dcvit.dcmha.backends.xla.reference import attention_matrices
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.inputs import Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
@@ -30,131 +29,186 @@ from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
 from dcvit.models.fields import AttentionFields, values_of
 from dcvit.parallel.mesh import divisible_axes, explicit_mesh, with_auto_axes
 
-# Arguments of flax's layers whose default is the only supported value, and the reason.
-UNSUPPORTED = {
-    "attention_fn": "the composition is part of the attention function",
-    "qk_attn_weights_einsum_cls": "fused implementations have no einsum of scores",
-    "attn_weights_value_einsum_cls": "fused implementations have no einsum of weights and values",
-    **dict.fromkeys(
-        ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"), "flax has deprecated it"
-    ),
-}
-
-
-class Wanted(NamedTuple):
-    """Flags of the results that a call of a layer returns besides the output: attention weights, and the cache."""
-
-    weights: bool = False
-    cache: bool = False
+# Arguments of flax's layer whose default is the only supported value: fused implementations have no attention function
+# or einsums that could be replaced, and flax has deprecated the others.
+UNSUPPORTED = (
+    "attention_fn", "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls", "qkv_dot_general",
+    "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
+)  # fmt: skip
 
 
 class LayerOutputs(NamedTuple):
     """Results of one call of a layer; weights and cache are None unless they are asked for."""
 
     out: Float[Array, "*B T _"]
-    weights: Float[Array, "*B H T S"] | None = None  # the composed weights
-    cache: Cache | None = None  # the given cache with the new tokens, or these alone
+    weights: Float[Array, "*B H T S"] | None  # the composed weights
+    cache: Cache | None  # the given cache with the new token, or the tokens of the call alone
 
 
-class FlaxAttention(Attention):
-    """`Attention` with the inputs, masks, meshes, dropout and returned weights of flax's layers, see `results`.
-
-    `LayerInputs` may have any leading axes *B here. Masks are True or nonzero where a query attends to a key; they
-    broadcast to (*B, H, T, S), or with a composition, which mixes the heads, to (*B, 1, T, S).
+class ComposedFields(AttentionFields, kw_only=True):
+    """Fields that flax's layer does not have (keyword only), in addition to those of `AttentionFields`.
 
     Fields:
-      dropout_rate: dropout rate of the composed attention weights.
-      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
-      deterministic: no dropout; given here or in the call.
+      compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
+      num_key_heads: K, for grouped-query attention; None means H.
+      causal, window: see `dcvit.dcmha.attention`.
+      qkv_sharding: see `Attention`.
     """
 
-    dropout_rate: float = 0.0
-    broadcast_dropout: bool = True
-    deterministic: bool | None = None
+    compose: str | None = "both"
+    num_key_heads: int | None = None
+    causal: bool = False
+    window: int | None = None
+    qkv_sharding: P | None = None
 
-    def results(
+
+class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
+    """Multi-head attention whose heads compose dynamically, with the interface of `nn.MultiHeadDotProductAttention`.
+
+    The parameters are those of the flax layer, with `pre` and `post` for the compositions. With `compose=None`, they
+    are the same, and so is the output, except for a query whose keys are all masked: here its attention weights are
+    zero, in flax they are equal. The layer also has the fields of `ComposedFields`.
+
+    Fields, in addition to those of the flax layer that mean the same here:
+      dropout_rate: dropout rate of the composed attention weights; a rate of 1 removes all of them.
+      decode: keep keys, values and key-wise compose weights of earlier tokens in the collection "cache". `init` with
+        inputs of S tokens creates S slots; each call of `apply(..., mutable=["cache"])` takes one token and attends to
+        the tokens before. After S tokens, each replaces the oldest one.
+      force_fp32_for_softmax: always true.
+      the names in `UNSUPPORTED`: leave their defaults.
+    """
+
+    def setup(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(nn.MultiHeadDotProductAttention)}
+        check_supported({name: getattr(self, name) for name in defaults}, defaults, UNSUPPORTED)
+        fields = values_of(self, AttentionFields)
+        if self.normalize_qk:
+            fields["qk_norm"] = fields["qk_norm"] or "layernorm"
+        self.attention = Attention(
+            self.num_heads, num_key_heads=self.num_key_heads, qkv_features=self.qkv_features,
+            out_features=self.out_features, use_bias=self.use_bias, kernel_init=self.kernel_init,
+            out_init=self.out_kernel_init, bias_init=self.bias_init, out_bias_init=self.out_bias_init,
+            norm_names=("query_ln", "key_ln"), dtype=self.dtype, param_dtype=self.param_dtype,
+            precision=self.precision, qkv_sharding=self.qkv_sharding, causal=self.causal, window=self.window, **fields,
+        )  # fmt: skip
+        nn.share_scope(self, self.attention)
+
+    def __call__(
         self,
-        inputs: LayerInputs,
-        wanted: Wanted = Wanted(),  # noqa: B008 - immutable
+        inputs_q: Float[Array, "*B T M"],
+        inputs_k: Float[Array, "*B S _"] | None = None,
+        inputs_v: Float[Array, "*B S _"] | None = None,
         *,
+        inputs_kv: Float[Array, "*B S _"] | None = None,
+        mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None,
+        segments: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
-    ) -> LayerOutputs:
-        """Attend, also to the tokens of a cache. On a mesh with explicit axes, the output is sharded as the queries.
+        sow_weights: bool = False,
+    ) -> Float[Array, "*B T _"]:
+        """Attend from `inputs_q` to `inputs_k`, as the flax layer does.
 
         Args:
-          inputs: arrays of the call. `cache` needs `update`.
-          wanted: further results. The weights are those before dropout.
-          deterministic: no dropout. If there is a dropout rate, exactly one of field and argument is given.
-          dropout_rng: key of the dropout; None means the rng stream "dropout".
+          inputs_q, inputs_k, inputs_v, inputs_kv, deterministic, dropout_rng: as the flax layer takes them.
+          mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), with a composition to
+            (*B, 1, T, S), because it mixes the heads. With a cache, the S keys are its slots.
+          segments: int32 ids of the tokens of packed rows, or the pair of those of queries and keys: a query attends
+            only to keys with its own id. Flax's layer needs a mask for this. With a cache, give a mask.
+          sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights` into "intermediates", as they are
+            before dropout.
 
         Raises:
-          ValueError: as `Attention`; or the inputs lack an axis or have different leading axes.
+          ValueError: as `Attention`, a field has a value that is not supported, the inputs lack an axis or have
+            different leading axes, or there is a cache and T > 1.
         """
+        if inputs_kv is not None and (inputs_k is not None or inputs_v is not None):
+            raise ValueError("give either inputs_kv, or inputs_k and inputs_v")
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_v needs inputs_k; if keys and values have the same inputs, give inputs_k only")
+        inputs_k = inputs_k if inputs_kv is None else inputs_kv
+        inputs = LayerInputs(inputs_q, inputs_k, inputs_v, mask, segments=make_segments(segments))
         check_axes(inputs)
+        is_cached = self.decode and self.has_variable("cache", "cached_key")
+        inputs = self._with_cache(inputs) if is_cached else inputs
         if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
             dropout_rng = None
         elif dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         mesh = explicit_mesh(inputs, dropout_rng, self.variables)
-        call = self._call if mesh is None else functools.partial(self._call_explicitly, mesh)
-        return call(inputs, dropout_rng, wanted)
+        attend = self.results if mesh is None else functools.partial(self._results_on, mesh)
+        results = attend(inputs, dropout_rng, sow_weights)
+        if results.weights is not None:
+            self.sow("intermediates", "attention_weights", results.weights)
+        if results.cache is not None:
+            self._store(results.cache, is_cached)
+        return results.out
 
-    def _call_explicitly(
-        self, mesh: AbstractMesh, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted
+    def results(self, inputs: LayerInputs, dropout_key: Array | None, with_weights: bool) -> LayerOutputs:
+        """Return the results for inputs with any leading axes, which the results have, too."""
+        lead = inputs.q.shape[:-2]
+        flat = flat_inputs(inputs, mask_heads=1 if self.compose else self.num_heads)
+        dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
+        out, call, cache = self.attention.attend(flat, dropout)
+        weights = None
+        if with_weights:
+            weights = attention_matrices(call.inputs, call.options).composed_weights
+            weights = weights.reshape(len(flat.q), -1, *weights.shape[2:])  # heads may be examples
+        results = LayerOutputs(out, weights, cache if self.decode else None)
+        return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
+
+    def _results_on(
+        self, mesh: AbstractMesh, inputs: LayerInputs, dropout_key: Array | None, with_weights: bool
     ) -> LayerOutputs:
-        """Return the results of `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
+        """Return the `results` on a mesh with explicit axes, sharded as the inputs of the queries."""
         if self.is_initializing():  # parameters exist outside of the automatic axes
             tokens = LayerInputs(inputs.q, inputs.k, inputs.v)
-            tokens = jax.tree.map(lambda x: jnp.zeros((1, 1, x.shape[-1]), x.dtype), tokens)
-            self._attend(tokens, None, Wanted())
+            self.attention.attend(jax.tree.map(lambda x: jnp.zeros((1, 1, x.shape[-1]), x.dtype), tokens))
         variables = {"params": nn.meta.unbox(self.variables["params"])}
         spec = jax.typeof(inputs.q).sharding.spec
         width = divisible_axes((self.out_features or inputs.q.shape[-1],), spec[-1:], mesh)
         examples = P(*spec[:-2])
-        specs = P(*spec[:-1], *width), examples if wanted.weights else None, examples if wanted.cache else None
-        call = _with_auto_axes(self.clone(parent=None), wanted, mesh, specs)
-        return LayerOutputs(*call(variables, inputs, dropout_key))
+        specs = P(*spec[:-1], *width), examples if with_weights else None, examples if self.decode else None
+        attend = _with_auto_axes(self.clone(parent=None), with_weights, mesh, specs)
+        return LayerOutputs(*attend(variables, inputs, dropout_key))
 
-    def _call(self, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
-        """Return the output and the `wanted` results for inputs with any leading axes, which the results have, too."""
-        lead = inputs.q.shape[:-2]
-        flat = flat_inputs(inputs, mask_heads=1 if self.compose else self.num_heads)
-        results = self._attend(flat, dropout_key, wanted)
-        return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
+    def _with_cache(self, inputs: LayerInputs) -> LayerInputs:
+        """Return `inputs`, which are of one token, with `cache` and `update` from the collection "cache"."""
+        variables: Mapping[str, Array] = self.variables["cache"]
+        *lead, slots = variables["cached_key"].shape[:-2]
+        shapes = [x.shape[:-1] for x in inputs[:3] if x is not None]
+        if {*shapes} != {(*lead, 1)}:
+            raise ValueError(f"decode=True takes inputs of shape {(*lead, 1)} before the width, found {shapes}")
+        index = variables["cache_index"]
+        start, added, oldest = (jnp.broadcast_to(x, lead) for x in (index, jnp.ones_like(index), jnp.zeros_like(index)))
+        k, v = (variables[name].reshape(*lead, slots, -1) for name in ("cached_key", "cached_value"))
+        pre, post = (_with_prefix(variables, f"cached_{name}_") for name in ("pre", "post"))
+        return inputs._replace(cache=Cache(k, v, pre, post), update=CacheUpdate(start, added, oldest))
 
-    @nn.compact
-    def _attend(self, x: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
-        """Return the output and the `wanted` results for inputs B T M; see `Attention.attend`."""
-        prepared = self.prepare(x)
-        inputs, batch, mask = prepared.inputs, len(x.q), prepared.inputs.mask
-        has_per_head_mask = mask is not None and mask.shape[1] > 1
-        call = make_call(
-            heads_as_examples(inputs) if has_per_head_mask else inputs, self.attended_composition(),
-            causal=prepared.causal, window=prepared.window,
-        )  # fmt: skip
-        dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
-        outputs = self.head_outputs(call, dropout)
-        if has_per_head_mask:
-            outputs = outputs.reshape(batch, -1, *outputs.shape[1:2], outputs.shape[-1]).swapaxes(1, 2)
-        out, cache = self.output_of(outputs, x.q), prepared.cache if wanted.cache else None
-        if not wanted.weights:
-            return LayerOutputs(out, None, cache)
-        weights = attention_matrices(call.inputs, call.options).composed_weights
-        return LayerOutputs(out, weights.reshape(batch, -1, *weights.shape[2:]), cache)
+    def _store(self, cache: Cache, is_cached: bool) -> None:
+        """Write `cache` to the collection "cache" and count its new token; unless `is_cached`, write zeros instead."""
+        heads = self.num_key_heads or self.num_heads
+        arrays = {"cached_key": cache.k, "cached_value": cache.v}
+        arrays = {name: x.reshape(*x.shape[:-1], heads, -1) for name, x in arrays.items()}
+        for compose_name, weights in (("pre", cache.pre), ("post", cache.post)):
+            fields = {} if weights is None else weights._asdict()
+            arrays |= {f"cached_{compose_name}_{name}": x for name, x in fields.items() if x is not None}
+        for name, x in arrays.items():
+            self.put_variable("cache", name, x if is_cached else jnp.zeros_like(x))
+        index = self.get_variable("cache", "cache_index") + 1 if is_cached else jnp.zeros((), jnp.int32)
+        self.put_variable("cache", "cache_index", index)
 
 
 @functools.lru_cache(maxsize=64)  # so that another call of an equal layer compiles nothing
 def _with_auto_axes(
-    module: FlaxAttention, wanted: Wanted, mesh: AbstractMesh, specs: tuple[P | None, ...]
+    layer: DCMHA, with_weights: bool, mesh: AbstractMesh, specs: tuple[P | None, ...]
 ) -> Callable[..., tuple[Array, Array | None, Cache | None]]:
-    """Return `_call` as a function (variables, inputs, dropout key) of arrays, whose results are sharded by `specs`."""
+    """Return `results` as a function (variables, inputs, dropout key) of arrays, with results sharded by `specs`."""
 
     def call(
         variables: Mapping[str, Params], inputs: LayerInputs, dropout_key: Array | None
     ) -> tuple[Array, Array | None, Cache | None]:
-        results: LayerOutputs = module.apply(variables, inputs, dropout_key, wanted, method="_call")  # type: ignore[assignment]
-        return results.out, results.weights, results.cache
+        found: LayerOutputs = layer.apply(variables, inputs, dropout_key, with_weights, method="results")  # type: ignore[assignment]
+        return found.out, found.weights, found.cache
 
     return with_auto_axes(call, mesh, specs)
 
@@ -214,170 +268,14 @@ def boolean_mask(
     return jnp.broadcast_to(mask.reshape(shape), (*lead, *shape[-3:])).reshape(-1, *shape[-3:])
 
 
-def heads_as_examples(inputs: Inputs) -> Inputs:
-    """Return the inputs of plain attention as B·H examples with one head, so that each head has its own mask."""
-    batch, _, heads, _ = inputs.q.shape
-    assert inputs.mask is not None
-
-    def split(x: Array) -> Array:
-        x = jnp.repeat(x, heads // x.shape[2], axis=2)
-        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], 1, x.shape[3])
-
-    mask = inputs.mask
-    masks = jnp.broadcast_to(mask, (batch, *mask.shape[1:])).reshape(batch * heads, 1, *mask.shape[2:])
-    segments = jax.tree.map(lambda ids: jnp.repeat(ids, heads, axis=0), inputs.segments)
-    return Inputs(split(inputs.q), split(inputs.k), split(inputs.v), None, None, masks, segments)
-
-
-class ComposedFields(AttentionFields, kw_only=True):
-    """Fields that flax's layer does not have (keyword only), in addition to those of `AttentionFields`.
-
-    Fields:
-      compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
-      num_key_heads: K, for grouped-query attention; None means H.
-      causal, window: see `dcvit.dcmha.attention`.
-      qkv_sharding: see `Projections`.
-    """
-
-    compose: str | None = "both"
-    num_key_heads: int | None = None
-    causal: bool = False
-    window: int | None = None
-    qkv_sharding: P | None = None
-
-
-class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
-    """Multi-head attention whose heads compose dynamically, with the interface of `nn.MultiHeadDotProductAttention`.
-
-    The parameters are those of the flax layer, with `pre` and `post` for the compositions. With `compose=None`, they
-    are the same, and so is the output, except for a query whose keys are all masked: here its attention weights are
-    zero, in flax they are equal. The layer also has the fields of `ComposedFields`.
-
-    Fields:
-      num_heads: H.
-      dtype: dtype of the computation; None means that of inputs and parameters. The softmax is float32.
-      param_dtype: dtype of the parameters of the projections.
-      qkv_features: width H·D of the queries; None means M.
-      out_features: width of the output; None means M.
-      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
-      dropout_rate: dropout rate of the composed attention weights; a rate of 1 removes all of them.
-      deterministic: no dropout; given here or in the call.
-      precision: precision of the projections, see `jax.lax.Precision`.
-      kernel_init, bias_init: initializers of the projections.
-      out_kernel_init, out_bias_init: initializers of the output projection; None means those of the others.
-      use_bias: the four projections have biases.
-      attention_fn: not supported; leave the default.
-      qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls: not supported.
-      qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: not supported.
-      decode: keep keys, values and key-wise compose weights of earlier tokens in the collection "cache". `init` with
-        inputs of S tokens creates S slots; each call of `apply(..., mutable=["cache"])` takes one token and attends to
-        the tokens before. After S tokens, each replaces the oldest one.
-      normalize_qk: layer norms of queries and keys.
-      force_fp32_for_softmax: always true.
-    """
-
-    def setup(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(nn.MultiHeadDotProductAttention)}
-        check_supported({name: getattr(self, name) for name in defaults}, defaults, UNSUPPORTED)
-        fields = values_of(self, AttentionFields)
-        if self.normalize_qk:
-            fields["qk_norm"] = fields["qk_norm"] or "layernorm"
-        self.attention = FlaxAttention(
-            self.num_heads, num_key_heads=self.num_key_heads, qkv_features=self.qkv_features,
-            out_features=self.out_features, use_bias=self.use_bias, kernel_init=self.kernel_init,
-            out_init=self.out_kernel_init, bias_init=self.bias_init, out_bias_init=self.out_bias_init,
-            norm_names=("query_ln", "key_ln"), dtype=self.dtype, param_dtype=self.param_dtype,
-            precision=self.precision, qkv_sharding=self.qkv_sharding, causal=self.causal, window=self.window,
-            dropout_rate=self.dropout_rate, broadcast_dropout=self.broadcast_dropout,
-            deterministic=self.deterministic, **fields,
-        )  # fmt: skip
-        nn.share_scope(self, self.attention)
-
-    def __call__(
-        self,
-        inputs_q: Float[Array, "*B T M"],
-        inputs_k: Float[Array, "*B S _"] | None = None,
-        inputs_v: Float[Array, "*B S _"] | None = None,
-        *,
-        inputs_kv: Float[Array, "*B S _"] | None = None,
-        mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None,
-        segments: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
-        deterministic: bool | None = None,
-        dropout_rng: Array | None = None,
-        sow_weights: bool = False,
-    ) -> Float[Array, "*B T _"]:
-        """Attend from `inputs_q` to `inputs_k`, as the flax layer does.
-
-        Args:
-          inputs_q: inputs of the queries.
-          inputs_k: inputs of the keys; None means `inputs_q`.
-          inputs_v: inputs of the values; None means `inputs_k`.
-          inputs_kv: inputs of keys and values, instead of `inputs_k` and `inputs_v`.
-          mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), with a composition to
-            (*B, 1, T, S), because it mixes the heads. With a cache, the S keys are its slots.
-          segments: int32 ids of the tokens of packed rows, or the pair of those of queries and keys: a query attends
-            only to keys with its own id. Flax's layer needs a mask for this. With a cache, give a mask.
-          deterministic: no dropout.
-          dropout_rng: key of the dropout; None means the rng stream "dropout".
-          sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights` into "intermediates".
-
-        Raises:
-          ValueError: as `Attention`, a field has a value that is not supported, or there is a cache and T > 1.
-        """
-        if inputs_kv is not None and (inputs_k is not None or inputs_v is not None):
-            raise ValueError("give either inputs_kv, or inputs_k and inputs_v")
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v needs inputs_k; if keys and values have the same inputs, give inputs_k only")
-        inputs_k = inputs_k if inputs_kv is None else inputs_kv
-        inputs = LayerInputs(inputs_q, inputs_k, inputs_v, mask, segments=make_segments(segments))
-        is_cached = self.decode and self.has_variable("cache", "cached_key")
-        if is_cached:
-            inputs = self._with_cache(inputs)
-        wanted = Wanted(weights=sow_weights, cache=self.decode)
-        results = self.attention.results(inputs, wanted, deterministic=deterministic, dropout_rng=dropout_rng)
-        if results.weights is not None:
-            self.sow("intermediates", "attention_weights", results.weights)
-        if results.cache is not None:
-            self._store(results.cache, is_cached)
-        return results.out
-
-    def _with_cache(self, inputs: LayerInputs) -> LayerInputs:
-        """Return `inputs`, which are of one token, with `cache` and `update` from the collection "cache"."""
-        variables: Mapping[str, Array] = self.variables["cache"]
-        *lead, slots = variables["cached_key"].shape[:-2]
-        shapes = [x.shape[:-1] for x in inputs[:3] if x is not None]
-        if {*shapes} != {(*lead, 1)}:
-            raise ValueError(f"decode=True takes inputs of shape {(*lead, 1)} before the width, found {shapes}")
-        index = variables["cache_index"]
-        start, added, oldest = (jnp.broadcast_to(x, lead) for x in (index, jnp.ones_like(index), jnp.zeros_like(index)))
-        k, v = (variables[name].reshape(*lead, slots, -1) for name in ("cached_key", "cached_value"))
-        pre, post = (_with_prefix(variables, f"cached_{name}_") for name in ("pre", "post"))
-        return inputs._replace(cache=Cache(k, v, pre, post), update=CacheUpdate(start, added, oldest))
-
-    def _store(self, cache: Cache, is_cached: bool) -> None:
-        """Write `cache` to the collection "cache" and count its new token; unless `is_cached`, write zeros instead."""
-        heads = self.num_key_heads or self.num_heads
-        arrays = {"cached_key": cache.k, "cached_value": cache.v}
-        arrays = {name: x.reshape(*x.shape[:-1], heads, -1) for name, x in arrays.items()}
-        for compose_name, weights in (("pre", cache.pre), ("post", cache.post)):
-            fields = {} if weights is None else weights._asdict()
-            arrays |= {f"cached_{compose_name}_{name}": x for name, x in fields.items() if x is not None}
-        for name, x in arrays.items():
-            self.put_variable("cache", name, x if is_cached else jnp.zeros_like(x))
-        index = self.get_variable("cache", "cache_index") + 1 if is_cached else jnp.zeros((), jnp.int32)
-        self.put_variable("cache", "cache_index", index)
-
-
 def _with_prefix(variables: Mapping[str, Array], prefix: str) -> ComposeWeights | None:
     """Return compose weights from the variables whose names start with `prefix`; None if there are none."""
     fields = {name.removeprefix(prefix): x for name, x in variables.items() if name.startswith(prefix)}
     return ComposeWeights(**fields) if fields else None
 
 
-def check_supported(
-    values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Mapping[str, str]
-) -> None:
-    """Raise ValueError, with the reason in `unsupported`, if an argument named there does not have its default."""
-    for name, reason in unsupported.items():
+def check_supported(values: Mapping[str, object], defaults: Mapping[str, object], unsupported: Sequence[str]) -> None:
+    """Raise ValueError if an argument named in `unsupported` does not have its default."""
+    for name in unsupported:
         if name in values and values[name] is not defaults[name]:
-            raise ValueError(f"DCMHA has no {name}, because {reason}: leave its default, or use flax's layer")
+            raise ValueError(f"DCMHA does not support {name}: leave its default, or use flax's layer")

@@ -20,13 +20,11 @@ from dcvit.models import dcmha
 from dcvit.models.composition import ComposeParams
 from dcvit.models.fields import check_attention
 
-# Arguments of flax's layer whose default is the only supported value, and the reason.
-UNSUPPORTED = {
-    **{name: reason for name, reason in dcmha.UNSUPPORTED.items() if "einsum" not in name},
-    **dict.fromkeys(
-        ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), "`dtype` alone decides on the computation"
-    ),
-}
+# Arguments of flax's layer whose default is the only supported value; `dtype` alone decides on the computation.
+UNSUPPORTED = (
+    "attention_fn", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
+    "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype",
+)  # fmt: skip
 COMPOSED = {field.name for field in dataclasses.fields(dcmha.ComposedFields)} - {"num_key_heads", "parent", "name"}
 MODULES = ("query", "key", "value", "query_ln", "key_ln", "out", "pre", "post")  # those that have parameters
 
@@ -64,12 +62,7 @@ class DCMHA(nnx.MultiHeadAttention):
         """Create the parameters.
 
         Args:
-          num_heads: H.
-          in_features: M, the width of the inputs.
-          qkv_features: width H·D of the queries; None means M.
-          out_features: width of the output; None means M.
-          num_kv_heads: K, for grouped-query attention; None means H.
-          in_kv_features: width of the inputs of keys and values; None means M.
+          num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features: as in flax.
           rngs: random streams; "params" draws the parameters, "dropout" the dropout.
           **fields: further arguments of `nnx.MultiHeadAttention`, such as `dtype`, `dropout_rate` or
             `kernel_metadata`, and the fields of `dcvit.models.dcmha.ComposedFields`, such as `compose` or `causal`.
@@ -116,18 +109,12 @@ class DCMHA(nnx.MultiHeadAttention):
         """Attend from `inputs_q` to `inputs_k`, as the flax layer does.
 
         Args:
-          inputs_q: inputs of the queries.
-          inputs_k: inputs of the keys; None means `inputs_q`.
-          inputs_v: inputs of the values; None means `inputs_k`.
+          inputs_q, inputs_k, inputs_v, deterministic, rngs, is_causal, qkv_sharding: as the flax layer takes them.
           mask, segments: as the linen layer takes them.
-          deterministic: no dropout; None means the attribute.
-          rngs: stream of the dropout; None means that of the module.
           sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights`, an `nnx.Intermediate`.
           decode: add the one token to the cache of `init_cache`, and attend to all tokens in it; None means the
             attribute.
-          is_causal: query i attends only to keys 0 … i.
           out_sharding: sharding of the output on a mesh with explicit axes; None means that of `inputs_q`.
-          qkv_sharding: sharding of queries, keys and values (*B, T, H, D) on such a mesh.
           input_positions: must be None; flax passes it to `attention_fn`, which this layer does not have.
 
         Raises:

@@ -26,6 +26,7 @@ class TokenContext(NamedTuple):
     positions: Int[Array, "#B T"]  # for position embeddings
     segments: Int[Array, "B T"] | None  # the first token of the document of each token
     update: CacheUpdate | None  # if tokens are decoded with a cache
+    angles: Float[Array, "#B T _"] | None = None  # of a rotary embedding
 
 
 def token_context(
@@ -89,12 +90,13 @@ class DecoderBlock(nn.Module):
         attention = self.attention(window=self.window, layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(name="attention_norm"), x)
-        if cache is None or context.update is None:
-            y = attention(y, positions=context.positions, segments=context.segments)
+        angles, segments, update = context.angles, context.segments, context.update
+        if cache is None or update is None:
+            y = attention(y, angles=angles, segments=segments)
+        elif y.shape[1] > 1:
+            y, cache = attention.prefill(y, cache.k.shape[1], update.added, angles=angles, segments=segments)
         else:
-            y, cache = attention.decode(
-                y, cache, context.update, positions=context.positions, segments=context.segments
-            )  # fmt: skip
+            y, cache = attention.decode(y, cache, update, angles=angles)
         out["sa"] = y
         after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, "context", None)
         y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)

@@ -48,14 +48,14 @@ class Encoder1DBlock(nn.Module):
 
         Args:
           x: the input.
-          places: the places of the tokens of packed rows; None: each row is one image.
+          places: the places of the tokens; None: each row is one image, without a rotary embedding.
           drop_rate: probability that stochastic depth skips an example's residual branch; None: no stochastic depth.
         """
         attention = self.attention(layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(), x)
-        segments, coordinates = (None, None) if places is None else places
-        y = out["sa"] = self._scale("layer_scale_0", attention(y, positions=coordinates, segments=segments))
+        segments, angles = (None, None) if places is None else places
+        y = out["sa"] = self._scale("layer_scale_0", attention(y, angles=angles, segments=segments))
         x = out["+sa"] = constrain(x + self._residual(y, segments, drop_rate), BATCH, None, None)
         y = in_float32(self.norm(), x)
         y = out["mlp"] = self._scale("layer_scale_1", self.mlp()(y, self.deterministic))
@@ -109,7 +109,7 @@ class Encoder(nn.Module):
     def __call__(
         self, x: Float[Array, "B T M"], places: TokenPlaces | None = None, deterministic: bool = True
     ) -> tuple[Float[Array, "B T M"], Outputs]:
-        """Return the output, and the intermediates by block; `places` are those of the tokens of packed rows."""
+        """Return the output, and the intermediates by block; see `Encoder1DBlock`."""
         out: Outputs = {}
         fields: dict[str, object] = {
             "attention": self.attention, "mlp": self.mlp, "norm": self.norm, "layer_scale": self.layer_scale,

@@ -24,28 +24,17 @@ def training_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
     """Return the operations of a training step for one example; the backward pass counts as two forward passes.
 
     Recomputation by rematerialization does not count. Divided by the time of an example and by the peak rate of the
-    chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B).
-
-    Args:
-      net: the model.
-      example: see `forward_flops`.
-
-    Returns:
-      None if there is no formula for the model.
+    chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B). Arguments and None are those of
+    `forward_flops`.
     """
     forward = forward_flops(net, example)
     return forward and 3 * forward
 
 
 def forward_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
-    """Return the operations from one example to its logits.
+    """Return the operations from one example to its logits, or None if there is no formula for the model.
 
-    Args:
-      net: the model.
-      example: the shape of an image (1 height width channels) or of a row of tokens (1 T).
-
-    Returns:
-      None if there is no formula for the model.
+    The example is the shape of an image (1 height width channels) or of a row of tokens (1 T).
     """
     if isinstance(net, ViT):
         _, height, width, channels = example.shape
@@ -96,7 +85,7 @@ def lm_flops(net: LM, length: int) -> int:
     the layer's window allow (`visible_pairs`), about half of all pairs; implementations may also compute masked pairs.
     Pairs of different documents count although `end_of_text` masks them, because their number depends on the data.
     """
-    windows = [window and (net.prefill_window or window) for window in layer_windows(net)]
+    windows = layer_windows(net, length)
     matrices = 3 if net.mlp == "swiglu" else 2
     mlp = net.width * (matrices * (net.mlp_dim or 4 * net.width) + (net.mlp_groups or 0))
     total = length * (net.depth * mlp + net.width * net.vocab_size)

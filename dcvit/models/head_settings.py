@@ -14,13 +14,7 @@ ordinary composed one. The letters are those of `dcvit.dcmha`; A are scores or w
   dcmha        the complete composition                                                     Xiao et al., 2024
   dcmha_post   the same after the softmax only                                              Xiao et al., 2024, Table 9
 
-Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
-random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
-of each group with the field `groups`. The gate of "gated" is 1 + tanh(x·W_qg) = 2σ(2·x·W_qg), so W_qg is half of the
-paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2. w_q1 of
-"lightweight" is RMS-normed over the heads, as in all dynamic projections. modded-nanogpt's record 85 composes the last
-layer only (`compose_layers=(-1,)`) and adds the product in the local window only; "lightweight" composes all visible
-keys.
+docs/heads.md lists the differences from the papers.
 """
 
 from __future__ import annotations

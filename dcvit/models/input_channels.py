@@ -11,9 +11,7 @@ embedding of an image whose channels are all equal does not depend on their numb
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,9 +21,6 @@ from dcvit.parallel.trees import Tensors
 
 RULES = ("repeat", "mean")
 KERNEL = "embedding/kernel"
-OTHER_CHANNELS = re.compile(  # in the message about shapes, which are those of rows, columns, channels, width
-    rf"{KERNEL} \(checkpoint \((\d+), (\d+), (\d+), (\d+)\), model \(\1, \2, (?!\3,)\d+, \4\)\)"
-)
 
 
 def check_rule(rule: str | None) -> None:
@@ -42,36 +37,38 @@ def adapted(kernel: Float[np.ndarray, "rows columns K M"], channels: int, rule: 
     return np.asarray(kernel[:, :, np.arange(channels) % old] * (old / channels))
 
 
-def with_channels(tensors: Tensors, channels: int, rule: str, dont_load: Sequence[str]) -> Tensors:
-    """Return the parameters of a ViT by path, with the embedding of patches for another number of channels.
+def with_channels(tensors: Tensors, shape: tuple[int, ...], rule: str | None, dont_load: Sequence[str]) -> Tensors:
+    """Return the parameters of a ViT by path, with the embedding of patches for the number of channels of a model.
+
+    Args:
+      tensors: the parameters of the checkpoint.
+      shape: shape of the model's embedding: rows, columns, channels and width.
+      rule: see RULES; None adapts nothing.
+      dont_load: regexes of the names of parameters that are not loaded.
 
     Raises:
+      CheckpointError: only the number of channels differs, and there is no rule.
       ConfigError: the rule is unknown, the number is the same, or `dont_load` names the embedding.
     """
     check_rule(rule)
-    kernel = tensors.get(KERNEL)
+    kernel, channels = tensors.get(KERNEL), shape[2]
     if kernel is None or len(kernel.shape) != 4:
         return tensors  # no ViT, which the check of names reports
+    is_left_out = any(matches(pattern, [KERNEL], "dont_load") for pattern in dont_load)
+    adapted_shape = (*kernel.shape[:2], channels, kernel.shape[3])
+    if rule is None:
+        if kernel.shape[2] != channels and adapted_shape == shape and not is_left_out:
+            raise CheckpointError(
+                f"{KERNEL} (checkpoint {kernel.shape}, model {shape}) has another number of channels; to adapt it: "
+                "--config.model_load.channels=repeat"
+            )
+        return tensors
     if kernel.shape[2] == channels:
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: both have {channels} channels; omit it")
-    if any(matches(pattern, [KERNEL], "dont_load") for pattern in dont_load):
+    if is_left_out:
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: dont_load names {KERNEL}; omit one")
-    shape = (*kernel.shape[:2], channels, kernel.shape[3])
 
     def read() -> np.ndarray:
         return adapted(np.asarray(kernel.read(), np.float32), channels, rule)
 
-    return {**tensors, KERNEL: kernel._replace(shape=shape, read=read)}
-
-
-@contextlib.contextmanager
-def channels_hint() -> Iterator[None]:
-    """Context manager that adds the option `channels` to an error about the shape of the embedding of patches."""
-    try:
-        yield
-    except CheckpointError as e:
-        if not OTHER_CHANNELS.search(str(e)):
-            raise
-        raise CheckpointError(
-            f"{e}; to adapt the embedding to the other number of channels: --config.model_load.channels=repeat"
-        ) from None
+    return {**tensors, KERNEL: kernel._replace(shape=adapted_shape, read=read)}

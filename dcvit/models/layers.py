@@ -1,4 +1,4 @@
-"""Layers that both models use: normalization in float32, the MLP block, and groups of layers for a scan."""
+"""Layers that both models use: norms, projections, MLPs, position embeddings, and groups of layers for a scan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain
 
 ACTIVATIONS: dict[str, Callable[..., Array]] = {
@@ -85,6 +87,137 @@ def sincos(length: int, width: int) -> Float[np.ndarray, "length _"]:
     frequencies = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
     angles = np.arange(length)[:, None] * frequencies
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+class HeadDense(nn.Module):
+    """Projection to H heads of D numbers, with the parameters of `nn.DenseGeneral`.
+
+    TPUs lay out the product (..., H, D) of `nn.DenseGeneral` differently from (..., H·D), and then copy it before the
+    kernels read it. Here the product and the bias have the shape (..., H·D).
+
+    Fields:
+      heads, head_dim: H and D.
+      use_bias, kernel_init, bias_init, dtype, param_dtype, precision: see `nn.DenseGeneral`.
+    """
+
+    heads: int
+    head_dim: int
+    use_bias: bool = True
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B M"]) -> Float[Array, "*B H D"]:
+        width, shape = x.shape[-1], (self.heads, self.head_dim)
+        kernel = self.param("kernel", _flat_init(self.kernel_init), (width, *shape), self.param_dtype)
+        bias = self.param("bias", _flat_init(self.bias_init), shape, self.param_dtype) if self.use_bias else None
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        out = jnp.matmul(x, as_matrix(kernel, width), precision=self.precision)
+        if bias is not None:
+            out = out + bias.reshape(*[1] * (out.ndim - 1), -1)
+        return out.reshape(*x.shape[:-1], *shape)
+
+
+def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[Array]]:
+    """Return an initializer that draws the last two axes (H, D) as one, as `nn.DenseGeneral` does.
+
+    If `init` returns an array boxed with metadata (`nn.meta.AxisMetadata`), so does the initializer.
+    """
+
+    def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array | nn.meta.AxisMetadata[Array]:
+        flat = init(key, (*shape[:-2], shape[-2] * shape[-1]), dtype)
+        found: Array | nn.meta.AxisMetadata[Array] = jax.tree.map(lambda x: jnp.reshape(x, shape), flat)
+        return found
+
+    return initialize
+
+
+def flat_product(
+    x: Array, kernel: Array, dimensions: jax.lax.DotDimensionNumbers, precision: PrecisionLike = None
+) -> Array:
+    """Return the product of (..., H, D) and (H, D, M) over H and D, computed with H·D as one axis."""
+    if dimensions != (((x.ndim - 2, x.ndim - 1), (0, 1)), ((), ())):
+        raise ValueError(f"expected a product over heads and their numbers, found {dimensions}")
+    flat = x.reshape(*x.shape[:-2], -1)
+    return jnp.matmul(flat, as_matrix(kernel, flat.shape[-1]), precision=precision)
+
+
+def as_matrix(kernel: Array, rows: int) -> Array:
+    """Reshape a kernel to a matrix with `rows` rows.
+
+    The barrier keeps XLA from computing the kernel's gradient in the original shape, for which it copies activations.
+    """
+    matrix: Array = jax.lax.optimization_barrier(kernel.reshape(rows, -1))
+    return matrix
+
+
+def rotary_angles(
+    positions: Int[Array, "#B T"], *, width: int, base: float, scaling: Sequence[float] | None = None
+) -> Float[Array, "#B T _"]:
+    """Return the angles of a rotary position embedding (Su et al., 2021) of the first `width` of D numbers.
+
+    Pair i is rotated by the angle position · base^(-2i/width). `scaling` changes these frequencies; see `scaled`.
+
+    Raises:
+      ValueError: the width is odd.
+    """
+    if width % 2:
+        raise ValueError(f"a rotary embedding of {width} numbers: expected an even number")
+    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    return positions.astype(jnp.float32)[..., None] * scaled(frequencies, scaling)[None, None]
+
+
+def scaled(frequencies: Float[Array, " D"], scaling: Sequence[float] | None) -> Float[Array, " D"]:
+    """Return the frequencies of a rotary embedding for a context that is longer than that of earlier training.
+
+    (factor,) divides all by the factor. (factor, low, high, context), of LLaMA 3, keeps frequencies with more than
+    `high` periods in the earlier context, divides those with fewer than `low`, and interpolates between.
+    """
+    factor, *ramp = scaling or (1.0,)
+    if not ramp:
+        return frequencies / factor
+    low, high, context = ramp
+    kept = jnp.clip((context * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def grid_centers(rows: int, columns: int) -> Float[np.ndarray, "1 T 2"]:
+    """Return (y, x) of the center of each patch of a grid, from -1 to 1 over the image."""
+    y_x = np.meshgrid(*((2 * np.arange(n) + 1) / n - 1 for n in (rows, columns)), indexing="ij")
+    return np.stack(y_x, axis=-1).reshape(1, -1, 2)
+
+
+def patch_angles(
+    centers: Float[Array, "B T 2"] | Float[np.ndarray, "B T 2"], *, width: int, base: float
+) -> Float[Array, "B T _"]:
+    """Return the angles of a rotary embedding in two dimensions, as DINOv3 (Siméoni et al., 2025).
+
+    Of the width/2 pairs, the first half is rotated by the angles 2π·y·base^(-4i/width), the second half by those of x.
+    With the coordinates of `grid_centers`, the embedding fits any grid. A token at (0, 0) is not rotated.
+    """
+    frequencies = (2 * np.pi * base ** (-np.arange(0, width, 4) / width)).astype(centers.dtype)
+    angles = (centers[..., axis, None] * frequencies[None, None] for axis in (0, 1))
+    return jnp.concatenate([jnp.asarray(x, jnp.float32) for x in angles], axis=-1)
+
+
+def rotate(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[Array, "B T H D"]:
+    """Rotate pairs of each head's numbers, one by each angle, in float32; numbers after the pairs stay as they are.
+
+    Number i of the first half and number i of the second half form a pair: the layout of GPT-NeoX and LLaMA.
+
+    Raises:
+      ValueError: a head has fewer numbers.
+    """
+    width = 2 * angles.shape[-1]
+    if width > x.shape[-1]:
+        raise ValueError(f"a rotary embedding of {width} numbers is wider than a head, {x.shape[-1]}")
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
 class LayerGroup(nn.Module):

@@ -19,7 +19,7 @@ from dcvit.dcmha.kv_cache import Cache, empty
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
-from dcvit.models.decoder import Decoder, DecoderBlock, token_context
+from dcvit.models.decoder import Decoder, DecoderBlock, TokenContext, token_context
 from dcvit.models.fields import (
     QKV_BIASES,
     WINDOW_PATTERNS,
@@ -32,7 +32,7 @@ from dcvit.models.fields import (
     rematerialized,
     values_of,
 )
-from dcvit.models.layers import ACTIVATIONS, MlpBlock
+from dcvit.models.layers import ACTIVATIONS, MlpBlock, rotary_angles
 from dcvit.models.presets import decode_preset
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -54,7 +54,7 @@ class LM(TransformerFields):
       rotary_fraction: part of a head's width that carries the rotary embedding.
       rotary_base: base of the frequencies of the rotary embedding.
       rotary_scaling: scaling of these frequencies for longer contexts: (factor,), or (factor, low, high, context) of
-        LLaMA 3; see `dcvit.models.projections.scaled`. None means no scaling.
+        LLaMA 3; see `dcvit.models.layers.scaled`. None means no scaling.
       norm: "layernorm" or "rmsnorm".
       norm_epsilon: epsilon of the norms.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
@@ -124,14 +124,15 @@ class LM(TransformerFields):
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=normal(self.init_std), name="embedding")
         x = out["stem"] = embed(tokens).astype(dtype)
         start, first = (cache["length"], cache["first"]) if cache is not None else (None, None)
-        context = token_context(tokens, self.end_of_text, start, first, count)
+        context = self.token_context(tokens, start, first, count)
         if update := context.update:
             out["cache"] = {"length": update.start + update.added, "first": update.oldest_visible}
         if self.position == "learned":
             table = self.param("pos_embedding", normal(self.init_std), (self.context, self.width))
             x = out["with_posemb"] = x + jnp.take(table, context.positions, axis=0, mode="clip").astype(dtype)
         x = constrain(x, BATCH, "context", None)
-        x, out["decoder"], caches = self.decoder(dtype)(x, context, cache and cache["layers"])
+        decoder = self.decoder(dtype, tokens.shape[1])
+        x, out["decoder"], caches = decoder(x, context, cache and cache["layers"])
         if update:
             out["cache"]["layers"] = caches
         out["pre_logits"] = x
@@ -146,15 +147,29 @@ class LM(TransformerFields):
         return out["logits"], out
 
     @nn.nowrap
-    def decoder(self, dtype: jnp.dtype) -> Decoder:
-        """Return the module of all layers; it can also be built outside of a call to apply single layers."""
+    def token_context(
+        self,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"] | None = None,
+        first: Int[Array, " B"] | None = None,
+        count: Int[Array, " B"] | None = None,
+    ) -> TokenContext:
+        """Return what all layers share, see `dcvit.models.decoder.token_context`, with the rotary embedding."""
+        context = token_context(tokens, self.end_of_text, start, first, count)
+        width = round(self.rotary_fraction * (self.width // self.num_heads))
+        if self.position != "rotary" or not width:
+            return context
+        angles = rotary_angles(context.positions, width=width, base=self.rotary_base, scaling=self.rotary_scaling)
+        return context._replace(angles=angles)
+
+    @nn.nowrap
+    def decoder(self, dtype: jnp.dtype, length: int) -> Decoder:
+        """Return the module of all layers for `length` tokens; it can also be built outside, to apply single layers."""
         init, out_init = normal(self.init_std), normal(self.out_init_std or self.init_std)
-        rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(
-            Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
-            rotary_scaling=self.rotary_scaling, causal=True, prefill_window=self.prefill_window,
-            use_bias=self.use_bias, qkv_bias=self.qkv_bias, kernel_init=init, out_init=out_init,
-            dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields),
+            Attention, self.num_heads, num_key_heads=self.num_key_heads, causal=True, use_bias=self.use_bias,
+            qkv_bias=self.qkv_bias, kernel_init=init, out_init=out_init, dtype=dtype,
+            remat=self.remat == "attention", **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
             MlpBlock, self.mlp_dim, activation=self.mlp, groups=self.mlp_groups, use_bias=self.use_bias,
@@ -167,7 +182,7 @@ class LM(TransformerFields):
             block_class = rematerialized(DecoderBlock, self.remat, scanned=scanned)
             return functools.partial(block_class, self.in_layers(attention), mlp, norm, self.parallel)
 
-        windows = layer_windows(self)
+        windows = layer_windows(self, length)
         layout = self.scan_layout(len(windows))
         return Decoder(self.depth, windows, layer(False), norm, layer(True), layout, name="Transformer")
 
@@ -228,9 +243,10 @@ def head_kernel(params: Params) -> Float[Array, "M V"]:
     return kernel
 
 
-def layer_windows(net: LM) -> tuple[int | None, ...]:
-    """Return the window of each layer of the repeated pattern, in tokens; None for a global layer."""
-    return tuple(net.window if kind == "L" else None for kind in WINDOW_PATTERNS[net.window_pattern])
+def layer_windows(net: LM, length: int) -> tuple[int | None, ...]:
+    """Return the window of each layer of the repeated pattern for `length` tokens; None for a global layer."""
+    window = net.prefill_window or net.window if length > 1 else net.window
+    return tuple(window if kind == "L" else None for kind in WINDOW_PATTERNS[net.window_pattern])
 
 
 def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
@@ -243,7 +259,7 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     """
     if net.position == "learned" and length > net.context:
         raise ValueError(f"a cache of {length} tokens is longer than the {net.context} learned positions")
-    slots = [min(window or length, length) for window in layer_windows(net)]
+    slots = [min(window or length, length) for window in layer_windows(net, 1)]
     period, repeats = net.scan_layout(len(slots))
     key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
 
@@ -261,7 +277,7 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
 def _capacity(net: LM, layers: object) -> int:
     """Return how many tokens the caches in the tree `layers` can hold; `MAX_TOKENS` if no layer is global."""
-    if None not in layer_windows(net)[: net.depth]:
+    if None not in layer_windows(net, 1)[: net.depth]:
         return MAX_TOKENS
     caches = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, Cache))
     return max(int(cache.k.shape[-2]) for cache in caches)  # global layers have the most slots

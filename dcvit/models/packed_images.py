@@ -53,17 +53,16 @@ class PackedImages(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """The places of the tokens of packed rows, for attention.
+    """The places of the tokens of rows, for attention: the images to which they belong, and a rotary embedding.
 
     Fields:
-      segments: see `PackedImages`.
-      coordinates: center of each patch in its image, in [-1, 1] on both axes, for a rotary embedding (see
-        `dcvit.models.projections.rotate_patches`); zero, which does not rotate, for tokens that are no patches. None:
-        no rotary embedding.
+      segments: see `PackedImages`; None: each row is one image.
+      angles: those of `dcvit.models.layers.patch_angles` for the center of each patch in its image, and zeros for other
+        tokens; None: no rotary embedding.
     """
 
-    segments: Int[Array, "rows T"]
-    coordinates: Float[Array, "rows T 2"] | None
+    segments: Int[Array, "rows T"] | None
+    angles: Float[Array, "#rows T _"] | None
 
 
 def one_per_row(patches: Shaped[Array, "B T P channels"], grid: Int[Array, "B 2"]) -> PackedImages:
@@ -215,17 +214,18 @@ def check_packed(net: nn.Module, pixels: int) -> None:
         )
 
 
-def token_places(packed: PackedImages, extra: Sequence[Float[Array, "1 _ M"]], *, rotary: bool) -> TokenPlaces:
-    """Return the places of the tokens of `in_rows`; before the patches, every image of a row has the tokens `extra`."""
+def token_segments(packed: PackedImages, extra: Sequence[Float[Array, "1 _ M"]]) -> Int[Array, "rows T"]:
+    """Return the image of each token of `in_rows`; every image of a row has the tokens `extra` before the patches."""
     rows, images = packed.grids.shape[:2]
     numbers = [jnp.repeat(jnp.arange(images), tokens.shape[1]) for tokens in extra]
     before = [jnp.broadcast_to(ids, (rows, len(ids))) for ids in numbers]
-    segments = jnp.concatenate([*before, packed.segments], axis=1)
-    if not rotary:
-        return TokenPlaces(segments, None)
+    return jnp.concatenate([*before, packed.segments], axis=1)
+
+
+def patch_centers(packed: PackedImages) -> Float[Array, "rows T 2"]:
+    """Return (y, x) of the center of each patch of `in_rows`, from -1 to 1 over its image."""
     sides = _of_token(packed, packed.grids).astype(jnp.float32)
-    centers = (2 * packed.positions.astype(jnp.float32) + 1) / sides - 1
-    return TokenPlaces(segments, jnp.pad(centers, [(0, 0), (segments.shape[1] - centers.shape[1], 0), (0, 0)]))
+    return (2 * packed.positions.astype(jnp.float32) + 1) / sides - 1
 
 
 def resampled(packed: PackedImages, table: Float[Array, "1 S M"]) -> Float[Array, "rows T M"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.shapes import Array, Float
-from dcvit.errors import CheckpointError
+from dcvit.dcmha.shapes import Array, Float, not_none
+from dcvit.errors import CheckpointError, matches
 from dcvit.models import Outputs, Params, head_settings, packed_images
 from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
@@ -32,9 +32,9 @@ from dcvit.models.fields import (
     check_transformer,
     values_of,
 )
-from dcvit.models.input_channels import channels_hint, with_channels
-from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32, sincos
-from dcvit.models.packed_images import PackedImages
+from dcvit.models.input_channels import with_channels
+from dcvit.models.layers import ACTIVATIONS, MlpBlock, grid_centers, in_float32, patch_angles, sincos
+from dcvit.models.packed_images import PackedImages, TokenPlaces
 from dcvit.parallel.mesh import BATCH, constrain
 from dcvit.parallel.trees import Tensors
 
@@ -136,8 +136,11 @@ class ViT(TransformerFields):
         x = jnp.concatenate([*(jnp.tile(t.astype(dtype), (batch, images_of_row, 1)) for t in extra), x], axis=1)
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
-        attention = self._attention(grid, dtype)
-        places = None if packed is None else packed_images.token_places(packed, extra, rotary=self.posemb == "rotary2d")
+        attention = functools.partial(
+            Attention, self.num_heads, num_key_heads=self.num_key_heads, dtype=dtype, qkv_bias=self.qkv_bias,
+            remat=self.remat == "attention", **values_of(self, AttentionFields),
+        )  # fmt: skip
+        places = self._places(packed, grid, extra)
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
         x = in_float32(norm(name="pre_norm"), x) if self.pre_norm else x
@@ -173,6 +176,16 @@ class ViT(TransformerFields):
             tokens.append(self.param("registers", init, (1, self.registers, width)))
         return tokens
 
+    def _places(self, packed: PackedImages | None, grid: tuple[int, int] | None, extra: Sequence[Array]) -> TokenPlaces:
+        """Return the images and the rotary embedding of all tokens; `grid` is that of images that are not packed."""
+        segments = None if packed is None else packed_images.token_segments(packed, extra)
+        if self.posemb != "rotary2d":
+            return TokenPlaces(segments, None)
+        centers = packed_images.patch_centers(packed) if packed is not None else grid_centers(*not_none(grid))
+        angles = patch_angles(centers, width=self.width // self.num_heads, base=ROTARY_BASE)
+        before = sum(tokens.shape[1] for tokens in extra) * (1 if packed is None else packed.grids.shape[1])
+        return TokenPlaces(segments, jnp.pad(angles, [(0, 0), (before, 0), (0, 0)]))
+
     def _head(self, x: Array, x_2d: Array | None, out: Outputs) -> tuple[Array, Outputs]:
         """Apply `pool_norm`, `pre_logits` and `head` to the pooled x, and to patches x_2d if they are given.
 
@@ -192,22 +205,6 @@ class ViT(TransformerFields):
             both = [head(each) for each in both]
             out |= dict(zip(("logits", "logits_2d"), both, strict=False))
         return both[0], out
-
-    def _attention(self, grid: tuple[int, int] | None, dtype: DTypeLike) -> Callable[..., Attention]:
-        """Return a constructor of a layer's attention; `grid` is rows and columns of patches, None for packed rows."""
-        attention = functools.partial(
-            Attention,
-            self.num_heads,
-            num_key_heads=self.num_key_heads,
-            dtype=dtype,
-            remat=self.remat == "attention",
-            qkv_bias=self.qkv_bias,
-            **values_of(self, AttentionFields),
-        )
-        if self.posemb != "rotary2d":
-            return attention
-        head_dim = self.width // self.num_heads
-        return functools.partial(attention, rotary=head_dim, rotary_base=ROTARY_BASE, rotary_grid=grid)
 
 
 def _embedded(net: ViT, image: Array, dtype: DTypeLike, out: Outputs) -> tuple[Array, tuple[int, int]]:
@@ -399,17 +396,13 @@ def load(
     from dcvit.hub.source import load_params_into  # late: the models import where Orbax is not installed
 
     def convert(loaded: Tensors) -> Tensors:
-        if channels is not None:
-            loaded = with_channels(loaded, init_params["embedding"]["kernel"].shape[2], channels, dont_load)
+        loaded = with_channels(loaded, tuple(init_params["embedding"]["kernel"].shape), channels, dont_load)
         old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")
         if old is None or new is None or len(old.shape) != 3 or old.shape[1] == new.shape[1]:
             return loaded
+        if any(matches(pattern, ["pos_embedding"], "dont_load") for pattern in dont_load):
+            return loaded
+        before, after = _grid_sizes(old.shape[1], new.shape[1])
+        return with_grid(loaded, (before, before), (after, after))
 
-        def read() -> np.ndarray:  # late: `dont_load` may name it
-            before, after = _grid_sizes(old.shape[1], new.shape[1])
-            return np.asarray(resample_grid(jnp.asarray(old.read()), (before, before), (after, after)))
-
-        return {**loaded, "pos_embedding": old._replace(shape=(old.shape[0], new.shape[1], old.shape[2]), read=read)}
-
-    with channels_hint():
-        return load_params_into(init_params, init_file, dont_load, convert, upcycle)
+    return load_params_into(init_params, init_file, dont_load, convert, upcycle)

@@ -109,7 +109,7 @@ def make_sample(
     }  # fmt: skip
     windows: Sequence[int | None] = [None]
     if isinstance(model, LM):
-        windows = [window and (model.prefill_window or window) for window in lm.layer_windows(model)]
+        windows = lm.layer_windows(model, tokens)
         if model.end_of_text is not None:  # the first token of each token's document
             positions = token_context(inputs, model.end_of_text).positions[0]
             facts["oldest"] = (np.arange(tokens) - np.asarray(positions)).tolist()

@@ -42,14 +42,12 @@ class Collective(NamedTuple):
       shape: the shape of the result in HLO's notation.
       bytes: the size of the result on one device.
       times: how many times the operation is executed per run of the program.
-      op_name: the JAX operation it comes from.
     """
 
     kind: str
     shape: str
     bytes: int
     times: int
-    op_name: str
 
 
 def collectives(text: str) -> list[Collective]:
@@ -72,8 +70,7 @@ def collectives(text: str) -> list[Collective]:
                 continue
             if kind == "all-reduce" and "reduce-scatter" in name:
                 kind, shape = "reduce-scatter", lines[-1].shape
-            size = size_in_bytes(_result(shape, line.op))
-            one = Collective(kind, shape, size, runs[name], line.op_name)
+            one = Collective(kind, shape, size_in_bytes(_result(shape, line.op)), runs[name])
             found.setdefault(_operation(line) or f"{name} {number}", one)
     return list(found.values())
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -305,16 +304,16 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> d
 
 
 def prefetch(
-    batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, batch_size: int, ahead: int = 1
+    batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, batch_size: int
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yield batches after `put_batch`, called `ahead` batches in advance to overlap transfers with computation."""
-    sent: deque[dict[str, jax.Array]] = deque()
+    """Yield batches after `put_batch`, called one batch in advance to overlap transfers with computation."""
+    sent: list[dict[str, jax.Array]] = []
     try:
         for batch in batches:
             sent.append(put_batch(batch, mesh, batch_size))
-            if len(sent) > ahead:
-                yield sent.popleft()
-    except Exception:  # batches before an error are used first
+            if len(sent) > 1:
+                yield sent.pop(0)
+    except Exception:  # the batch before an error is used first
         yield from sent
         raise
     yield from sent

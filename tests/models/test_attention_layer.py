@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from marks import exhaustive
 
 from dcvit.dcmha.segments import make_segments
-from dcvit.models.attention import Attention, LayerInputs
-from dcvit.models.dcmha import DCMHA, FlaxAttention, check_axes
+from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
+from dcvit.models.dcmha import DCMHA, check_axes
+from dcvit.models.layers import rotary_angles
 
 
 def random_input(*shape, seed=0):
@@ -97,12 +98,27 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
 
 
 def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
-    layer, x = Attention(2, rotary=4, compose="both"), random_input(3, 5, 16)
-    params = initialized(layer, x)
-    twice, once = jax.jit(lambda params, x: (layer.apply(params, x, x), layer.apply(params, x)))(params, x)
+    layer, x = Attention(2, compose="both"), random_input(3, 5, 16)
+    params, angles = initialized(layer, x), rotary_angles(jnp.arange(5)[None], width=4, base=100.0)
+    apply = functools.partial(layer.apply, angles=angles)
+    twice, once = jax.jit(lambda params, x: (apply(params, x, x), apply(params, x)))(params, x)
     np.testing.assert_array_equal(twice, once)
     with pytest.raises(ValueError, match="needs queries and keys of the same tokens"):
-        layer.apply(params, x, x + 1)
+        apply(params, x, x + 1)
+    with pytest.raises(ValueError, match="embedding of 10 numbers is wider than a head, 8"):
+        layer.apply(params, x, angles=jnp.zeros((1, 5, 5)))
+
+
+def test_only_prefill_takes_several_tokens_and_no_cache():
+    """Otherwise the tokens in the cache would be ignored."""
+    layer, x = Attention(2, causal=True), random_input(3, 5, 16)
+    params, one = initialized(layer, x), jnp.ones(3, jnp.int32)
+    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
+    out, cache = prefill(params, x, 8, 5 * one)
+    np.testing.assert_allclose(out, jax.jit(layer.apply)(params, x), atol=1e-6)
+    assert cache.k.shape == (3, 8, 16)
+    with pytest.raises(ValueError, match="decode takes one token of each example, found 2: prefill takes several"):
+        layer.apply(params, x[:, :2], cache, CacheUpdate(5 * one, 2 * one, 0 * one), method="decode")
 
 
 def flax_masks():
@@ -128,10 +144,10 @@ def test_masks_of_flax_mask_what_they_mask_in_flax():
     """Every row has a key, because flax attends to all keys of a row without one."""
     layer, x = DCMHA(2, compose=None), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
-    library = nn.MultiHeadDotProductAttention(2)
+    apply, apply_library = (jax.jit(net.apply) for net in (layer, nn.MultiHeadDotProductAttention(2)))
     for name, mask in flax_masks().items():
         seen = np.broadcast_to(mask, (2, 3, 1, 5, 5)).any(-1)[:, :, 0, :, None]  # rows with a key
-        found, expected = layer.apply(params, x, mask=mask), library.apply(params, x, mask=mask)
+        found, expected = apply(params, x, mask=mask), apply_library(params, x, mask=mask)
         np.testing.assert_allclose(np.where(seen, found, 0), np.where(seen, expected, 0), atol=1e-6, err_msg=name)
 
 
@@ -213,6 +229,5 @@ def test_returned_weights_are_those_that_multiply_the_values():
 
 def test_inputs_with_other_leading_axes_are_refused():
     shapes = [(2, 3, 8), (4, 3, 8)]
-    inputs = LayerInputs(*map(jnp.ones, shapes))
     with pytest.raises(ValueError, match=re.escape(f"with the same leading axes, found {shapes}")):
-        jax.eval_shape(lambda: FlaxAttention(4).init(jax.random.key(0), inputs, method="results"))
+        check_axes(LayerInputs(*map(jnp.ones, shapes)))

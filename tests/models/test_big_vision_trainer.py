@@ -21,7 +21,7 @@ from small_models import assert_trees_equal, jit, random_params, save_npz
 from dcvit.models import vit
 from dcvit.models.trees import unstack_blocks
 
-SMALL = {"patch_size": (4, 4), "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 4, "rep_size": True}
+SMALL = {"patch_size": (4, 4), "width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 4, "rep_size": True}
 CONFIG = {"num_classes": 7, "model": {**SMALL, "dropout": 0.1}}
 BLOCK = {"sa", "+sa", "mlp", "+mlp"}
 
@@ -92,7 +92,7 @@ def test_trainer_initializes_trains_and_evaluates_the_model(options, caplog):
         params = jit(init, out_shardings=split)(key)
         step = jit(lambda *args: train_step(model, *args), out_shardings=(NamedSharding(mesh, P()), split))
         losses = []
-        for _ in range(3):
+        for _ in range(2):
             loss, params = step(params, batch, key)
             losses.append(loss)
         logits, out = jit(lambda p, image: model.apply({"params": p}, image))(params, batch["image"])
@@ -120,10 +120,9 @@ def test_intermediates_have_big_visions_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
+def test_load_takes_the_arguments_of_the_trainer(tmp_path):
     """`load(params, init_file, config.model, **config.model_load)`; the head keeps its initial values."""
-    config = ConfigDict({"num_classes": 7, "model": {**SMALL, "scan": scan}, "model_load": {"dont_load": ["head/.*"]}})
+    config = ConfigDict({"num_classes": 7, "model": {**SMALL, "scan": True}, "model_load": {"dont_load": ["head/.*"]}})
     _, init = make(config.lock())
     saved = random_params(
         jax.eval_shape(make(ConfigDict({"num_classes": 5, "model": SMALL}))[1], jax.random.PRNGKey(0))

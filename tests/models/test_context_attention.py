@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha.backends.xla import reference
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.models import context_attention, sharded_attention
+from dcvit.models import sharded_attention
 from dcvit.parallel.mesh import BATCH
 
 CASES = {
@@ -76,7 +76,7 @@ def test_every_device_attends_to_the_same_number_of_keys():
         return inputs.q
 
     def compute(q):
-        return context_attention.attention(attend, call_of(Inputs(q, q, q), Options(causal=True)), ("context",))
+        return sharded_attention.context_attention(attend, call_of(Inputs(q, q, q), Options(causal=True)), ("context",))
 
     q = jnp.asarray(np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1, 1))
     with on_mesh((1, 1, 8, 1)):
@@ -111,5 +111,5 @@ def test_only_rows_that_the_axis_divides_are_split(tokens, axes):
     x = jax.ShapeDtypeStruct((1, tokens, 2, 4), jnp.float32)
     with on_mesh((1, 1, 8, 1)):
         mesh = jax.sharding.get_abstract_mesh()
-    found = context_attention.token_axes(call_of(Inputs(x, x, x), Options(causal=True)), mesh, with_tensor=False)
+    found = sharded_attention.token_axes(call_of(Inputs(x, x, x), Options(causal=True)), mesh, with_tensor=False)
     assert found == axes

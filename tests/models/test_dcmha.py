@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -62,33 +61,6 @@ def test_plain_nnx_layer_has_the_parameters_output_and_gradient_of_flax(x):
     assert_close(layer(x, is_causal=True), layer(x, mask=mask))
     ids = jnp.broadcast_to(jnp.arange(x.shape[-2], dtype=jnp.int32) // 2, x.shape[:-1])
     assert_close(layer(x, segments=ids), layer(x, mask=nn.make_attention_mask(ids, ids, jnp.equal)))
-
-
-def first_token_task():
-    """Inputs, and targets that repeat the first token: only attention moves it to other positions."""
-    x = jax.random.normal(jax.random.key(0), (8, 6, 24))
-    return x, jnp.broadcast_to(x[:, :1], x.shape)
-
-
-@pytest.mark.slow
-def test_linen_layer_composes_and_trains(library_promotion):
-    x, target = first_token_task()
-    layer, optimizer = dcmha.DCMHA(4), optax.adam(0.01)
-    params = jax.jit(layer.init)(jax.random.key(1), x)
-    assert {"pre", "post"} <= params["params"].keys()
-
-    @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((layer.apply(p, x) - target) ** 2))(params)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, loss, grads
-
-    state, losses = optimizer.init(params), []
-    for _ in range(15):
-        params, state, loss, grads = step(params, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.7 * losses[0]
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads["params"]["pre"]))
 
 
 @pytest.mark.exhaustive

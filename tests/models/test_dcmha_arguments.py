@@ -88,8 +88,8 @@ def test_positions_for_an_attention_function_are_refused():
         layer(jnp.zeros((2, 3, 24)), input_positions=jnp.arange(3))
 
 
-def test_arguments_without_a_counterpart_are_refused_with_the_reason():
-    message = "DCMHA has no {}, because .*: leave its default, or use flax's layer"
+def test_arguments_without_a_counterpart_are_refused():
+    message = "DCMHA does not support {}: leave its default, or use flax's layer"
     for name in dcmha_nnx.UNSUPPORTED:
         with pytest.raises(ValueError, match=message.format(name)):
             dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0), **{name: max})

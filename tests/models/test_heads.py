@@ -99,17 +99,10 @@ def test_gradients_equal_differences_of_the_formula_in_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layers", "depth"),
-    [("talking", None, 2), ("dcmha", (1, 3), 5)],
-)
-def test_decoding_token_by_token_equals_the_whole_row(name, layers, depth):
-    """The caches of layers that do not compose have no weights of keys. A window's cache has a slot for each token.
-
-    With five layers, four of them are scanned.
-    """
-    more = {"window_pattern": "1:1", "window": 3} if depth > 2 else {}
-    net, params = make_net(name, num_key_heads=2, depth=depth, compose_layers=layers, scan=depth > 2, **more)
+def test_decoding_token_by_token_equals_the_whole_row():
+    """The caches of layers that do not compose have no weights of keys. Of five layers, four are scanned."""
+    more = {"window_pattern": "1:1", "window": 3, "compose_layers": (1, 3), "depth": 5, "scan": True}
+    net, params = make_lm(heads="dcmha", **{**TINY, **more})
     tokens = make_tokens(2, 6)
     whole = jit(net.apply)({"params": params}, tokens)[0]
     cache = lm.init_cache(net, 2, 8)
@@ -191,10 +184,6 @@ def test_head_convolution_inside_groups():
     np.testing.assert_allclose(output(layer, params, x), wanted, atol=1e-4)
 
 
-def make_net(name, **fields):
-    return make_lm(heads=name, **{**TINY, **fields})
-
-
 @pytest.mark.parametrize("name", head_settings.SETTINGS)
 def test_names_of_settings_build_ordinary_models(name):
     fields = {"num_heads": 8, "num_key_heads": 2, "width": 16}
@@ -218,8 +207,8 @@ def test_layers_without_composition_of_a_model_that_folds_are_plain_attention():
     fields = {"variant": "mu/4", "depth": 2, "heads": "folded", "compose_layers": (0,), "pool_type": "map"}
     image = jax.random.uniform(jax.random.key(1), (1, 8, 8, 3))
     nets = [vit.Model(5, implementation=name, **fields) for name in ("folded", None)]
-    params = nets[0].init(jax.random.key(0), image)
-    np.testing.assert_array_equal(*(net.apply(params, image)[0] for net in nets))
+    params = random_params(param_shapes(nets[0], image))
+    np.testing.assert_array_equal(*(jit(net.apply)({"params": params}, image)[0] for net in nets))
 
 
 def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():

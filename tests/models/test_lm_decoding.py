@@ -10,7 +10,7 @@ from language_models import CONTEXT, DC, GPT3, LLAMA, TINY, VOCAB, random_model
 from marks import exhaustive
 
 from dcvit.models import lm
-from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
+from dcvit.models.attention import Attention, CacheUpdate
 
 WINDOW = TINY["window"]
 PROMPTS = (1, 3, 9, 6)  # lengths: one token, less than a window, several windows
@@ -105,6 +105,7 @@ def test_a_step_without_a_token_leaves_the_cache_as_it_was():
 
 @pytest.mark.slow
 def test_several_tokens_after_others_have_no_logits():
+    """They would not attend to the cached ones."""
     net, params, step = compiled(ONE_LAYER)
     tokens, empty = make_tokens()[:, :2], lm.init_cache(net, len(PROMPTS), CONTEXT)
     logits, out = step(params, tokens, empty, count=np.array([0, 1, 2, 2], np.int32))
@@ -146,8 +147,8 @@ def test_a_mask_applies_to_decoding():
     params = jax.jit(layer.init)(jax.random.key(1), x)
     mask = np.ones((2, 1, 6, 6), bool)
     mask[1, :, :, 2] = False
-    filled = jax.eval_shape(lambda x: layer.apply(params, LayerInputs(x), method="attend")[1], x)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), filled)
+    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
+    _, cache = prefill(params, x, 6, jnp.zeros(2, jnp.int32))
     decode = jax.jit(functools.partial(layer.apply, method="decode"))
     for t in range(6):
         update = CacheUpdate(np.full(2, t), np.ones(2, np.int32), np.zeros(2, np.int32))

@@ -10,8 +10,7 @@ from small_models import assert_trees_close, jit, param_shapes, random_params, s
 
 from dcvit.interpret.activations import run_with_cache
 from dcvit.models import vit
-from dcvit.models.attention import Attention
-from dcvit.models.projections import rotate_patches
+from dcvit.models.layers import grid_centers, patch_angles, rotate
 from dcvit.models.trees import unstack_blocks
 
 FIELDS = dict(patch_size=(4, 4), width=32, depth=2, mlp_dim=24, num_heads=4, rank=1, posemb="rotary2d", registers=2)
@@ -44,7 +43,8 @@ def model(**options):
 @pytest.mark.parametrize(("grid", "before"), [((1, 1), 0), ((3, 2), 3), ((2, 5), 0)])
 def test_patches_are_rotated_by_their_place_and_no_other_tokens(grid, before):
     x = np.random.default_rng(0).normal(size=(2, before + grid[0] * grid[1], 3, 16)).astype(np.float32)
-    found = jit(lambda x: rotate_patches(x, grid, width=16, base=100.0))(jnp.asarray(x))
+    angles = jnp.pad(patch_angles(grid_centers(*grid), width=16, base=100.0), [(0, 0), (before, 0), (0, 0)])
+    found = jit(rotate)(jnp.asarray(x), angles)
     np.testing.assert_allclose(found, rotated(x, *grid), atol=2e-6)
     np.testing.assert_array_equal(found[:, :before], x[:, :before])
 
@@ -102,8 +102,3 @@ def test_the_same_parameters_take_images_of_any_size_and_orientation():
     run = jit(lambda p, x: net.apply({"params": p}, x)[0])
     turned, upright = run(params, IMAGES.swapaxes(1, 2)), run(params, IMAGES)
     assert np.abs(turned - upright).max() > 1e-3
-
-
-def test_invalid_fields_of_a_layer_are_refused():
-    with pytest.raises(ValueError, match="rotary=6 in two dimensions should be a positive multiple of 4"):
-        Attention(2, rotary=6, rotary_grid=(2, 2)).init(jax.random.key(0), jnp.zeros((1, 5, 16)))

@@ -50,8 +50,6 @@ def test_collectives_are_counted_as_often_as_they_run():
         "reduce-scatter": (1, 32),
         "collective-permute": (12, 12 * 32),
     }
-    gathered = next(c for c in hlo.collectives(TEXT) if c.kind == "all-gather")
-    assert gathered.op_name == "jit(f)/while/body/dot"
 
 
 def test_operations_of_shard_map_count_although_they_share_a_channel():

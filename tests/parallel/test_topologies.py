@@ -5,18 +5,14 @@ import pytest
 from dcvit.parallel.topologies import CHIPS, chip, jax_name, topology
 
 
-@pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
-def test_chip_is_found_by_device_kind(known):
-    for kind in known.kinds:
-        assert chip(kind) is chip(kind.upper()) is known
+def test_chip_is_found_by_device_kind():
+    for known in CHIPS:
+        for kind in known.kinds:
+            assert chip(kind) is chip(kind.upper()) is known
+    assert chip("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
 
 
-@pytest.mark.parametrize("kind", ["cpu", "TPU v3", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
-def test_unknown_device_has_no_chip(kind):
-    assert chip(kind) is None
-
-
-@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:2x4", "v4:16x16x16", "v5p:2x2x1", "v5p:16x16x24", "TPU7x:16x24x24"])
+@pytest.mark.parametrize("name", ["v5e:4x4", "v5p:16x16x24", "TPU7x:16x24x24"])
 def test_name_of_a_slice_gives_chip_and_shape(name):
     family, sides = name.split(":")
     found, shape = topology(name)
@@ -28,8 +24,7 @@ def test_name_of_a_slice_gives_chip_and_shape(name):
 @pytest.mark.parametrize(
     ("cloud", "jax_form"),
     [
-        ("v4-4096", "v4:8x16x16"), ("v5e-16", "v5e:4x4"), ("v5p-8", "v5p:2x2x1"), ("v5p-12288", "v5p:16x16x24"),
-        ("v6e-8", "v6e:2x4"), ("TPU7x-8", "tpu7x:2x2x1"), ("tpu7x-1152", "tpu7x:4x12x12"),
+        ("v4-4096", "v4:8x16x16"), ("v5e-16", "v5e:4x4"), ("v5p-12288", "v5p:16x16x24"), ("TPU7x-8", "tpu7x:2x2x1"),
     ],
 )  # fmt: skip
 def test_a_number_of_cores_names_the_slice_that_cloud_tpu_gives(cloud, jax_form):
@@ -37,7 +32,7 @@ def test_a_number_of_cores_names_the_slice_that_cloud_tpu_gives(cloud, jax_form)
     assert jax_name(*topology(cloud)) == jax_form
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:4x4x4", "v4:8x16x64", "v3:4x4", "v5e-12"])
+@pytest.mark.parametrize("name", ["v5e", "v4:8x16x64", "v3:4x4", "v5e-12"])
 def test_name_of_no_slice_is_refused_in_one_line_with_existing_names(name):
     with pytest.raises(ValueError, match="is not a TPU slice") as caught:
         topology(name)

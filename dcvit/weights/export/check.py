@@ -22,7 +22,6 @@ from PIL import Image
 
 from dcvit.errors import CheckpointError, first_line_with_type
 from dcvit.models import lm
-from dcvit.models.decoder import token_context
 from dcvit.parallel.trees import nested
 from dcvit.weights import dcvit_hf, preprocessing
 from dcvit.weights.families import Weights
@@ -78,8 +77,8 @@ def _read(weights: Weights, place: jax.sharding.Sharding, path: str) -> PyTree:
 
 def _language_logits(net: lm.LM, read: Callable[[str], PyTree], tokens: np.ndarray) -> np.ndarray:
     """Return logits from the embedding, each layer and the head in turn; `read` returns the parameters at a path."""
-    windows, decoder = lm.layer_windows(net), net.decoder(jnp.dtype("float32"))
-    context = token_context(jnp.asarray(tokens), net.end_of_text)
+    windows, decoder = lm.layer_windows(net, tokens.shape[1]), net.decoder(jnp.dtype("float32"), tokens.shape[1])
+    context = net.token_context(jnp.asarray(tokens))
     x = jnp.take(read("embedding/embedding"), tokens, axis=0)
     if net.position == "learned":
         x = x + jnp.take(read("pos_embedding"), context.positions, axis=0, mode="clip")
