@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.tpu import backward_interleaved, mixing
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig
-from dcvit.dcmha.backends.tpu.packing import compose_layouts
-from dcvit.dcmha.backends.tpu.strips import mixed_scratch
-from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
+from dcvit.dcmha.backends.tpu.packing import compose_layouts, key_rows_buffer, packed_columns
+from dcvit.dcmha.backends.tpu.tile import mixed_buffer
 from dcvit.dcmha.device import device_kind
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import cdiv, round_up
@@ -89,9 +88,9 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     windows += (2 * rows + 3 * round_up(config.heads, SUBLANES)) * config.block_q * 4  # log-sum-exp, delta, ids
     windows += config.block_k * (2 * round_up(columns, LANES) + LANES) * 4
     mixes = sum(layout.mixes for layout in layouts)
-    matrices: int = math.prod(mixing.rows_shape(config).shape) * 4
+    matrices: int = math.prod(mixing.rows_buffer(config).shape) * 4
     windows += 2 * mixes * matrices
-    buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
+    buffers = [mixed_buffer(config), key_rows_buffer(2 * round_up(columns, LANES))]
     mixed = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers) + COMPILER_BYTES
     scratch = (
         plane * (16 + 2 * itemsize)
