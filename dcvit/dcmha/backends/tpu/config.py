@@ -27,7 +27,7 @@ Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` 
 # VPU adds the query-wise branch:
 #
 #   "interleaved"  blocks of eight interleaved examples, each of one tile; of 1.4 to 1.7 times fewer bundles (about
-#                  cycles, scripts/tpu/bundles.py) than "matrix" for ViT-S/16 on v5e and v6e
+#                  cycles, docs/performance.md) than "matrix" for ViT-S/16 on v5e and v6e
 #   "matrix"       one example in tiles
 Family: TypeAlias = Literal["interleaved", "matrix"]
 IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
