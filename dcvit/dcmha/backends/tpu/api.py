@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.backends.tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.backends.tpu.backward import backward
-from dcvit.dcmha.backends.tpu.call import Blocked, Packed
+from dcvit.dcmha.backends.tpu.call import Blocked
 from dcvit.dcmha.backends.tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.backends.tpu.forward import forward
 from dcvit.dcmha.backends.tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
@@ -84,7 +84,8 @@ def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T 
     """
     q, k, _, _, _, mask, _ = call.inputs
     config = checked_config(call)
-    LOG.info("attention: %s", config.summary)
+    sizes = config.family, config.block_q, config.block_k
+    LOG.info("attention: %s TPU kernels with tiles of %d queries and %d keys", *sizes)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
     return _attention((config, interpret), call.inputs._replace(mask=mask))
@@ -97,7 +98,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
         kernel = forward_interleaved.forward if config.family == "interleaved" else forward
-        out, lse = kernel(config, _packed(config, x), interpret)
+        out, lse = kernel(config, pack(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
     config, interpret = static
@@ -107,11 +108,6 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return out, jax.lax.optimization_barrier(lse)
 
 
-def _packed(config: KernelConfig, x: Inputs) -> Packed[Blocked]:
-    """Return the inputs of the kernels, as `pack` makes them, with the mask as bfloat16."""
-    return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
     def differentiate(
@@ -119,7 +115,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
     ) -> tuple[Array, Array, Array, Weights, Weights]:
         x, out, lse, d_out = arguments
         q, k, v, pre, post, *_ = x
-        inputs = _packed(config, x)
+        inputs = pack(config, x)
         d_output = query_array(config, d_out.astype(q.dtype))
         inputs = dataclasses.replace(inputs, d_out=d_output, lse=with_columns(config, lse))
         if config.post is None and config.family == "matrix":

@@ -109,19 +109,9 @@ class KernelConfig(NamedTuple):
         return dtype
 
     @property
-    def token_dtype(self) -> np.dtype[Any]:
-        """Dtype of tokens in HBM: float32 if interleaved, because loads with a stride have 32-bit elements."""
-        return np.dtype(np.float32) if self.family == "interleaved" else self.dtype
-
-    @property
     def examples(self) -> int:
         """Number of examples of a block: 8 if they are interleaved, or else 1."""
         return SUBLANES if self.family == "interleaved" else 1
-
-    @property
-    def summary(self) -> str:
-        """Description of family and tile, for the log."""
-        return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
 
     @property
     def is_ordered(self) -> bool:

@@ -76,7 +76,7 @@ def key_array(config: KernelConfig, x: Array) -> Blocked:
     """Convert keys or values (B S K D) to the kernels' layout: (B, S, K·D) padded to blocks, or as `interleave`."""
     x = x.reshape(*x.shape[:2], -1)
     if config.family == "interleaved":
-        return interleave(x.astype(config.token_dtype))
+        return interleave(x)
     return with_rows(
         config, jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % config.block_k), (0, 0)))
     )
@@ -99,7 +99,7 @@ def query_array(config: KernelConfig, x: Array) -> Blocked:
     along the lanes of their tiles; the others use `interleave`.
     """
     if config.family == "interleaved":
-        return interleave(x.reshape(*x.shape[:2], -1).astype(config.token_dtype))
+        return interleave(x.reshape(*x.shape[:2], -1))
     x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
     return with_columns(config, jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q))))
 
@@ -118,7 +118,7 @@ def interleave(x: Array) -> Blocked:
     Swapping the axes of examples and tokens moves no bytes on a TPU. The barrier, here and in `deinterleave`, keeps XLA
     from moving the swap into a matrix product, which would need a copy.
     """
-    held: Array = jax.lax.optimization_barrier(x)
+    held: Array = jax.lax.optimization_barrier(x.astype(jnp.float32))  # loads with a stride have 32-bit elements
     view = interleaved.view(held.swapaxes(0, 1))
     return Blocked(view, (len(view), 1, *view.shape[2:]), ".B...")
 
@@ -140,7 +140,7 @@ def pack(config: KernelConfig, inputs: Inputs) -> Packed[Blocked]:
     """Return the kernels' inputs: tokens, one array of weights for each side, static weights, mask and ids.
 
     The letters in `Blocked.axes` are B for examples, or blocks of interleaved ones, T for queries and S for keys. The
-    mask of `inputs` is (#B S T), in the dtype in which the kernels read it.
+    mask of `inputs` is (#B S T); the kernels read it as bfloat16.
     """
     q, k, v, pre, post, mask, segments = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
@@ -151,7 +151,9 @@ def pack(config: KernelConfig, inputs: Inputs) -> Packed[Blocked]:
         weights = None
     packed_mask, ids_q, ids_k = None, None, None
     if mask is not None:
-        mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
+        mask = jnp.pad(
+            mask.astype(jnp.bfloat16), ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2]))
+        )
         examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
         packed_mask = Blocked(mask, (examples, config.block_k, config.block_q), axes)
     if segments is not None:  # see `dcvit.dcmha.backends.tpu.tile`
