@@ -243,12 +243,13 @@ def bundles(text: str, shares: Sequence[float] | None = None) -> float:
         if back and loops:  # the end of the innermost loop
             for inside in range(loops.pop(), n + DELAY + 1):
                 weights[inside] *= tests[back[1]]
-    regions = [] if shares is None else conditional_regions(text)
-    if shares is not None and len(regions) != len(shares):
-        shares = [share for share in shares if share < 1]
-        if len(regions) != len(shares):
-            raise ValueError(f"{len(regions)} conditional regions, but {len(shares)} conditions of the kernel")
-    for region, share in zip(regions, shares or (), strict=True):
+    needed = [share for share in shares or () if share < 1]
+    regions = conditional_regions(text) if needed else []
+    if shares is None or len(regions) != len(shares):
+        shares = needed
+    if len(regions) != len(shares):
+        raise ValueError(f"{len(regions)} conditional regions, but {len(shares)} conditions of the kernel")
+    for region, share in zip(regions, shares, strict=True):
         for inside in region:
             weights[inside] *= share
     return sum(weights)
@@ -259,7 +260,8 @@ def conditional_regions(text: str) -> list[range]:
 
     In the loop over the grid, one branch skips the kernel in the steps of the pipeline without a block. The branches
     directly inside of it are those of conditions, which skip if their predicate is true, and those of the pipeline,
-    which skip if it is false. A branch before the loop skips it on a core without steps.
+    which skip if it is false. In a short kernel there are only those of conditions, which skip if it is false. A branch
+    before the loop skips it on a core without steps.
     """
     starts: dict[str, int] = {}
     branches, n, depth = [], -1, 0
@@ -274,7 +276,7 @@ def conditional_regions(text: str) -> list[range]:
     kernel, _ = max(forward, key=lambda one: len(one[0]))
     inside = [(x, negated) for x, negated in forward if x.start > kernel.start and x.stop <= kernel.stop]
     outer = [one for one in inside if not any(one[0].start > x.start and one[0].stop <= x.stop for x, _ in inside)]
-    return [x for x, negated in outer if not negated]
+    return [x for x, negated in outer if not negated] or [x for x, _ in outer]
 
 
 def grid_steps(text: str) -> int:

@@ -47,6 +47,9 @@ def test_conditional_parts_count_in_the_steps_that_execute_them():
     assert tpu_cycles.bundles(CONDITIONAL) == always + first + second
     assert tpu_cycles.bundles(CONDITIONAL, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
     assert tpu_cycles.bundles(CONDITIONAL, [1, 1 / 8, 1 / 2]) == tpu_cycles.bundles(CONDITIONAL, [1 / 8, 1 / 2])
+    negated = CONDITIONAL.replace("(%p2_p0)", "(!%p2_p0)").replace("(%p3_p0)", "(!%p3_p0)")
+    short = negated.replace("sbr.rel (!%p4_p0) target = $region7", "smov 0")
+    assert tpu_cycles.bundles(short, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
     with pytest.raises(ValueError, match="2 conditional regions, but 1 conditions"):
         tpu_cycles.bundles(CONDITIONAL, [1 / 8])
 
