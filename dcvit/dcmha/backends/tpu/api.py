@@ -17,8 +17,8 @@ In all kernels, the MXU computes the key-wise branches and the static projection
   In each pass, a small kernel computes the matrices of all keys before
   (`dcvit.dcmha.backends.tpu.mixing.matrices`).
 
-What they compute on a strip of keys exists once (`stages`). Two schedules run it: rolled loops over the strips of a
-tile (`tile.over_strips`) for "matrix", and unrolled strips (`interleaved.run_stage`).
+What they compute on a strip of keys exists once (`stages`; `stages.Compose.apply` is Eqn 7). Two schedules run it:
+rolled loops over the strips of a tile (`tile.over_strips`) for "matrix", and unrolled strips (`interleaved.run_stage`).
 
 The backward pass needs the inputs and the log-sum-exp. With tiles, it also needs delta = Σ_s P·dP of complete rows. A
 first kernel computes it; without a post-compose, it is the product of the output and its gradient. The gradient kernel

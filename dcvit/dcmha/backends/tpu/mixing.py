@@ -11,7 +11,7 @@ In memory, a matrix has one row for each head n, with columns (h, s); `block` re
 strip, and sets the elements outside the diagonals to zero.
 
 With one example in tiles, several query blocks use the matrices of one key block. A small kernel computes them
-beforehand (`with_matrices`), once in the forward pass, and once in the backward pass, with their transposes. They are
+beforehand (`matrices`), once in the forward pass, and once in the backward pass, with their transposes. They are
 stored in HBM: 4·H² bytes for each key and matrix, if H·keys is a multiple of 128.
 
 The gradient of the matrix N of key s is dN_s[n, h] = Σ_t g_n[s, t]·a_h[s, t], for output gradients g and inputs a. For

@@ -86,7 +86,7 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     windows += 2 * mixes * matrices
     buffers = [mixed_buffer(config), key_rows_buffer(2 * round_up(columns, LANES))]
     static = sum(layout.has_static for layout in layouts) * config.heads * round_up(config.heads, SUBLANES) * LANES
-    scratch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
+    scratch: int = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
     scratch += mixes * (matrices + matrices // config.block_k * config.strip) + COMPILER_BYTES
     scratch += plane * (16 + 2 * itemsize) + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
     scratch += queries * wide * 4 + round_up(config.block_k, LANES) * 2 * narrow * 4
