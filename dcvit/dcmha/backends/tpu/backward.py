@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu import mixing, tile
-from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, KernelCall, Memory, Packed, vmem
+from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions
 from dcvit.dcmha.backends.tpu.packing import key_rows_buffer, packed_columns, transpose_key_weights, with_columns
 from dcvit.dcmha.backends.tpu.stages import Compose, DeltaStages, GradientStages, composes
@@ -269,7 +269,7 @@ def delta(
     blocks, steps = config.blocks_q, config.max_key_blocks
     plane, row = (vmem((config.heads, rows, config.block_q)) for rows in (config.block_k, SUBLANES))
     out = not_none(inputs.lse).like(jnp.float32)
-    refs: DeltaRefs[Any] = DeltaRefs(
+    refs: DeltaRefs[Declared] = DeltaRefs(
         tile.needed_blocks(config, inputs), dataclasses.replace(inputs, wk=None), (pre, post), out, x=plane, y=plane,
         m=row, d=row, mixed=tile.mixed_buffer(config), diagonal=mixing.diagonal_buffer(),
     )  # fmt: skip
@@ -312,7 +312,7 @@ def gradients(
     return dataclasses.replace(grads, static=mixing.static_gradients(config, grads.static))
 
 
-def gradient_refs(config: KernelConfig, inputs: Packed[Blocked], pair: ComposePair[Blocked]) -> Refs[Any]:
+def gradient_refs(config: KernelConfig, inputs: Packed[Blocked], pair: ComposePair[Blocked]) -> Refs[Declared]:
     """Return the declarations of the gradient kernel."""
     heads, block_q, block_k = config.heads, config.block_q, config.block_k
     plane, row = (vmem((heads, rows, block_q)) for rows in (block_k, SUBLANES))

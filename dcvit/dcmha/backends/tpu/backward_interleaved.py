@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Generic
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu import interleaved, mixing
-from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, KernelCall, Memory, Packed, vmem
+from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig
 from dcvit.dcmha.backends.tpu.interleaved import Task, run_all, run_stage
 from dcvit.dcmha.backends.tpu.packing import packed_columns, rows_buffers, rows_of, used_key_rows
@@ -293,7 +293,7 @@ def vmem_bytes(config: KernelConfig) -> int:
     return total
 
 
-def buffers(config: KernelConfig, columns: int) -> Refs[Any]:
+def buffers(config: KernelConfig, columns: int) -> Refs[Declared]:
     """Return the declared buffers without inputs and outputs, for packed weights of `columns` columns in HBM."""
     heads, keys, queries = config.heads, config.block_k, config.block_q
     plane, row = (vmem((heads, rows, queries)) for rows in (keys, SUBLANES))
@@ -308,7 +308,7 @@ def buffers(config: KernelConfig, columns: int) -> Refs[Any]:
         )
         for n, mixes in zip(hidden, config.mixes, strict=True)
     )
-    absent: Packed[Any] = Packed(None, None, None)
+    absent: Packed[Declared] = Packed(None, None, None)
     wq_rows, wk_rows = rows_buffers(config)
     operand = interleaved.operand_buffer(config)
     return Refs(

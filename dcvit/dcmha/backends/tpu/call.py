@@ -20,6 +20,7 @@ from dcvit.dcmha.backends.tpu.config import Index, IndexMap, Interpret
 from dcvit.dcmha.shapes import Array, Ref
 
 Memory = TypeVar("Memory")
+Declared: TypeAlias = Any  # the `Memory` of a record of declarations: `Blocked`, a MemoryRef or an array
 Pair: TypeAlias = tuple[Memory | None, Memory | None]  # of the pre-compose and the post-compose
 
 

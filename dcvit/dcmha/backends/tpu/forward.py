@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu import mixing, tile
-from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, KernelCall, Memory, Packed, vmem
+from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import Index, IndexMap, Interpret, KernelConfig, conditions
 from dcvit.dcmha.backends.tpu.packing import with_columns
 from dcvit.dcmha.backends.tpu.stages import ForwardStages, composes
@@ -117,7 +117,7 @@ def forward(config: KernelConfig, inputs: Packed[Blocked], interpret: Interpret)
     batch, blocks, steps, tiles = len(inputs.q.array), config.blocks_q, config.max_key_blocks, config.attended_tiles
     lse = jax.ShapeDtypeStruct((batch, config.heads, blocks * config.block_q), jnp.float32)
     heads, plane = config.heads, (config.heads, config.block_k, config.block_q)
-    refs: Refs[Any] = Refs(
+    refs: Refs[Declared] = Refs(
         tile.needed_blocks(config, inputs), inputs, (pre, post), o=inputs.q.like(config.dtype),
         lse=with_columns(config, lse), x=vmem((steps if keeps_all_scores(config) else 1, *plane)),
         w=vmem(plane, config.operand_dtype), m=vmem((heads, 8, config.block_q)), sums=vmem((heads, 8, config.block_q)),

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Generic
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.backends.tpu import interleaved, mixing
-from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, KernelCall, Memory, Packed, vmem
+from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig
 from dcvit.dcmha.backends.tpu.interleaved import Task, run_all, run_stage
 from dcvit.dcmha.backends.tpu.packing import rows_buffers, rows_of, with_columns
@@ -126,7 +126,7 @@ def forward(config: KernelConfig, inputs: Packed[Blocked], interpret: Interpret)
     pre, post = (ComposeRefs(mixing.rows_buffer(config) if mixes else None) for mixes in config.mixes)
     plane, row = (vmem((config.heads, rows, config.block_q)) for rows in (config.block_k, SUBLANES))
     wq_rows, wk_rows = rows_buffers(config)
-    refs: Refs[Any] = Refs(
+    refs: Refs[Declared] = Refs(
         inputs, (pre, post), o=inputs.q.like(jnp.float32), lse=with_columns(config, lse), x=plane, y=plane, m=row,
         sums=row, w=interleaved.operand_buffer(config), mixed=interleaved.mixed_buffer(config),
         tiles=interleaved.tile_buffers(config, columns), wq_rows=wq_rows, wq_late=wq_rows, wk_rows=wk_rows,
