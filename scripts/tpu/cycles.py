@@ -1,7 +1,8 @@
 """Cycles, FLOPs and bytes of the instructions of a compiled TPU program, read from the text of its optimized HLO.
 
 The TPU compiler writes the cycles that it expects of an instruction, `estimated_cycles`, next to the instruction. It
-writes none for calls of Pallas kernels; theirs come from the schedules of the kernels (scripts/tpu/bundles.py).
+writes none for calls of Pallas kernels; theirs are the bundles of a kernel's final schedule, each about one cycle.
+Copies between HBM and VMEM that run beside a kernel are not counted, and neither are stalls.
 Instructions in the body of a loop count as often as the loop runs. Other instructions without an estimate count
 nothing: collectives, copies between HBM and VMEM that run beside the computation, and operations on scalars. `UNKNOWN`
 cycles, which libtpu 0.0.42 writes for copies in programs of TPU7x, are replaced by those that HBM needs.
@@ -13,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dcvit.parallel import hlo
@@ -27,6 +29,8 @@ MXU = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "TPU7x": 2**19}
 HBM = {"v4": 1228e9, "v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "TPU7x": 3700e9}
 
 UNKNOWN = 2**63 - 1
+LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
+DELAY = 4  # bundles after a branch that the processor still executes
 KINDS = ("matmul", "relayout", "elementwise", "kernel")
 MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse"}
 PASSIVE = {
@@ -57,7 +61,6 @@ class Cost(NamedTuple):
       cycles: the estimate for all its executions; of a kernel, at least those in which HBM moves its arrays once.
       times: how often it is executed per run of the program.
       flops: floating-point operations of its matrix products and convolutions, in all executions.
-      op_name: the JAX operation it comes from; that of the last operation, if the compiler has fused several.
       schedule: the name under which the schedule of a kernel is known, or an empty string.
     """
 
@@ -67,7 +70,6 @@ class Cost(NamedTuple):
     cycles: float
     times: int
     flops: float
-    op_name: str
     schedule: str
 
 
@@ -104,7 +106,7 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
             if kernel is not None:
                 cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, _operands(kernel))])) / bytes_per_cycle
             kind = _kind([y for y, _ in whole])
-            cost = Cost(x.name, part(x.op_name), kind, cycles * times, times, work * times, x.op_name, "")
+            cost = Cost(x.name, part(x.op_name), kind, cycles * times, times, work * times, "")
             found.append((cost, kernel))
     return [cost if kernel is None else _scheduled(cost, _body(kernel), kernels, by_body) for cost, kernel in found]
 
@@ -218,3 +220,85 @@ def _in_hbm(shape: str | None) -> int:
     """Return the bytes of arrays, given by their shapes, that are not in VMEM, which has the mark S(1)."""
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape or "")
     return sum(hlo.size_in_bytes(array) for array in arrays if "S(1)" not in array)
+
+
+def bundles(text: str, shares: Sequence[float] | None = None) -> float:
+    """Return the bundles of one step of the grid from the text of a kernel's final schedule.
+
+    Args:
+      text: the schedule.
+      shares: the share of the steps in which each condition (`pl.when`) of the kernel holds; all, if None. The compiler
+        may leave out conditions that always hold.
+
+    Raises:
+      ValueError: the schedule has another number of conditional regions.
+    """
+    lines = [(m[2], len(m[3]), m[4]) for m in map(LINE.match, text.splitlines()) if m]
+    tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\S* (?:\(%\w+\), )?[^,]*, (\d+)", text)}
+    weights, loops = [float(depth >= 1) for _, depth, _ in lines], []
+    for n, (tag, depth, line) in enumerate(lines):
+        if tag == "LB" and depth >= 2:  # the outermost loop is the grid
+            loops.append(n)
+        back = re.search(r"sbr\.rel \(!%(p\w+)\)", line)
+        if back and loops:  # the end of the innermost loop
+            for inside in range(loops.pop(), n + DELAY + 1):
+                weights[inside] *= tests[back[1]]
+    needed = [share for share in shares or () if share < 1]
+    regions = conditional_regions(text) if needed else []
+    if shares is None or len(regions) != len(shares):
+        shares = needed
+    if len(regions) != len(shares):
+        raise ValueError(f"{len(regions)} conditional regions, but {len(shares)} conditions of the kernel")
+    for region, share in zip(regions, shares, strict=True):
+        for inside in region:
+            weights[inside] *= share
+    return sum(weights)
+
+
+def conditional_regions(text: str) -> list[range]:
+    """Return the bundles of each region that a condition (`pl.when`) of the kernel skips, from its final schedule.
+
+    In the loop over the grid, one branch skips the kernel in the steps of the pipeline without a block. The branches
+    directly inside of it are those of conditions, which skip if their predicate is true, and those of the pipeline,
+    which skip if it is false. In a short kernel there are only those of conditions, which skip if it is false. A branch
+    before the loop skips it on a core without steps.
+    """
+    starts: dict[str, int] = {}
+    branches, n, depth = [], -1, 0
+    for line in text.splitlines():
+        if m := LINE.match(line):  # a bundle may continue on other lines
+            n, depth = n + 1, len(m[3])
+        starts |= {m[1]: n for m in re.finditer(r"(?:Start|Start/End empty) region (\d+)", line)}
+        if depth:
+            found = re.finditer(r"sbr\.rel \((!?)%p\w+\) target = \$region(\d+)", line)
+            branches += [(n, m[1], m[2]) for m in found]
+    forward = [(range(n + 1, starts[target]), negated) for n, negated, target in branches if starts[target] > n]
+    kernel, _ = max(forward, key=lambda one: len(one[0]))
+    inside = [(x, negated) for x, negated in forward if x.start > kernel.start and x.stop <= kernel.stop]
+    outer = [one for one in inside if not any(one[0].start > x.start and one[0].stop <= x.stop for x, _ in inside)]
+    return [x for x, negated in outer if not negated] or [x for x, _ in outer]
+
+
+def grid_steps(text: str) -> int:
+    """Return the steps of the grid on one core from the text of a kernel's final schedule.
+
+    The loop over the grid is a pipeline of three stages: it loads one step ahead and stores one step behind.
+    """
+    lines = [m[4] for m in map(LINE.match, text.splitlines()) if m and len(m[3]) == 1]
+    trips = [int(n) for line in lines for n in re.findall(r"(\d+) /\* loop exit test", line)]
+    return trips[-1] - 2
+
+
+def dump_options(folder: str | Path) -> str:
+    """Return the options in LIBTPU_INIT_ARGS with which libtpu writes the final schedules into a folder."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+
+
+def schedules(folder: str | Path) -> dict[str, str]:
+    """Return the texts of the final schedules of this package's kernels in a folder, by the instruction's name."""
+    paths = sorted(Path(folder).glob("*-dcmha_*-final_bundles.txt"))
+    return {
+        re.sub(r".*-(dcmha_[a-z_]+[.\d]*)-.*", r"\1", path.name): path.read_text()
+        for path in paths
+        if "schedule-analysis" not in path.name
+    }

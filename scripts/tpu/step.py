@@ -2,7 +2,7 @@
 
     python scripts/tpu/step.py --config vit_i1k:variant=DCViT-S/16 --topology v5e:2x2
     python scripts/tpu/step.py --config vit_i1k:variant=DCViT-S/16 "vit_i1k:variant=ViT-S/16 model.dtype_mm=bfloat16"
-    python scripts/tpu/step.py --config lm_pile:preset=DCFormer++-405M,grad_accum=16 --topology v5e:4x4 --top 20
+    python scripts/tpu/step.py --config lm_pile:preset=DCFormer++-405M,grad_accum=16 --topology v5e:4x4
 
 Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
 (scripts/tpu/cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-import bundles as tpu_bundles
 import cycles as tpu_cycles
 import jax
 from cycles import HBM, KINDS, MXU, OTHER, PARTS
@@ -45,31 +44,17 @@ class Kernel(TypedDict):
 
 
 class Estimate(TypedDict):
-    """The estimate of a training step.
-
-    Fields:
-      config: the config with its overrides.
-      topology: the TPU slice.
-      examples: the examples of a chip.
-      cycles: the cycles of a chip in a step.
-      seconds: the same at the chip's clock.
-      table: cycles by part of the model and kind of operation.
-      matmul_flops: FLOPs of the compiled matrix products outside of kernels, on one chip.
-      utilization: the share of the MXUs' peak that these products reach during their own cycles.
-      kernels: the Pallas kernels by name.
-      largest: the instructions with the most cycles, as lines of text; --top limits their number.
-    """
+    """The estimate of a training step of a config on one chip of a TPU slice."""
 
     config: str
     topology: str
     examples: int
     cycles: float
     seconds: float
-    table: dict[str, dict[str, float]]
-    matmul_flops: float
-    utilization: float
+    table: dict[str, dict[str, float]]  # cycles by part of the model and kind of operation
+    matmul_flops: float  # of the compiled matrix products outside of kernels
+    utilization: float  # share of the MXUs' peak that these products reach during their own cycles
     kernels: dict[str, Kernel]
-    largest: list[str]
 
 
 def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[str, int]:
@@ -79,18 +64,17 @@ def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[s
     return measure.lower(setup)[0].compile().as_text() or "", setup.data.batch_size // len(devices)
 
 
-def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: int = 0) -> Estimate:
+def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip) -> Estimate:
     """Return the estimate of a compiled step, without `config`, `topology` and `examples`.
 
     Args:
       text: the optimized HLO.
-      schedules: the final schedules of its kernels by instruction, see `tpu_bundles.schedules`.
+      schedules: the final schedules of its kernels by instruction, see `tpu_cycles.schedules`.
       chip: the chip that it was compiled for.
-      top: the number of instructions to list.
     """
     shares = tpu_cycles.conditions(text)
     bundles = {
-        name: (tpu_bundles.count(schedule, shares.get(name)), tpu_bundles.steps(schedule))
+        name: (tpu_cycles.bundles(schedule, shares.get(name)), tpu_cycles.grid_steps(schedule))
         for name, schedule in schedules.items()
     }
     clock = chip.peak / MXU[chip.name]
@@ -104,14 +88,9 @@ def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: i
         kernels[name] = {"bundles": n, "steps": steps, "calls": calls}
     cycles, matmul = (sum(c.cycles for c in costs if c.kind in kinds) for kinds in (KINDS, ("matmul",)))
     flops = sum(c.flops for c in costs)
-    largest = [
-        f"{c.cycles / MEGA:8.2f} {c.part}, {c.kind}, {c.times} × {c.name}: {c.op_name[-60:]}"
-        for c in sorted(costs, key=lambda c: -c.cycles)[:top]
-    ]
     return {
         "config": "", "topology": "", "examples": 0, "cycles": cycles, "seconds": cycles / clock, "table": table,
         "matmul_flops": flops, "utilization": flops / MXU[chip.name] / matmul if matmul else 0.0, "kernels": kernels,
-        "largest": largest,
     }  # fmt: skip
 
 
@@ -141,7 +120,7 @@ def notes(result: Estimate) -> list[str]:
     ]
     for name, kernel in result["kernels"].items():
         lines.append(f"{name}: {kernel['bundles']:,.0f} bundles × {kernel['steps']} steps × {kernel['calls']} calls")
-    return [*lines, *result["largest"]]
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,21 +130,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", nargs="+", required=True, help="configs, each with overrides KEY=VALUE after spaces"
     )
     parser.add_argument("--topology", default="v5e:2x2", help="a TPU slice such as v5e:2x2")
-    parser.add_argument("--top", type=int, default=0, help="list the instructions with the most cycles")
     parser.add_argument("--json", type=cli.path, help="JSON file for the results")
     args, overrides = parser.parse(argv)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no schedules
     results: list[Estimate] = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIBTPU_INIT_ARGS"] = tpu_bundles.dump_options(folder)  # before libtpu starts
+        os.environ["LIBTPU_INIT_ARGS"] = tpu_cycles.dump_options(folder)  # before libtpu starts
         chip, _ = measure.topology_devices(args.topology)
         if chip.name not in MXU:
             raise ConfigError(f"--topology: no figures for {chip.name}; known are {', '.join(MXU)}")
         for words in args.config:
             spec, *own = words.split()
             text, examples = compiled_text(spec, [*overrides, *own], args.topology)
-            result = estimate(text, tpu_bundles.schedules(folder), chip, args.top)
+            result = estimate(text, tpu_cycles.schedules(folder), chip)
             result |= {"config": words, "topology": args.topology, "examples": examples}
             results.append(result)
             print("\n".join([*notes(result), ""]), flush=True)

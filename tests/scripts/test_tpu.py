@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bundles as tpu_bundles
+import cycles as tpu_cycles
 import pytest
 
 from dcvit.models.flops import training_flops
@@ -44,11 +44,14 @@ second_minor_factor: 1 */ }
 
 def test_conditional_parts_count_in_the_steps_that_execute_them():
     always, first, second = 10, 2, 3 * 6
-    assert tpu_bundles.count(CONDITIONAL) == always + first + second
-    assert tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
-    assert tpu_bundles.count(CONDITIONAL, [1, 1 / 8, 1 / 2]) == tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2])
+    assert tpu_cycles.bundles(CONDITIONAL) == always + first + second
+    assert tpu_cycles.bundles(CONDITIONAL, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
+    assert tpu_cycles.bundles(CONDITIONAL, [1, 1 / 8, 1 / 2]) == tpu_cycles.bundles(CONDITIONAL, [1 / 8, 1 / 2])
+    negated = CONDITIONAL.replace("(%p2_p0)", "(!%p2_p0)").replace("(%p3_p0)", "(!%p3_p0)")
+    short = negated.replace("sbr.rel (!%p4_p0) target = $region7", "smov 0")
+    assert tpu_cycles.bundles(short, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
     with pytest.raises(ValueError, match="2 conditional regions, but 1 conditions"):
-        tpu_bundles.count(CONDITIONAL, [1 / 8])
+        tpu_cycles.bundles(CONDITIONAL, [1 / 8])
 
 
 @needs_libtpu

@@ -15,10 +15,10 @@ In all kernels, the MXU computes the key-wise branches and the static projection
   `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule.
 - "matrix" otherwise, with one example in tiles. The MXU mixes heads one step of a loop ahead of the vector operations.
   In each pass, a small kernel computes the matrices of all keys before
-  (`dcvit.dcmha.backends.tpu.mixing.with_matrices`).
+  (`dcvit.dcmha.backends.tpu.mixing.matrices`).
 
-What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it
-(`strips`): rolled loops over the strips of a tile, for "matrix", and unrolled strips.
+What they compute on a strip of keys exists once (`stages`; `stages.Compose.apply` is Eqn 7). Two schedules run it:
+rolled loops over the strips of a tile (`tile.over_strips`) for "matrix", and unrolled strips (`interleaved.run_stage`).
 
 The backward pass needs the inputs and the log-sum-exp. With tiles, it also needs delta = Σ_s P·dP of complete rows. A
 first kernel computes it; without a post-compose, it is the product of the output and its gradient. The gradient kernel
@@ -34,6 +34,7 @@ For float32 inputs, operands are float32 too if the kernels are interpreted, or 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -83,7 +84,8 @@ def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T 
     """
     q, k, _, _, _, mask, _ = call.inputs
     config = checked_config(call)
-    LOG.info("attention: %s", config.summary)
+    sizes = config.family, config.block_q, config.block_k
+    LOG.info("attention: %s TPU kernels with tiles of %d queries and %d keys", *sizes)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
     return _attention((config, interpret), call.inputs._replace(mask=mask))
@@ -96,7 +98,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
         kernel = forward_interleaved.forward if config.family == "interleaved" else forward
-        out, lse = kernel(config, _packed(config, x), interpret)
+        out, lse = kernel(config, pack(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
     config, interpret = static
@@ -106,11 +108,6 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return out, jax.lax.optimization_barrier(lse)
 
 
-def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
-    """Return the inputs of the kernels by name, as `pack` makes them, with the mask as bfloat16."""
-    return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
     def differentiate(
@@ -118,16 +115,16 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Ar
     ) -> tuple[Array, Array, Array, Weights, Weights]:
         x, out, lse, d_out = arguments
         q, k, v, pre, post, *_ = x
-        inputs = _packed(config, x)
-        inputs |= {"d_out": query_array(config, d_out.astype(q.dtype)), "lse": with_columns(config, lse)}
+        inputs = pack(config, x)
+        d_output = query_array(config, d_out.astype(q.dtype))
+        inputs = dataclasses.replace(inputs, d_out=d_output, lse=with_columns(config, lse))
         if config.post is None and config.family == "matrix":
-            delta = _delta(config, query_array(config, out), inputs["d_out"])
-            inputs["delta"] = with_columns(config, delta)
-        grads = (backward_interleaved.gradients if config.family == "interleaved" else backward)(
-            config, inputs, interpret
-        )
-        dq = from_query_array(config, grads["dq"], q)
-        dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
+            delta = _delta(config, query_array(config, out), d_output)
+            inputs = dataclasses.replace(inputs, delta=with_columns(config, delta))
+        gradients = backward_interleaved.gradients if config.family == "interleaved" else backward
+        grads = gradients(config, inputs, interpret)
+        dq = from_query_array(config, grads.q, q)
+        dk, dv = from_token_array(config, grads.k, k), from_token_array(config, grads.v, v)
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static

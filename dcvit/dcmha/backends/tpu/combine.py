@@ -8,20 +8,21 @@ row of a register, broadcast over the dimensions of a head.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu import tiling
-from dcvit.dcmha.backends.tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.backends.tpu.call import Blocked, KernelCall, Memory
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Interpret, Rows
 from dcvit.dcmha.inputs import UnsupportedError, reason_of
 from dcvit.dcmha.numerics import cdiv, pad, round_up, total
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, Ref, not_none
 
 BLOCK = 2 * LANES  # tokens of a step of the grid
 CHUNK = 2 * SUBLANES  # dimensions of a head that are processed at once: the rows of a register of bfloat16
@@ -48,7 +49,17 @@ class Static(NamedTuple):
         return slice(j * self.per_group + n, j * self.per_group + n + 1)
 
 
-Kernel: TypeAlias = Callable[[Static, Refs], None]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Refs(Generic[Memory]):
+    """References of a kernel; None for those that it does not have."""
+
+    w: Memory
+    x: Memory
+    d_out: Memory | None = None
+    out: Memory | None = None
+    d_x: Memory | None = None
+    d_w: Memory | None = None
 
 
 def supports(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> str | None:
@@ -81,15 +92,18 @@ def combine_heads(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(static: Static, inputs: Inputs) -> Array:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
-    found = _call("dcmha_combine", static, {"w": w, "x": x}, {"out": x}, _combine_kernel)
-    return _tokens(found["out"], inputs[0])
+    found = _call(
+        "dcmha_combine", static, Refs(_blocked(w), _blocked(x), out=_blocked(x).like(x.dtype)), _combine_kernel
+    )
+    return _tokens(not_none(found.out), inputs[0])
 
 
 def _backward(static: Static, inputs: Inputs, d_out: Array) -> tuple[Inputs]:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
-    arrays = {"w": w, "x": x, "d_out": _columns(d_out)}
-    found = _call("dcmha_combine_gradients", static, arrays, {"d_x": x, "d_w": w}, _gradient_kernel)
-    return ((_tokens(found["d_x"], inputs[0]), _tokens(found["d_w"], inputs[1])),)
+    d_x, d_w = _blocked(x).like(x.dtype), _blocked(w).like(w.dtype)
+    refs = Refs(_blocked(w), _blocked(x), _blocked(_columns(d_out)), d_x=d_x, d_w=d_w)
+    found = _call("dcmha_combine_gradients", static, refs, _gradient_kernel)
+    return ((_tokens(not_none(found.d_x), inputs[0]), _tokens(not_none(found.d_w), inputs[1])),)
 
 
 _combine.defvjp(lambda static, inputs: (_combine(static, inputs), inputs), _backward)
@@ -107,27 +121,24 @@ def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> 
     return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
 
 
-def _blocked(x: Array | jax.ShapeDtypeStruct) -> Blocked:
+def _blocked(x: Array) -> Blocked:
     """Return the declaration of an array with a column for each token, in blocks of `BLOCK` tokens."""
     return Blocked(x, (1, *x.shape[1:-1], BLOCK), f"B{'.' * (x.ndim - 2)}T")
 
 
-def _call(
-    name: str, static: Static, inputs: Mapping[str, Array], outputs: Mapping[str, Array], kernel: Kernel
-) -> dict[str, Array]:
-    """Call a kernel for each block of tokens; return its outputs by name, with the shapes and dtypes of `outputs`."""
-    batch, *_, columns = inputs["x"].shape
+def _call(name: str, static: Static, refs: Refs[Blocked], kernel: Callable[[Static, Refs[Ref]], None]) -> Refs[Array]:
+    """Call a kernel for each block of tokens."""
+    batch, *_, columns = refs.x.array.shape
     call = KernelCall(
         name=name,
         grid=(batch, cdiv(columns, BLOCK)),
         index_maps={"B": lambda b, t: b, "T": lambda b, t: t},
-        inputs={key: _blocked(x) for key, x in inputs.items()},
-        outputs={key: _blocked(x) for key, x in outputs.items()},
-        scratch={},
+        refs=refs,
         vmem_bytes=tiling.vmem_limit(),
         parallel_axes=2,
     )
-    return call.run(functools.partial(kernel, static), static.interpret)
+    found: Refs[Array] = call.run(functools.partial(kernel, static), static.interpret)
+    return found
 
 
 def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> None:
@@ -140,39 +151,40 @@ def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> Non
     jax.lax.fori_loop(0, static.groups * (BLOCK // LANES), step, None)
 
 
-def _combine_kernel(static: Static, refs: Refs) -> None:
-    heads = range(static.per_group)
+def _combine_kernel(static: Static, refs: Refs[Ref]) -> None:
+    heads, out = range(static.per_group), not_none(refs.out)
 
     def of_group(group: Array, lanes: Rows) -> None:
-        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        w = [[refs.w[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
         for chunk in range(static.head_dim // CHUNK):
-            x = [refs["x"][0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+            x = [refs.x[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
             for n in heads:
                 y = total([w[j][n] * x[j] for j in heads])
-                refs["out"][0, static.rows(group, n, chunk), lanes] = y.astype(refs["out"].dtype)
+                out[0, static.rows(group, n, chunk), lanes] = y.astype(out.dtype)
 
     _over_groups(static, of_group)
 
 
-def _gradient_kernel(static: Static, refs: Refs) -> None:
+def _gradient_kernel(static: Static, refs: Refs[Ref]) -> None:
     heads = range(static.per_group)
+    d_out_ref, d_x_ref, d_w_ref = not_none(refs.d_out), not_none(refs.d_x), not_none(refs.d_w)
 
     def of_group(group: Array, lanes: Rows) -> None:
-        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        w = [[refs.w[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
         d_w = [[jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in heads] for _ in heads]
         for chunk in range(static.head_dim // CHUNK):
             x, d_out = (
                 [ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
-                for ref in (refs["x"], refs["d_out"])
+                for ref in (refs.x, d_out_ref)
             )
             for j in heads:
                 d_x = total([w[j][n] * d_out[n] for n in heads])
-                refs["d_x"][0, static.rows(group, j, chunk), lanes] = d_x.astype(refs["d_x"].dtype)
+                d_x_ref[0, static.rows(group, j, chunk), lanes] = d_x.astype(d_x_ref.dtype)
                 for n in heads:
                     product = (x[j] * d_out[n]).reshape(CHUNK // SUBLANES, SUBLANES, LANES)
                     d_w[j][n] += jnp.sum(product, axis=0)
         for j in heads:
             for n in heads:
-                refs["d_w"][0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
+                d_w_ref[0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
 
     _over_groups(static, of_group)

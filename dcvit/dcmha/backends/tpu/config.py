@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.numerics import LOG2_E, cdiv
 from dcvit.dcmha.shapes import Array
 
 LANES = 128  # columns of a vector register
@@ -23,12 +23,11 @@ SUBLANES = 8  # rows of a vector register of 32-bit numbers
 Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
 Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
-ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
 # Kernels of one of two families compute attention. In both, the MXU mixes heads by key-wise and static weights, and the
 # VPU adds the query-wise branch:
 #
 #   "interleaved"  blocks of eight interleaved examples, each of one tile; of 1.4 to 1.7 times fewer bundles (about
-#                  cycles, scripts/tpu/bundles.py) than "matrix" for ViT-S/16 on v5e and v6e
+#                  cycles, docs/performance.md) than "matrix" for ViT-S/16 on v5e and v6e
 #   "matrix"       one example in tiles
 Family: TypeAlias = Literal["interleaved", "matrix"]
 IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
@@ -93,15 +92,21 @@ class KernelConfig(NamedTuple):
     rounded: bool  # operands of products are bfloat16
 
     @property
+    def layouts(self) -> tuple[ComposeLayout | None, ComposeLayout | None]:
+        """The composes before and after the softmax."""
+        return self.pre, self.post
+
+    @property
+    def mixes(self) -> tuple[bool, bool]:
+        """True for a compose whose matrices the MXU multiplies, see `ComposeLayout.mixes`."""
+        pre, post = (layout is not None and layout.mixes for layout in self.layouts)
+        return pre, post
+
+    @property
     def operand_dtype(self) -> np.dtype[Any]:
         """Dtype of the operands of matrix products."""
         dtype: np.dtype[Any] = jnp.dtype(jnp.bfloat16 if self.rounded else jnp.float32)
         return dtype
-
-    @property
-    def token_dtype(self) -> np.dtype[Any]:
-        """Dtype of tokens in HBM: float32 if interleaved, because loads with a stride have 32-bit elements."""
-        return np.dtype(np.float32) if self.family == "interleaved" else self.dtype
 
     @property
     def examples(self) -> int:
@@ -109,14 +114,14 @@ class KernelConfig(NamedTuple):
         return SUBLANES if self.family == "interleaved" else 1
 
     @property
-    def summary(self) -> str:
-        """Description of family and tile, for the log."""
-        return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
-
-    @property
     def is_ordered(self) -> bool:
         """True if the layer is causal or has a window, so that no query attends to later keys."""
         return self.causal or self.window is not None
+
+    @property
+    def score_factor(self) -> float:
+        """The factor that converts gradients of scores in units of log 2 to gradients of q·k."""
+        return 1 / LOG2_E if self.pre is not None else self.scale
 
     @property
     def blocks_q(self) -> int:

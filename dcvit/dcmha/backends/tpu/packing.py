@@ -1,4 +1,11 @@
-"""Packing of tokens and compose weights into the inputs of the TPU kernels, and unpacking of their gradients."""
+"""Packing of tokens and compose weights into the inputs of the TPU kernels, and unpacking of their gradients.
+
+The packed weights of a side, query-wise or key-wise, are (tokens, columns); `compose_layouts` says which column is
+which weight. The kernels use query-wise weights as rows along lanes (`rows_of`), and key-wise weights as matrices
+(`dcvit.dcmha.backends.tpu.mixing`). Kernels of the family "interleaved" convert the weights in VMEM, where a
+transposition costs little; they read both sides from one array, with the query-wise columns first. In the family
+"matrix", XLA converts query-wise weights, and the kernel that makes the matrices converts key-wise weights.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,19 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.tpu import interleaved
-from dcvit.dcmha.backends.tpu.call import Blocked
-from dcvit.dcmha.backends.tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig
-from dcvit.dcmha.backends.tpu.weights import Side, corrected, scaled
+from dcvit.dcmha.backends.tpu.call import Blocked, Packed, vmem
+from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, BranchOffsets, ComposeLayout, KernelConfig
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
-from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.numerics import LOG2_E, round_up
 from dcvit.dcmha.segments import pad_ids
-from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.shapes import Array, Ref
 
+Side = Literal["q", "k"]
 Part = Literal["down", "up", "gate"]
 
 
@@ -68,7 +76,7 @@ def key_array(config: KernelConfig, x: Array) -> Blocked:
     """Convert keys or values (B S K D) to the kernels' layout: (B, S, K·D) padded to blocks, or as `interleave`."""
     x = x.reshape(*x.shape[:2], -1)
     if config.family == "interleaved":
-        return interleave(x.astype(config.token_dtype))
+        return interleave(x)
     return with_rows(
         config, jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % config.block_k), (0, 0)))
     )
@@ -91,7 +99,7 @@ def query_array(config: KernelConfig, x: Array) -> Blocked:
     along the lanes of their tiles; the others use `interleave`.
     """
     if config.family == "interleaved":
-        return interleave(x.reshape(*x.shape[:2], -1).astype(config.token_dtype))
+        return interleave(x.reshape(*x.shape[:2], -1))
     x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
     return with_columns(config, jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q))))
 
@@ -110,7 +118,7 @@ def interleave(x: Array) -> Blocked:
     Swapping the axes of examples and tokens moves no bytes on a TPU. The barrier, here and in `deinterleave`, keeps XLA
     from moving the swap into a matrix product, which would need a copy.
     """
-    held: Array = jax.lax.optimization_barrier(x)
+    held: Array = jax.lax.optimization_barrier(x.astype(jnp.float32))  # loads with a stride have 32-bit elements
     view = interleaved.view(held.swapaxes(0, 1))
     return Blocked(view, (len(view), 1, *view.shape[2:]), ".B...")
 
@@ -128,36 +136,43 @@ def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
 
-def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
-    """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights, mask and ids.
+def pack(config: KernelConfig, inputs: Inputs) -> Packed[Blocked]:
+    """Return the kernels' inputs: tokens, one array of weights for each side, static weights, mask and ids.
 
     The letters in `Blocked.axes` are B for examples, or blocks of interleaved ones, T for queries and S for keys. The
-    mask of `inputs` is (#B S T), in the dtype in which the kernels read it.
+    mask of `inputs` is (#B S T); the kernels read it as bfloat16.
     """
     q, k, v, pre, post, mask, segments = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
-    packed = {"q": query_array(config, q)}
-    packed |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
     if config.family == "interleaved":
-        weights: dict[str, Blocked | None] = {"weights": _pack_both_sides(config, pre, post)}
+        wq, wk, weights = None, None, _pack_both_sides(config, pre, post)
     else:
-        weights = {
-            "wq": _pack_side(config, pre, post, "q", padded_q), "wk": _pack_side(config, pre, post, "k", padded_k)
-        }  # fmt: skip
-    packed |= {name: x for name, x in weights.items() if x is not None}
-    for name, w in (("pre", pre), ("post", post)):
-        if w is not None and w.static is not None:
-            x = w.static.astype(jnp.float32).reshape(config.heads, -1)
-            packed[f"static_{name}"] = Blocked(x * (config.scale * LOG2_E) if name == "pre" else x)
+        wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
+        weights = None
+    packed_mask, ids_q, ids_k = None, None, None
     if mask is not None:
-        mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
+        mask = jnp.pad(
+            mask.astype(jnp.bfloat16), ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2]))
+        )
         examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
-        packed["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
+        packed_mask = Blocked(mask, (examples, config.block_k, config.block_q), axes)
     if segments is not None:  # see `dcvit.dcmha.backends.tpu.tile`
-        ids_k = pad_ids(segments.keys, padded_k)[:, :, None]
-        packed["ids_q"] = with_columns(config, pad_ids(segments.queries, padded_q)[:, None])
-        packed["ids_k"] = with_rows(config, jnp.broadcast_to(ids_k, (*ids_k.shape[:2], LANES)))
-    return packed
+        ids = pad_ids(segments.keys, padded_k)[:, :, None]
+        ids_q = with_columns(config, pad_ids(segments.queries, padded_q)[:, None])
+        ids_k = with_rows(config, jnp.broadcast_to(ids, (*ids.shape[:2], LANES)))
+    static = _pack_static(config, pre, config.scale * LOG2_E), _pack_static(config, post, 1.0)
+    return Packed(
+        query_array(config, q), key_array(config, k), key_array(config, v), wq, wk, weights, static, packed_mask, ids_q,
+        ids_k,
+    )  # fmt: skip
+
+
+def _pack_static(config: KernelConfig, w: ComposeWeights | None, factor: float) -> Blocked | None:
+    """Return the static weights of a compose times a factor, (H, H/G), or None without them."""
+    if w is None or w.static is None:
+        return None
+    x = w.static.astype(jnp.float32).reshape(config.heads, -1)
+    return Blocked(x if factor == 1 else x * factor)
 
 
 def _pack_side(
@@ -211,7 +226,7 @@ def common_dtype(some: Sequence[Array]) -> DTypeLike:
 
 
 def unpack(
-    config: KernelConfig, grads: dict[str, Array], pre: ComposeWeights | None, post: ComposeWeights | None
+    config: KernelConfig, grads: Packed[Array], pre: ComposeWeights | None, post: ComposeWeights | None
 ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
     """Return the gradients of both composes' weights from the gradients of the packed weights.
 
@@ -219,7 +234,7 @@ def unpack(
     gradients of the pre-compose are corrected for both.
     """
     fields: list[dict[str, Array]] = [{}, {}]
-    for by_token, sides in _packed_gradients(config, grads):
+    for by_token, sides in _packed_gradients(grads):
         for side in sides:
             by_token = corrected(config, by_token, side)
         order = [one for side in sides for one in packed_order(pre, post, side)]
@@ -229,19 +244,124 @@ def unpack(
             grad = by_token[:, : x.shape[1], column : column + size]
             fields[c][name] = grad.reshape(x.shape).astype(x.dtype)
             column += size
-    for c, (name, w) in enumerate((("pre", pre), ("post", post))):
-        if w is not None and w.static is not None:
-            grad = jnp.sum(grads[f"dstatic_{name}"], axis=(0, 2, 3)).reshape(w.static.shape)
+    for c, (w, static) in enumerate(zip((pre, post), grads.static, strict=True)):
+        if w is not None and w.static is not None and static is not None:
+            grad = jnp.sum(static, axis=(0, 2, 3)).reshape(w.static.shape)
             fields[c]["static"] = (grad * config.scale if c == 0 else grad).astype(w.static.dtype)
     dpre, dpost = (None if w is None else ComposeWeights(**fields[c]) for c, w in enumerate((pre, post)))
     return dpre, dpost
 
 
-def _packed_gradients(config: KernelConfig, grads: dict[str, Array]) -> Iterator[tuple[Array, tuple[Side, ...]]]:
+def _packed_gradients(grads: Packed[Array]) -> Iterator[tuple[Array, tuple[Side, ...]]]:
     """Yield the gradients of packed weights, (B, tokens, columns), and the sides to which their columns belong."""
-    if "dweights" in grads:
-        yield deinterleave(grads["dweights"]), ("q", "k")
-    if "dwq" in grads:
-        yield grads["dwq"].swapaxes(1, 2), ("q",)
-    if "dwk" in grads:
-        yield grads["dwk"], ("k",)
+    if grads.weights is not None:
+        yield deinterleave(grads.weights), ("q", "k")
+    if grads.wq is not None:
+        yield grads.wq.swapaxes(1, 2), ("q",)
+    if grads.wk is not None:
+        yield grads.wk, ("k",)
+
+
+def packed_columns(config: KernelConfig, side: Side) -> int:
+    """Return the number of packed columns of the weights of one side."""
+    return max((stop for _, _, _, stop in _parts(config, side)), default=0)
+
+
+def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, str, int, int]]:
+    """Yield (compose, "down", "up" or "gate", first column, end column) of each packed weight of one side."""
+    for layout in (config.pre, config.post):
+        if layout is None:
+            continue
+        offsets, rank = (layout.query, layout.query_rank) if side == "q" else (layout.key, layout.key_rank)
+        for name, start in offsets._asdict().items():
+            if start is not None:
+                yield layout, name, start, start + (1 if name == "gate" else rank) * config.heads
+
+
+def scaled(config: KernelConfig, x: Array, start: int = 0) -> Array:
+    """Return query-wise weights with scale·log2(e) of the pre-compose in them, and the skip connection in gates.
+
+    A compose C is linear, C(c·a) = c·C(a), so that its up projections and gates can include the scale; the kernels
+    compute softmax in base 2.
+
+    Args:
+      config: the layout of the columns.
+      x: weights, with the columns as the last axis.
+      start: number of the first column of `x` among the query-wise columns.
+    """
+    column = _column(x) + start
+    factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
+    for layout, name, first, stop in _parts(config, "q"):
+        inside = (column >= first) & (column < stop)
+        if name != "down":
+            factor = jnp.where(inside, layout.skip_factor, factor)
+        if name == "gate":
+            term = jnp.where(inside, layout.skip_factor, term)
+    return x * factor + term
+
+
+def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
+    """Return the gradients of the weights from those of the weights that `scaled` returned.
+
+    The kernels use scores without the factor `scale`, and pre-compose weights with the factor scale·log2(e).
+    """
+    column = _column(x)
+    factor = jnp.ones(column.shape, jnp.float32)
+    for layout, name, start, stop in _parts(config, side):
+        if layout is config.pre:
+            times = 1 / LOG2_E if name == "down" else config.scale
+            factor = jnp.where((column >= start) & (column < stop), times, factor)
+    return x * factor
+
+
+def _column(x: Array) -> Array:
+    """Return the numbers of the columns, (1, …, 1, columns)."""
+    return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
+
+
+def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Ref | None) -> None:
+    """Transpose the weights of an example, so that each weight is a row with the tokens along lanes.
+
+    Args:
+      config: the layout of the columns.
+      weights: all weights of the example, (columns/128, tokens, 128).
+      wq_rows: output for query-wise weights, as `scaled` returns them, (1, Bq/128, columns, 128).
+      wk_rows: output for key-wise weights, for `mixing.build`, (columns + 8, keys); only `used_key_rows` are written.
+    """
+    for n in range(weights.shape[0]):
+        start = n * LANES
+        rows = scaled(config, weights[n], start).T
+        if wq_rows is not None and start < wq_rows.shape[2]:
+            stop = min(wq_rows.shape[2], start + LANES)
+            for register in range(wq_rows.shape[1]):
+                lanes = slice(register * LANES, (register + 1) * LANES)
+                wq_rows[0, register, start:stop] = rows[: stop - start, lanes]
+        if wk_rows is not None:
+            first = max(used_key_rows(config).start - start, 0)
+            if first < LANES:
+                wk_rows[start + first : start + LANES] = rows[first:, : wk_rows.shape[1]]
+
+
+def used_key_rows(config: KernelConfig) -> slice:
+    """Return the slice of rows of `wk_rows` (see `rows_of`) from the register with the first key-wise weight on."""
+    first = min((start for _, _, start, _ in _parts(config, "k")), default=0)
+    return slice(first // SUBLANES * SUBLANES, None)
+
+
+def rows_buffers(config: KernelConfig) -> tuple[pl.MemoryRef | None, pl.MemoryRef | None]:
+    """Return buffers for the results of `rows_of`, None for a side without weights."""
+    queries, keys = packed_columns(config, "q"), packed_columns(config, "k")
+    shape = (1, config.block_q // LANES, round_up(queries, SUBLANES), LANES)
+    size = round_up(keys, LANES) + SUBLANES, round_up(config.block_k, LANES)
+    return vmem(shape) if queries else None, vmem(size) if keys else None
+
+
+def transpose_key_weights(wk: Ref, out: Ref) -> None:
+    """Transpose key-wise weights (1, Bk, columns) for `mixing.build` to `out`, a `key_rows_buffer`."""
+    for start in range(0, wk.shape[2], LANES):
+        out[start : start + LANES, : wk.shape[1]] = wk[0, :, start : start + LANES].T
+
+
+def key_rows_buffer(columns: int) -> pl.MemoryRef:
+    """Return a buffer for the key-wise weights of at most 128 keys, (columns + 8, 128)."""
+    return vmem((columns + SUBLANES, LANES))

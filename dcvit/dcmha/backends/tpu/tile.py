@@ -16,20 +16,17 @@ other side that may have an id in common with it (`needed_blocks`). It neither f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.backends.tpu.call import Blocked, Refs
+from dcvit.dcmha.backends.tpu.call import Blocked, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import LANES, Index, KernelConfig, Rows
 from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last
-from dcvit.dcmha.shapes import Array, Ref
-
-NEEDED = "needed"  # the name of the numbers of `needed_blocks`
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 class Strip(NamedTuple):
@@ -38,6 +35,7 @@ class Strip(NamedTuple):
     start: Index
     size: int
     may_pad: bool  # True if some rows of the strip may lie after the last key
+    queries: slice  # of the tile: all for a product, those of `query_parts` for vector operations
     number: Index = 0  # index of the strip in the tile; the number of strips for a repetition of the last one
 
     @property
@@ -49,7 +47,7 @@ class Strip(NamedTuple):
 # results to a buffer of two stacks of planes, (2, H·strip, Bq). The vector operations of that strip get both stacks.
 Products: TypeAlias = Callable[[Strip, Ref], None]
 Vectors: TypeAlias = Callable[[Strip, Sequence[Ref]], None]
-Visible: TypeAlias = Callable[[Strip, slice], "Array | None"]  # see `visible`; from a strip and a slice of queries
+Visible: TypeAlias = Callable[[Strip], "Array | None"]  # see `visible`
 
 
 class StoredPlanes(Sequence[Array]):
@@ -72,43 +70,43 @@ def strip_rows(config: KernelConfig, h: int) -> slice:
     return slice(h * config.strip, (h + 1) * config.strip)
 
 
-def query_slices(config: KernelConfig) -> list[slice]:
-    """Return slices of the queries of a tile, in which vector operations process them: 128, or all without composes."""
+def query_parts(config: KernelConfig, strip: Strip) -> list[Strip]:
+    """Return the parts of a strip that vector operations process: 128 queries, or all without composes."""
     size = LANES if config.pre or config.post or config.family == "interleaved" else config.block_q
-    return [slice(start, start + size) for start in range(0, config.block_q, size)]
+    return [strip._replace(queries=slice(start, start + size)) for start in range(0, config.block_q, size)]
 
 
-def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> StoredPlanes:
-    """Return the planes of all heads, for a strip and a slice of queries, from a tile (H, Bk, Bq)."""
-    return StoredPlanes(lambda h: split(ref[h, strip.rows, queries]), config.heads)
+def planes(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
+    """Return the planes of all heads of a strip from a tile (H, Bk, Bq)."""
+    return StoredPlanes(lambda h: split(ref[h, strip.rows, strip.queries]), config.heads)
 
 
-def planes_of_all_queries(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
-    """Return the planes of all heads, for a strip and all queries of the tile."""
-    return planes(config, ref, strip, slice(0, config.block_q))
+def stacked_planes(config: KernelConfig, buffer: Ref, queries: slice) -> StoredPlanes:
+    """Return the planes of all heads from a buffer of stacked planes, (H·strip, Bq) or (strips, H·strip, Bq)."""
+    if len(buffer.shape) == 2:
+        return StoredPlanes(lambda h: split(buffer[strip_rows(config, h), queries]), config.heads)
+
+    def load(h: int) -> Array:
+        x = buffer[:, strip_rows(config, h), queries]
+        return x.reshape(-1, 8, x.shape[2])
+
+    return StoredPlanes(load, config.heads)
 
 
-def save(heads: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
-    """Write the planes of all heads, for a strip and a slice of queries, to the tile `out`, (H, Bk, Bq)."""
+def save(heads: Iterable[Array], out: Ref, strip: Strip) -> None:
+    """Write the planes of all heads of a strip to the tile `out`, (H, Bk, Bq)."""
     for h, x in enumerate(heads):
-        out[h, strip.rows, queries] = join(x).astype(out.dtype)
+        out[h, strip.rows, strip.queries] = join(x).astype(out.dtype)
 
 
-def save_operand(config: KernelConfig, heads: Iterable[Array], out: Ref, strip: Strip, queries: slice) -> None:
-    """Write the planes of all heads for a later product: as `save`, or if interleaved to a buffer `operand_scratch`."""
+def save_operand(config: KernelConfig, heads: Iterable[Array], out: Ref, strip: Strip) -> None:
+    """Write the planes of a strip for a later product: as `save`, or if interleaved to a buffer `operand_buffer`."""
     if config.family != "interleaved":
-        save(heads, out, strip, queries)
+        save(heads, out, strip)
         return
     rows = stack(config, list(heads))
     for h in range(config.heads):
-        out[h, queries.start // LANES, strip.rows, :] = rows[strip_rows(config, h)]
-
-
-def operand_scratch(config: KernelConfig) -> pl.MemoryRef:
-    """Return a buffer for the planes of an example, (H, Bq/128, Bk, 128), that matrix products read."""
-    shape = (config.heads, config.block_q // LANES, config.block_k, LANES)
-    found: pl.MemoryRef = pltpu.VMEM(shape, config.operand_dtype)
-    return found
+        out[h, strip.queries.start // LANES, strip.rows, :] = rows[strip_rows(config, h)]
 
 
 def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:
@@ -126,10 +124,10 @@ def join(x: Array) -> Array:
     return x.reshape(x.shape[0] * 8, x.shape[2])
 
 
-def broadcast_rows(rows: Ref, out: Ref, count: int, block: int) -> None:
-    """Broadcast each row of (1, `count`, `block`) over eight sublanes of `out`."""
-    for c in range(count):
-        out[c] = jnp.broadcast_to(rows[0, c : c + 1, :], (8, block))
+def broadcast_rows(rows: Ref, out: Ref) -> None:
+    """Broadcast each row of (1, rows, Bq) over eight sublanes of `out`, (rows, 8, Bq)."""
+    for c in range(out.shape[0]):
+        out[c] = jnp.broadcast_to(rows[0, c : c + 1, :], out.shape[1:])
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -145,38 +143,49 @@ def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
         out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, config.query_lanes(h)], (1, 0))
 
 
-def visible(config: KernelConfig, i: Index, j: Index, mask: Ref | None, strip: Strip, queries: slice) -> Array | None:
-    """Return the mask of a strip of key block `j` and queries of block `i`, (keys/8, 8, queries); None if all True."""
-    shape = (strip.size // 8, 8, queries.stop - queries.start)
-    conditions: list[Array] = []
-    if config.is_ordered or strip.may_pad:
-        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        key = row + (j * config.block_k + strip.start)
-        if config.is_ordered:
-            first_query = i * config.block_q + (config.first_query + queries.start)
-            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
-            conditions.append(key <= query)
-            if config.window is not None:
-                conditions.append(key > query - config.window)
-        if strip.may_pad:
-            conditions.append(key < config.keys)
-    if mask is not None:
-        conditions.append(split(mask[0, strip.rows, queries].astype(jnp.float32)) > 0.5)
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+def visible(config: KernelConfig, inputs: Packed[Ref], i: Index, j: Index) -> Visible:
+    """Return the function from a strip of key block `j` and query block `i` to its mask, None if it is all True.
+
+    The mask (keys/8, 8, queries) has the order of tokens, the last key, the mask of the call and the segment ids.
+    """
+
+    def of_strip(strip: Strip) -> Array | None:
+        shape = (strip.size // 8, 8, strip.queries.stop - strip.queries.start)
+        conditions: list[Array] = []
+        if config.is_ordered or strip.may_pad:
+            row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            key = row + (j * config.block_k + strip.start)
+            if config.is_ordered:
+                first_query = i * config.block_q + (config.first_query + strip.queries.start)
+                query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
+                conditions.append(key <= query)
+                if config.window is not None:
+                    conditions.append(key > query - config.window)
+            if strip.may_pad:
+                conditions.append(key < config.keys)
+        if inputs.mask is not None:
+            conditions.append(split(inputs.mask[0, strip.rows, strip.queries].astype(jnp.float32)) > 0.5)
+        if inputs.ids_q is not None:
+            ids = jnp.broadcast_to(inputs.ids_q[0, 0:1, strip.queries], shape[1:])[None]
+            keys = not_none(inputs.ids_k)[0, strip.rows, :]
+            conditions.append(split(jnp.concatenate([keys] * (shape[2] // LANES), axis=-1)) == ids)
+        return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+    return of_strip
 
 
-def needed_blocks(config: KernelConfig, inputs: Mapping[str, Blocked], *, of_keys: bool = False) -> dict[str, Array]:
-    """Return, by the name `NEEDED`, the first and the last key block that each query block needs.
+def needed_blocks(config: KernelConfig, inputs: Packed[Blocked], *, of_keys: bool = False) -> Array | None:
+    """Return the first and the last key block that each query block needs, or None without segments.
 
     The array is flat: two numbers for each query block of each example. With `of_keys`, it has the first and the last
-    query block that each key block needs. Without segments, the result is empty.
+    query block that each key block needs.
     """
-    if "ids_q" not in inputs:
-        return {}
-    ids = Segments(jnp.asarray(inputs["ids_q"].array)[:, 0], jnp.asarray(inputs["ids_k"].array)[:, :, 0])
+    if inputs.ids_q is None or inputs.ids_k is None:
+        return None
+    ids = Segments(jnp.asarray(inputs.ids_q.array)[:, 0], jnp.asarray(inputs.ids_k.array)[:, :, 0])
     needed = blocks_in_common(ids, config.block_q, config.block_k)
     found = first_and_last(needed.swapaxes(1, 2) if of_keys else needed)
-    return {NEEDED: jnp.stack(found, axis=-1).ravel()}
+    return jnp.stack(found, axis=-1).ravel()
 
 
 def nearest_needed(needed: Sequence[Ref], place: Index, block: Index) -> Index:
@@ -190,30 +199,62 @@ def nearest_needed(needed: Sequence[Ref], place: Index, block: Index) -> Index:
     return jnp.clip(block, needed[0][2 * place], needed[0][2 * place + 1]) if needed else block
 
 
-def is_needed(refs: Refs, place: Index, block: Index) -> Array | bool:
+def is_needed(needed: Ref | None, place: Index, block: Index) -> Array | bool:
     """Return True if a block is needed, see `nearest_needed` for `place` and `block`; True without segments."""
-    if NEEDED not in refs:
-        return True
-    needed = refs[NEEDED]
-    return (needed[2 * place] <= block) & (block <= needed[2 * place + 1])
+    return True if needed is None else (needed[2 * place] <= block) & (block <= needed[2 * place + 1])
 
 
-def visible_with_segments(config: KernelConfig, refs: Refs, i: Index, j: Index) -> Visible:
-    """Return the function from a strip and a slice of queries to their mask: that of `visible`, and equal ids."""
-
-    def of_strip(strip: Strip, queries: slice) -> Array | None:
-        found = visible(config, i, j, refs.get("mask"), strip, queries)
-        if "ids_q" not in refs:
-            return found
-        same = have_same_ids(refs, strip, queries)
-        return same if found is None else found & same
-
-    return of_strip
+# A schedule of the stages of a tile (`dcvit.dcmha.backends.tpu.stages`) for one example in tiles: a loop over strips.
 
 
-def have_same_ids(refs: Refs, strip: Strip, queries: slice) -> Array:
-    """Return the mask (keys/8, 8, queries) that is True where a key of a strip and a query have the same id."""
-    width = queries.stop - queries.start
-    row = jnp.broadcast_to(refs["ids_q"][0, 0:1, queries], (8, width))[None]
-    keys = refs["ids_k"][0, strip.rows, :]
-    return split(jnp.concatenate([keys] * (width // LANES), axis=-1)) == row
+def mixed_buffer(config: KernelConfig) -> pl.MemoryRef:
+    """Return the buffers of `over_strips`: two planes of all heads for each strip of two steps."""
+    return vmem((2, config.strips_per_step, 2, config.heads * config.strip, config.block_q))
+
+
+def over_strips(
+    config: KernelConfig, buffers: Ref, vectors: Vectors, products: Products,
+    overlapped: Callable[[Array], None] | None = None,
+) -> None:  # fmt: skip
+    """Call products(strip, buffer) for the strips of a tile, one step ahead of vectors(strips of a step, buffers).
+
+    The MXU thus mixes the heads of the next strips while the VPU works on the current ones. Two steps are unrolled,
+    each with its own buffers, because the compiler assumes that buffers alias if a traced index selects them. After the
+    last step, `products` runs once more for the strips of that step, and the result is not used: a tile of 16 strips in
+    steps of two has 18 products.
+
+    `overlapped` is called with the index of each step while its products are in flight; it must not read what the step
+    writes.
+    """
+    steps = config.block_k // config.strip // config.strips_per_step
+
+    def compute(i: Index, half: int) -> None:
+        for n, strip in enumerate(_strips_of(config, i, steps)):
+            products(strip, buffers.at[half, n])
+
+    def two_steps(pair: Array, _: None) -> None:
+        for half in range(2):
+            i = 2 * pair + half
+            compute(i + 1, 1 - half)
+            if overlapped:
+                overlapped(i)
+            strips = _strips_of(config, i, steps)
+            size = len(strips) * config.strip
+            start = pl.multiple_of(jnp.asarray(strips[0].start), size)
+            all_strips = Strip(start, size, any(strip.may_pad for strip in strips), strips[0].queries)
+            vectors(all_strips, [buffers.at[half, :, plane] for plane in range(buffers.shape[2])])
+
+    compute(0, 0)
+    jax.lax.fori_loop(0, steps // 2, two_steps, None)
+
+
+def _strips_of(config: KernelConfig, i: Index, steps: int) -> list[Strip]:
+    """Return the strips of step `i`; a step after the last one has the strips of the last one."""
+    last_block_keys = config.keys - (config.blocks_k - 1) * config.block_k
+    unroll, last, found = config.strips_per_step, steps - 1, []
+    for n in range(unroll):
+        start = pl.multiple_of((jnp.minimum(i, last) * unroll + n) * config.strip, config.strip)
+        may_pad = (last * unroll + n + 1) * config.strip > last_block_keys
+        number = jnp.minimum(i * unroll + n, config.block_k // config.strip)
+        found.append(Strip(start, config.strip, may_pad, slice(0, config.block_q), number))
+    return found

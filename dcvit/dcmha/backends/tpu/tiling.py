@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.backends.tpu import backward_interleaved, mixing
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig
-from dcvit.dcmha.backends.tpu.packing import compose_layouts
-from dcvit.dcmha.backends.tpu.strips import mixed_scratch
-from dcvit.dcmha.backends.tpu.weights import key_rows_scratch, packed_columns
+from dcvit.dcmha.backends.tpu.packing import compose_layouts, key_rows_buffer, packed_columns
+from dcvit.dcmha.backends.tpu.tile import mixed_buffer
 from dcvit.dcmha.device import device_kind
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
-from dcvit.dcmha.numerics import cdiv, round_up
+from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.shapes import Array
 
 # Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e, and of 64 MiB on each core of v5p and TPU7x. The
@@ -70,11 +68,6 @@ def strips_per_step(sizes: KernelConfig, block_k: int) -> int:
     return next((n for n in fitting if n * sizes.heads * sizes.strip <= 32 * SUBLANES), fitting[-1])
 
 
-def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
-    """Return the bytes of buffers in VMEM."""
-    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
-
-
 def backward_vmem_bytes(config: KernelConfig) -> int:
     """Return an estimate of the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
     itemsize: int = jnp.dtype(config.dtype).itemsize
@@ -89,26 +82,16 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     windows += (2 * rows + 3 * round_up(config.heads, SUBLANES)) * config.block_q * 4  # log-sum-exp, delta, ids
     windows += config.block_k * (2 * round_up(columns, LANES) + LANES) * 4
     mixes = sum(layout.mixes for layout in layouts)
-    matrices: int = math.prod(mixing.rows_shape(config).shape) * 4
+    matrices: int = math.prod(mixing.rows_buffer(config).shape) * 4
     windows += 2 * mixes * matrices
-    buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
-    mixed = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers) + COMPILER_BYTES
-    scratch = (
-        plane * (16 + 2 * itemsize)
-        + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
-        + queries * wide * 4
-        + round_up(config.block_k, LANES) * 2 * narrow * 4
-        + config.block_k * (columns + LANES) * 4
-        + (rows * (8 * config.block_q + queries) + 16 * config.heads * config.block_q) * 4
-        + 3
-        * sum(layout.has_static for layout in layouts)
-        * config.heads
-        * cdiv(config.heads, SUBLANES)
-        * SUBLANES
-        * LANES
-        * 4
-        + mixed
-    )
+    buffers = [mixed_buffer(config), key_rows_buffer(2 * round_up(columns, LANES))]
+    static = sum(layout.has_static for layout in layouts) * config.heads * round_up(config.heads, SUBLANES) * LANES
+    scratch: int = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
+    scratch += mixes * (matrices + matrices // config.block_k * config.strip) + COMPILER_BYTES
+    scratch += plane * (16 + 2 * itemsize) + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
+    scratch += queries * wide * 4 + round_up(config.block_k, LANES) * 2 * narrow * 4
+    scratch += (rows * (8 * config.block_q + queries) + 16 * config.heads * config.block_q) * 4
+    scratch += (config.block_k * (columns + LANES) + 3 * static) * 4
     return 2 * windows + scratch
 
 
