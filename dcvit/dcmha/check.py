@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -157,10 +158,12 @@ def read(environment: Mapping[str, str]) -> Table:
     file = path(environment)
     try:
         table: Table = json.loads(file.read_text())["cases"]
+        for verdict in [verdict for found in table.values() for verdict in found.values()]:
+            _ = verdict["status"], verdict["reason"]
         return table
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         LOG.warning("attention: ignored the verdicts in %s: %s", file, e)
         return {}
 
@@ -208,22 +211,26 @@ def run_child(code: str, request: object, seconds: float) -> Any:
     Raises:
       ChildError: it did not end in time, or failed.
     """
-    command = [sys.executable, "-P", "-c", f"{END_WITH_PARENT}; {code}"]
+    command, pipe = [sys.executable, "-P", "-c", f"{END_WITH_PARENT}; {code}"], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        child = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, errors="replace", env=environment,
-            timeout=seconds, start_new_session=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ChildError(TIMED_OUT, f"it did not end in {seconds:.0f} s") from None
-    error, out = ((text.strip().splitlines() or [""])[-1] for text in (child.stderr, child.stdout))
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,
+        start_new_session=True,
+    ) as child:  # fmt: skip
+        try:
+            out, errors = child.communicate(json.dumps(request), timeout=seconds)
+        except BaseException as e:  # Ctrl-C does not reach the child
+            os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise ChildError(TIMED_OUT, f"it did not end in {seconds:.0f} s") from None
+            raise
+    last_error, last = ([line for line in text.splitlines() if line.strip()] or [""] for text in (errors, out))
     if child.returncode:
-        raise ChildError(FAILED, f"its process ended with status {child.returncode}: {error}")
+        raise ChildError(FAILED, f"its process ended with status {child.returncode}: {last_error[-1]}")
     try:
-        return json.loads(out)
+        return json.loads(last[-1])
     except ValueError:
-        raise ChildError(FAILED, f"its process printed no result: {out}") from None
+        raise ChildError(FAILED, f"its process printed no result: {last[-1]}") from None
 
 
 def main() -> None:
@@ -232,37 +239,48 @@ def main() -> None:
     case = Case(**request["case"])
     for name, value in case.settings.items():
         jax.config.update(name, value)
-    print(json.dumps(judge(case, request["name"])))
+    try:
+        device = jax.local_devices()[:1]
+    except Exception as e:
+        print(json.dumps(Verdict(status=UNCHECKED, reason=f"no device can be opened: {_first_line(e)}")))
+        return
+    with jax.set_mesh(jax.sharding.Mesh(np.array(device), ("data",))):
+        print(json.dumps(judge(case, request["name"])))
 
 
 def judge(case: Case, name: str) -> Verdict:
-    """Compile and run a candidate with its gradients on one device, compare it with the reference, and time it."""
-    status = UNCHECKED  # where the candidate is not the cause
+    """Compile and run a candidate, forward and backward, compare its results with the reference, and time it."""
+    arrays = _random_arrays(case.arrays)
     try:
-        with jax.set_mesh(jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))):
-            arrays, right = _random_arrays(case.arrays), reference_of(case)
-            cotangent = _normal(np.random.default_rng(1), jax.eval_shape(right, arrays))
-            wide = {
-                key: x.astype(np.promote_types(x.dtype, np.float32)) if is_float(x) else x for key, x in arrays.items()
-            }  # fmt: skip
-            with jax.default_matmul_precision("highest"):
-                expected = jax.device_get(jax.jit(_with_gradients(right))(wide, cotangent.astype(np.float32)))
-            status, placed = FAILED, jax.device_put((arrays, cotangent))
-            program = jax.jit(_with_gradients(case.function(case.candidates[name]))).lower(*placed).compile()
-            found, again = jax.device_get(program(*placed)), jax.device_get(program(*placed))
-            ms = _milliseconds(program, *placed)
+        right = reference_of(case)
+        cotangent = _normal(np.random.default_rng(1), jax.eval_shape(right, arrays))
+        wide = {
+            key: x.astype(np.promote_types(x.dtype, np.float32)) if is_float(x) else x for key, x in arrays.items()
+        }  # fmt: skip
+        with jax.default_matmul_precision("highest"):
+            expected = jax.device_get(jax.jit(_with_gradients(right))(wide, cotangent.astype(np.float32)))
+    except Exception as e:  # such as a lack of memory
+        return Verdict(status=UNCHECKED, reason=f"the reference raised {_first_line(e)}")
+    try:
+        placed = jax.device_put((arrays, cotangent))
+        candidate = case.function(case.candidates[name])
+        both = jax.jit(_with_gradients(candidate)).lower(*placed).compile()
+        forward = jax.jit(candidate).lower(placed[0]).compile()
+        found, again = jax.device_get(both(*placed)), jax.device_get(both(*placed))
+        ms = _milliseconds(both, *placed)
+        alone = jax.device_get(forward(placed[0]))  # as inference computes it
     except Exception as e:
-        if "RESOURCE_EXHAUSTED" in str(e):  # memory that another process holds
-            status = UNCHECKED
-        return Verdict(status=status, reason=f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-    worst = float(np.max([_error(x, y) for x, y in zip(found, expected, strict=True)]))  # NaN if one is NaN
+        status = UNCHECKED if "RESOURCE_EXHAUSTED" in str(e) else FAILED  # memory that another process holds
+        return Verdict(status=status, reason=_first_line(e))
+    pairs = [*zip(found, expected, strict=True), (alone, expected[0])]
+    worst = float(np.max([_error(x, y) for x, y in pairs]))  # NaN if one is NaN
     bound, reason = _bound(arrays), ""
     if not worst <= bound:
         reason = f"the largest relative error of output and gradients is {worst:.1e}, above {bound:.0e}"
     elif name.startswith("pallas_") and not all(np.array_equal(x, y) for x, y in zip(found, again, strict=True)):
         reason = "two runs differ"  # by a race
-    error = worst if np.isfinite(worst) else None
-    return Verdict(status=WRONG if reason else PASSED, error=error, ms=ms, reason=reason)
+    status, error = WRONG if reason else PASSED, worst if np.isfinite(worst) else None
+    return Verdict(status=status, error=error, ms=ms, reason=reason)
 
 
 def reference_of(case: Case) -> Computation:
@@ -332,8 +350,10 @@ def _random_arrays(shapes: Shapes) -> dict[str, np.ndarray]:
 def _random_segments(shape: Sequence[int], *, is_query: bool) -> np.ndarray:
     """Return ids (B, N) of documents whose first tokens are at the same fractions of N for queries and keys."""
     batch, length = shape
-    number = np.arange(length) * (DOCUMENTS + 1) // length
-    ids = ((np.arange(batch)[:, None] + number) % DOCUMENTS).astype(np.int32)
+    starts = np.random.default_rng(2).random((batch, DOCUMENTS))
+    at = (np.arange(length) + 0.5) / length
+    ids: np.ndarray = (at[None, None] > starts[:, :, None]).sum(1).astype(np.int32)
+    ids[ids == DOCUMENTS] = 0
     if is_query and length > 1:
         ids[0, 0] = -1
     return ids
@@ -366,3 +386,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
     floor = max(float(np.sqrt(np.mean(norms**2))), 1e-6 * np.sqrt(b.shape[-1]))
     rows = np.linalg.norm((a - b).reshape(-1, b.shape[-1]), axis=-1) / np.maximum(norms, floor)
     return float(max(total, np.max(rows) / 4))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -80,6 +80,21 @@ def does_not_compile(call):
     raise RuntimeError("Mosaic failed to compile\nmore lines")
 
 
+def skips_by_the_first_example(call):
+    """Ignore, in all examples, the keys that no query of the first example attends to."""
+    ids = call.inputs.segments
+    return right(with_arrays(call, mask=(ids.queries[:1, :, None] == ids.keys[:1, None, :])[:, None]))
+
+
+def does_not_compile_without_gradients(call):
+    @jax.custom_vjp
+    def attend(q):
+        return does_not_compile(call)
+
+    attend.defvjp(lambda q: jax.vjp(lambda q: right(with_arrays(call, q=q)), q), lambda pull, d: pull(d))
+    return attend(call.inputs.q)
+
+
 def hangs(call):
     """Hang while the program runs."""
     return right(call) + host(lambda: time.sleep(1000))
