@@ -122,18 +122,18 @@ class Attention(AttentionFields):
     def prefill(
         self,
         x: Float[Array, "B T M"],
-        slots: int,
+        cache: Cache,
         count: Int[Array, " B"],
         angles: Float[Array, "#B T _"] | None = None,
         segments: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T M"], Cache]:
-        """Attend from the tokens of prompts to each other; return the output, and a new cache of `slots` slots.
+        """Attend from the tokens of prompts to each other; return the output, and the cache with these tokens.
 
-        The first `count` tokens of each example are real and fill the cache, padding follows them.
+        The first `count` tokens of each example are real and start its part of the cache anew, padding follows them.
+        Where `count` is 0, the cache is unchanged.
         """
         out, _, new = self.attend(LayerInputs(x, angles=angles, segments=make_segments(segments)))
-        empty = jax.tree.map(lambda tokens: jnp.zeros((len(tokens), slots, *tokens.shape[2:]), tokens.dtype), new)
-        return out, extend(empty, new, jnp.zeros_like(count), count)
+        return out, extend(cache, new, jnp.zeros_like(count), count)
 
     def decode(
         self,

@@ -94,7 +94,7 @@ class DecoderBlock(nn.Module):
         if cache is None or update is None:
             y = attention(y, angles=angles, segments=segments)
         elif y.shape[1] > 1:
-            y, cache = attention.prefill(y, cache.k.shape[1], update.added, angles=angles, segments=segments)
+            y, cache = attention.prefill(y, cache, update.added, angles=angles, segments=segments)
         else:
             y, cache = attention.decode(y, cache, update, angles=angles)
         out["sa"] = y

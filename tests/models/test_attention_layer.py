@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from marks import exhaustive
 
+from dcvit.dcmha import kv_cache
 from dcvit.dcmha.segments import make_segments
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
 from dcvit.models.dcmha import DCMHA, check_axes
@@ -109,14 +110,17 @@ def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
         layer.apply(params, x, angles=jnp.zeros((1, 5, 5)))
 
 
-def test_only_prefill_takes_several_tokens_and_no_cache():
+def test_only_prefill_takes_several_tokens_and_starts_their_examples_anew():
     """Otherwise the tokens in the cache would be ignored."""
     layer, x = Attention(2, causal=True), random_input(3, 5, 16)
     params, one = initialized(layer, x), jnp.ones(3, jnp.int32)
-    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
-    out, cache = prefill(params, x, 8, 5 * one)
+    prefill = jax.jit(functools.partial(layer.apply, method="prefill"))
+    empty = kv_cache.empty(layer.composition(), (3, 8), 2, 16, jnp.float32)
+    out, cache = prefill(params, x, empty, 5 * one)
     np.testing.assert_allclose(out, jax.jit(layer.apply)(params, x), atol=1e-6)
-    assert cache.k.shape == (3, 8, 16)
+    _, again = prefill(params, 2 * x, cache, jnp.array([0, 3, 5]))
+    np.testing.assert_array_equal(again.k[0], cache.k[0])
+    np.testing.assert_array_equal(again.k[1:, :3], prefill(params, 2 * x, empty, 5 * one)[1].k[1:, :3])
     with pytest.raises(ValueError, match="decode takes one token of each example, found 2: prefill takes several"):
         layer.apply(params, x[:, :2], cache, CacheUpdate(5 * one, 2 * one, 0 * one), method="decode")
 

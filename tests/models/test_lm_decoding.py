@@ -9,6 +9,7 @@ import pytest
 from language_models import CONTEXT, DC, GPT3, LLAMA, TINY, VOCAB, random_model
 from marks import exhaustive
 
+from dcvit.dcmha import kv_cache
 from dcvit.models import lm
 from dcvit.models.attention import Attention, CacheUpdate
 
@@ -147,8 +148,7 @@ def test_a_mask_applies_to_decoding():
     params = jax.jit(layer.init)(jax.random.key(1), x)
     mask = np.ones((2, 1, 6, 6), bool)
     mask[1, :, :, 2] = False
-    prefill = jax.jit(functools.partial(layer.apply, method="prefill"), static_argnums=2)
-    _, cache = prefill(params, x, 6, jnp.zeros(2, jnp.int32))
+    cache = kv_cache.empty(layer.composition(), (2, 6), 4, 16, jnp.float32)
     decode = jax.jit(functools.partial(layer.apply, method="decode"))
     for t in range(6):
         update = CacheUpdate(np.full(2, t), np.ones(2, np.int32), np.zeros(2, np.int32))
