@@ -104,6 +104,8 @@ def _split_weights(
     weights: dict[str, dict[str, Array]] = {name: {} for name in params}
     for x, ends, parts in ((inputs.replicated, "12", composition.groups), (inputs.x, "g", parts_of_gates)):
         chosen = {name: {field: w for field, w in some.items() if field[1:] in ends} for name, some in params.items()}
+        if not any(chosen.values()):
+            continue
         found = _in_parts(x, chosen, parts, sides=sides, heads=heads, gelu=composition.gelu)
         axis = "tensor" if parts > 1 else None
         for name, some in found.items():
