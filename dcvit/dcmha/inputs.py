@@ -22,7 +22,7 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
-from dcvit.dcmha.segments import Segments
+from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -118,6 +118,9 @@ def check_arrays(inputs: Inputs) -> None:
         for name, ids, length in zip(Segments._fields, segments, (queries, keys), strict=True):
             if ids.dtype != jnp.int32 or ids.shape != (batch, length):
                 raise ValueError(f"segments of {name} are {ids.dtype}{ids.shape}, expected int32{(batch, length)}")
+            is_known = not isinstance(ids, jax.core.Tracer) and getattr(ids, "is_fully_addressable", True)
+            if is_known and (np.asarray(ids) == NO_ID).any():  # jnp would be traced in a jitted function
+                raise ValueError(f"segments of {name} have the id {NO_ID}, which is reserved: expected a larger one")
     if mask is None:
         return
     if mask.dtype != jnp.bool_:
