@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcvit.dcmha.shapes import Float
-from dcvit.errors import CheckpointError, ConfigError, matches, nearest
+from dcvit.errors import ConfigError, matches, nearest
 from dcvit.parallel.trees import Tensors
 
 RULES = ("repeat", "mean")
@@ -37,38 +37,31 @@ def adapted(kernel: Float[np.ndarray, "rows columns K M"], channels: int, rule: 
     return np.asarray(kernel[:, :, np.arange(channels) % old] * (old / channels))
 
 
-def with_channels(tensors: Tensors, shape: tuple[int, ...], rule: str | None, dont_load: Sequence[str]) -> Tensors:
-    """Return the parameters of a ViT by path, with the embedding of patches for the number of channels of a model.
+def differs_in_channels(tensors: Tensors, shape: tuple[int, ...]) -> bool:
+    """Return True if the embedding of patches differs from `shape`, of four axes, in channels only."""
+    kernel = tensors.get(KERNEL)
+    if kernel is None or len(kernel.shape) != len(shape):
+        return False
+    return [i for i in range(len(shape)) if kernel.shape[i] != shape[i]] == [2]
 
-    Args:
-      tensors: the parameters of the checkpoint.
-      shape: shape of the model's embedding: rows, columns, channels and width.
-      rule: see RULES; None adapts nothing.
-      dont_load: regexes of the names of parameters that are not loaded.
+
+def with_channels(tensors: Tensors, channels: int, rule: str, dont_load: Sequence[str]) -> Tensors:
+    """Return the parameters of a ViT by path, with the embedding of patches for another number of channels.
 
     Raises:
-      CheckpointError: only the number of channels differs, and there is no rule.
       ConfigError: the rule is unknown, the number is the same, or `dont_load` names the embedding.
     """
     check_rule(rule)
-    kernel, channels = tensors.get(KERNEL), shape[2]
+    kernel = tensors.get(KERNEL)
     if kernel is None or len(kernel.shape) != 4:
         return tensors  # no ViT, which the check of names reports
-    is_left_out = any(matches(pattern, [KERNEL], "dont_load") for pattern in dont_load)
-    adapted_shape = (*kernel.shape[:2], channels, kernel.shape[3])
-    if rule is None:
-        if kernel.shape[2] != channels and adapted_shape == shape and not is_left_out:
-            raise CheckpointError(
-                f"{KERNEL} (checkpoint {kernel.shape}, model {shape}) has another number of channels; to adapt it: "
-                "--config.model_load.channels=repeat"
-            )
-        return tensors
     if kernel.shape[2] == channels:
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: both have {channels} channels; omit it")
-    if is_left_out:
+    if any(matches(pattern, [KERNEL], "dont_load") for pattern in dont_load):
         raise ConfigError(f"config.model_load.channels={rule!r} has no effect: dont_load names {KERNEL}; omit one")
+    shape = (*kernel.shape[:2], channels, kernel.shape[3])
 
     def read() -> np.ndarray:
         return adapted(np.asarray(kernel.read(), np.float32), channels, rule)
 
-    return {**tensors, KERNEL: kernel._replace(shape=adapted_shape, read=read)}
+    return {**tensors, KERNEL: kernel._replace(shape=shape, read=read)}

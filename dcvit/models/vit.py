@@ -32,7 +32,7 @@ from dcvit.models.fields import (
     check_transformer,
     values_of,
 )
-from dcvit.models.input_channels import with_channels
+from dcvit.models.input_channels import KERNEL, differs_in_channels, with_channels
 from dcvit.models.layers import ACTIVATIONS, MlpBlock, grid_centers, in_float32, patch_angles, sincos
 from dcvit.models.packed_images import PackedImages, TokenPlaces
 from dcvit.parallel.mesh import BATCH, constrain
@@ -395,8 +395,14 @@ def load(
     """
     from dcvit.hub.source import load_params_into  # late: the models import where Orbax is not installed
 
+    hints: list[str] = []
+
     def convert(loaded: Tensors) -> Tensors:
-        loaded = with_channels(loaded, tuple(init_params["embedding"]["kernel"].shape), channels, dont_load)
+        shape = tuple(init_params["embedding"]["kernel"].shape)
+        if channels is not None:
+            loaded = with_channels(loaded, shape[2], channels, dont_load)
+        elif differs_in_channels(loaded, shape):
+            hints.append("; to adapt it to the other number of channels: --config.model_load.channels=repeat")
         old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")
         if old is None or new is None or len(old.shape) != 3 or old.shape[1] == new.shape[1]:
             return loaded
@@ -405,4 +411,7 @@ def load(
         before, after = _grid_sizes(old.shape[1], new.shape[1])
         return with_grid(loaded, (before, before), (after, after))
 
-    return load_params_into(init_params, init_file, dont_load, convert, upcycle)
+    try:
+        return load_params_into(init_params, init_file, dont_load, convert, upcycle)
+    except CheckpointError as e:
+        raise CheckpointError(f"{e}{''.join(hints) if KERNEL in str(e) else ''}") from None
