@@ -12,7 +12,7 @@ from jaxtyping import Num
 from input_pipeline.errors import InputError, MissingLibraryError, first_line_with_type
 from input_pipeline.images.decode import jpeg_warning
 from input_pipeline.loader import thread_count
-from input_pipeline.preprocess.builder import Preprocess, checking, decoding
+from input_pipeline.preprocess.builder import Preprocess, checking, decoding, encoded_key
 from input_pipeline.source import Source, open_source
 
 CLASSES = "{num_classes}"
@@ -126,14 +126,14 @@ def check_data(
         decode = Preprocess(checking(pp.replace(CLASSES, str(len(source.class_names or ())))))
     if statistics and not decoding(pp.replace(CLASSES, "1")) and not isinstance(source[0].get("image"), np.ndarray):
         raise InputError(f"the statistics of images need an op that decodes them, found the preprocessing {pp!r}")
-    damaged, measured = list[Damage](), Statistics()
+    damaged, measured, key = list[Damage](), Statistics(), encoded_key(pp.replace(CLASSES, "1"))
     rows = range(len(source))
     size = PIECE * PIECES * thread_count()
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="check") as pool:
         try:
             for part in (rows[start : start + size] for start in range(0, len(rows), size)):
                 pieces = [part[start : start + PIECE] for start in range(0, len(part), PIECE)]
-                for lines, images in pool.map(lambda rows: _read(source, rows, decode, statistics), pieces):
+                for lines, images in pool.map(lambda rows: _read(source, rows, decode, key, statistics), pieces):
                     damaged += lines
                     measured.update(images)
                 on_progress(part.stop, len(source))
@@ -142,17 +142,19 @@ def check_data(
     return Report(len(source), damaged, measured.channels())
 
 
-def _read(source: Source, rows: range, decode: Preprocess, measure: bool) -> tuple[list[Damage], Statistics]:
+def _read(
+    source: Source, rows: range, decode: Preprocess, key: str | None, measure: bool
+) -> tuple[list[Damage], Statistics]:
     """Return the examples with the indices `rows` that cannot be read, are not accepted by `decode`, or are damaged.
 
-    The second result has the statistics of the other examples' images, if `measure`.
+    `key` names the encoded images. The second result has the statistics of the other examples' images, if `measure`.
     """
     found, statistics = [], Statistics()
     for row in rows:
         try:
             stored = source[row]
             example = decode(stored, np.random.default_rng(0))
-            image = stored.get("image")
+            image = stored.get(key) if key else None
             if isinstance(image, bytes) and (warning := jpeg_warning(image)):
                 found.append(Damage(source.describe(row), f"decoded, but {warning}"))
             elif measure:

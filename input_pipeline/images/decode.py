@@ -1,7 +1,8 @@
 """Decoding of image files to pixels, resizing, and random crop windows.
 
 JPEGs are decoded by libjpeg-turbo with the options that TensorFlow uses, and images are resized by TensorFlow or with
-its arithmetic, so that the pixels are bitwise equal to big_vision's. All other formats are decoded by Pillow.
+its arithmetic, so that the pixels are bitwise equal to big_vision's. All other formats, and JPEGs of unusual
+subsampling, are decoded by Pillow.
 `docs/data.md` has a table of how unusual and damaged files are handled.
 """
 
@@ -42,6 +43,7 @@ FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # of frame headers
 END_MARKER, MARKERS_WITHOUT_LENGTH = 0xD9, {0x01, 0xD8}
 # Messages of libjpeg about damage after which TensorFlow uses the pixels all the same.
 JPEG_WARNING = re.compile("Corrupt JPEG data|Inconsistent progression|Invalid SOS parameters")
+JPEG_SCAN, JPEG_END = b"\xff\xda", b"\xff\xd9"  # markers: a scan starts, and the image ends
 CMYK = ("CMYK", "YCCK")  # color spaces of JPEGs with four channels
 DAMAGED_JPEG = "broken image: the JPEG is damaged or cut off"
 
@@ -90,8 +92,9 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
     Raises:
       InputError: the file is not an image, is damaged, or has more than MAX_PIXELS.
     """
-    if is_jpeg(data) and not precise and (colors := _jpeg_colors(data)):
-        return upright(_decode_jpeg(data, colors, channels), _orientation(data) if exif else 1)
+    pixels = _decode_jpeg(data, channels) if is_jpeg(data) and not precise else None
+    if pixels is not None:
+        return upright(pixels, _orientation(data) if exif else 1)
     with pillow_image(data) as image:
         if exif:
             image = ImageOps.exif_transpose(image)
@@ -107,20 +110,18 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
 
 def jpeg_warning(data: bytes) -> str | None:
     """Return the first message of libjpeg about damage in a JPEG that `decode` accepts; None for any other file."""
-    colors = _jpeg_colors(data) if is_jpeg(data) else None
-    if not colors:
+    if not is_jpeg(data):
         return None
+    decode_jpeg = simplejpeg.decode_jpeg
     try:
-        simplejpeg.decode_jpeg(data, "CMYK" if colors in CMYK else "GRAY", fastdct=True)
-    except ValueError as e:
+        decode_jpeg(data, "CMYK" if _jpeg_colors(data) in CMYK else "GRAY", fastdct=True)
+    except (ValueError, KeyError) as e:
         return str(e) if JPEG_WARNING.match(str(e)) else None
     return None
 
 
 def _jpeg_colors(data: bytes) -> str | None:
     """Return the color space of a JPEG: "YCbCr", "RGB", "Gray", "CMYK" or "YCCK"; None if TurboJPEG does not read it.
-
-    Those are damaged files and ones of unusual subsampling, which Pillow reads.
 
     Raises:
       InputError: the file has no frame header, or more than MAX_PIXELS.
@@ -129,26 +130,38 @@ def _jpeg_colors(data: bytes) -> str | None:
     read_header = simplejpeg.decode_jpeg_header  # outside of the block: a missing library is a ValueError, too
     try:
         return str(read_header(data, strict=False)[2])
-    except ValueError:
+    except (ValueError, KeyError):  # KeyError: of a subsampling without a name
         return None
 
 
-def _decode_jpeg(data: bytes, colors: str, channels: int) -> Pixels:
-    """Return the pixels of a JPEG as TensorFlow decodes it: with the fast cosine transform and interpolated colors."""
-    is_cmyk = colors in CMYK
-    decode = functools.partial(
-        simplejpeg.decode_jpeg, data, "CMYK" if is_cmyk else "GRAY" if channels == 1 else "RGB", fastdct=True
-    )
+def _decode_jpeg(data: bytes, channels: int) -> Pixels | None:
+    """Return the pixels of a JPEG as TensorFlow decodes it: with the fast cosine transform and interpolated colors.
+
+    None for JPEGs that TurboJPEG does not read, of unusual subsampling or with bytes between their headers, and for
+    gray from CMYK.
+
+    Raises:
+      InputError: the file is damaged, or its end is missing.
+    """
+    colors = _jpeg_colors(data)
+    if colors is None or (colors in CMYK and channels == 1):
+        return None
+    space = "CMYK" if colors in CMYK else "GRAY" if channels == 1 else "RGB"
+    decode_jpeg = functools.partial(simplejpeg.decode_jpeg, data, space, fastdct=True)
     try:
-        pixels: np.ndarray = decode()
+        pixels: np.ndarray = decode_jpeg()
     except ValueError as e:
-        if not JPEG_WARNING.match(str(e)):
+        has_end = data.rfind(JPEG_END) > data.rfind(JPEG_SCAN)
+        if not JPEG_WARNING.match(str(e)) or not has_end:  # libjpeg reports the first of several kinds of damage
             raise InputError(DAMAGED_JPEG) from None
-        pixels = decode(strict=False)
-    if is_cmyk:
+        try:
+            pixels = decode_jpeg(strict=False)
+        except ValueError:
+            return None
+    if space == "CMYK":
+        with pillow_image(data) as image:
+            pixels = pixels if "adobe" in image.info else 255 - pixels  # Adobe's programs store inverted values
         pixels = (pixels[..., :3].astype(np.uint16) * pixels[..., 3:] // 255).astype(np.uint8)
-        if channels == 1:
-            pixels = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
     return pixels
 
 

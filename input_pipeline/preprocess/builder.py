@@ -82,6 +82,11 @@ def decoding(spec: str) -> str:
     return ""
 
 
+def encoded_key(spec: str) -> str | None:
+    """Return the name of the value that a preprocessing string decodes; None if it decodes none."""
+    return next((step.arguments["inkey"] for step in parsed(spec) if step.op.startswith("decode")), None)
+
+
 def decoded_as(spec: str) -> tuple[int, str]:
     """Return the number of channels and the dtype of the images that a preprocessing string decodes; RGB by default."""
     found = next((step.arguments for step in parsed(spec) if step.op == "decode"), {})

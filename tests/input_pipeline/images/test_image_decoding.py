@@ -105,34 +105,55 @@ def test_random_damage_gives_pixels_or_an_input_error_of_one_line():
     assert outcomes == {"uint8", 1}
 
 
+def jpeg_outcome(decode, data, errors):
+    try:
+        return np.asarray(decode(data))
+    except errors:
+        return None
+
+
 @pytest.mark.parametrize("name", ["exif6.jpg", "cmyk.jpg", "gray.jpg"])
-def test_damaged_jpegs_are_refused_or_decoded_as_by_tensorflow(name):
+def test_pixels_of_damaged_jpegs_are_refused_or_decoded_as_by_tensorflow(name):
+    """Damage to the pixels. In headers, Pillow reads a few files that TensorFlow refuses."""
     tf = pytest.importorskip("tensorflow")
-    rng = np.random.default_rng(0)
-    equal = 0
-    for _ in range(60):
+    rng, start = np.random.default_rng(0), ODD[name].rindex(b"\xff\xda") + 20
+    outcomes = set()
+    for i in range(60):
         data = bytearray(ODD[name])
-        for at in rng.integers(len(data), size=rng.integers(1, 6)):
+        for at in rng.integers(start, len(data) - 2, size=rng.integers(1, 6)):
             data[at] = rng.integers(256)
-        try:
-            found = decode(bytes(data))
-        except ip.InputError:
-            continue
-        try:
-            expected = tf.io.decode_jpeg(bytes(data), channels=3).numpy()
-        except tf.errors.OpError:
-            continue
-        np.testing.assert_array_equal(found, expected)
-        equal += 1
-    assert equal > 20
+        data = bytes(data[: len(data) - 200] if i % 6 == 0 else data)
+        found = jpeg_outcome(decode, data, ip.InputError)
+        expected = jpeg_outcome(lambda data: tf.io.decode_jpeg(data, channels=3), data, tf.errors.OpError)
+        assert (found is None) == (expected is None)
+        if found is not None:
+            np.testing.assert_array_equal(found, expected)
+        outcomes.add(found is None)
+    assert outcomes == {True, False}
 
 
-def test_a_jpeg_of_unusual_subsampling_is_decoded_by_pillow():
-    data = bytearray(image_datasets.jpeg(0))
-    at = data.index(b"\xff\xc0") + 11  # the sampling factors of the first component
-    data[at] = 0x31
-    assert decoding._jpeg_colors(bytes(data)) is None
-    assert decode(bytes(data)).shape == (60, 80, 3)
+def test_inverted_cmyk_is_told_by_the_marker_of_adobe():
+    tf = pytest.importorskip("tensorflow")
+    data = ODD["cmyk.jpg"]
+    at = data.index(b"\xff\xee")  # the marker, then the length of its segment
+    plain = data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
+    for file in (data, plain):
+        np.testing.assert_array_equal(decode(file), tf.io.decode_jpeg(file, channels=3).numpy())
+    assert np.abs(decode(data).astype(int) - decode(plain)).mean() > 20
+
+
+def test_what_turbojpeg_does_not_read_is_decoded_by_pillow_or_refused():
+    data = image_datasets.jpeg(0, 64, 64)
+    frame = data.index(b"\xff\xc0")
+    odd = data[: frame + 11] + b"\x31" + data[frame + 12 :]  # sampling factors of the first component
+    bytes_before_tables = data[:2] + b"abc" + data[2:]
+    for file in (odd, bytes_before_tables):
+        found = jpeg_outcome(decode, file, ip.InputError)
+        assert found is None or found.shape == (64, 64, 3)
+    assert decoding._jpeg_colors(odd) is None
+    for file in (data[: frame + 15], data[: frame + 9] + b"\x14" + data[frame + 10 :]):
+        jpeg_outcome(decode, file, ip.InputError)
+        assert decoding.jpeg_warning(file) is None or isinstance(decoding.jpeg_warning(file), str)
 
 
 @pytest.mark.parametrize(

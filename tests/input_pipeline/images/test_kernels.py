@@ -47,6 +47,16 @@ def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(("length", "new_length"), [(1, 224), (2000, 1), (2000, 2000), (10**6, 999)])
+def test_no_position_is_outside_of_the_axis(length, new_length):
+    """The loops do not check indices, except for the last ones of an area."""
+    before, after, _ = kernels._interpolation.__wrapped__(length, new_length)
+    assert max(before.max(), after.max()) < length
+    (first, end, *_), _ = kernels._cover.__wrapped__(length, new_length)
+    assert (first < end).all()
+    assert (first < length).all()
+
+
 @pytest.mark.parametrize("sides", SIDES)
 def test_moved_pixels_equal_numpys_indexing(sides):
     image, rng = noise(*sides), np.random.default_rng(1)
