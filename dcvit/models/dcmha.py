@@ -69,13 +69,23 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
     are the same, and so is the output, except for a query whose keys are all masked: here its attention weights are
     zero, in flax they are equal. The layer also has the fields of `ComposedFields`.
 
-    Fields, in addition to those of the flax layer that mean the same here:
+    Fields:
+      num_heads: H.
+      qkv_features, out_features: width of all queries, and of the output; None means that of the inputs.
       dropout_rate: dropout rate of the composed attention weights; a rate of 1 removes all of them.
+      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
+      deterministic: no dropout; given here or in the call.
+      dtype, param_dtype, precision: dtypes of the computation and of the parameters, and precision of the projections.
+      kernel_init, bias_init, out_kernel_init, out_bias_init: initializers of the projections; those of the output are
+        by default the same.
+      use_bias: the projections have biases.
+      normalize_qk: norm of queries and keys, by default LayerNorm.
       decode: keep keys, values and key-wise compose weights of earlier tokens in the collection "cache". `init` with
         inputs of S tokens creates S slots; each call of `apply(..., mutable=["cache"])` takes one token and attends to
         the tokens before. After S tokens, each replaces the oldest one.
       force_fp32_for_softmax: always true.
-      the names in `UNSUPPORTED`: leave their defaults.
+      attention_fn, qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: leave their defaults.
+      qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls: leave their defaults.
     """
 
     def setup(self) -> None:

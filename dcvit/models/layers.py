@@ -197,7 +197,12 @@ def patch_angles(
 
     Of the width/2 pairs, the first half is rotated by the angles 2π·y·base^(-4i/width), the second half by those of x.
     With the coordinates of `grid_centers`, the embedding fits any grid. A token at (0, 0) is not rotated.
+
+    Raises:
+      ValueError: the width is no multiple of 4.
     """
+    if width % 4:
+        raise ValueError(f"a rotary embedding of {width} numbers in two dimensions: expected a multiple of 4")
     frequencies = (2 * np.pi * base ** (-np.arange(0, width, 4) / width)).astype(centers.dtype)
     angles = (centers[..., axis, None] * frequencies[None, None] for axis in (0, 1))
     return jnp.concatenate([jnp.asarray(x, jnp.float32) for x in angles], axis=-1)
