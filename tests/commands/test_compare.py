@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,10 @@ def test_curves_are_drawn_for_runs_with_few_metrics(make_run, tmp_path, monkeypa
     assert cli.run(compare.main, ["_0", "--out", "curves.gif"]) == 2
     make_run("huge", [1e308, -1e308, 10**300])
     assert cli.run(compare.main, ["huge", "--out", "huge.png"]) == 0
+
+
+@pytest.mark.parametrize(("rows", "best"), [([0.2, math.nan, 0.1], 0.2), ([None, None], None)])
+def test_values_that_are_not_finite_are_no_result(make_run, compared, rows, best):
+    rows = [None if x is None or math.isnan(x) else x for x in rows]
+    (row,), _ = compared(make_run("a", rows))
+    assert row["best val/top1"] == best

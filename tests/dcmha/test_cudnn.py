@@ -82,8 +82,10 @@ def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(opti
     assert reason in message
 
 
-def test_composition_that_does_not_fold_is_refused():
+def test_composition_that_does_not_fold_is_refused(caplog):
     args, options = case(branches="qkpg")
+    assert CALL not in lowered(args, **options)
+    assert caplog.messages[-1].startswith("attention: elementwise on gpu")
     with pytest.raises(ValueError, match="cudnn does not support this case: cuDNN does not compose heads"):
         lowered(args, implementation="cudnn", **options)
 

@@ -103,7 +103,7 @@ def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(key_heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"rotary": 4, "qk_norm": "rmsnorm"}, {"window": 3}])
+@pytest.mark.parametrize("fields", [{"qk_norm": "rmsnorm"}, {"window": 3}])
 def test_the_layer_computes_the_same_function_with_the_reference(x64, library_promotion, fields):
     fields = {"num_key_heads": 2, "groups": 2, "branches": "q", "static": True, "compose": "both", **fields}
     layers = [
@@ -120,6 +120,6 @@ def test_the_layer_computes_the_same_function_with_the_reference(x64, library_pr
 @pytest.mark.slow
 def test_gradients_hold_no_array_of_all_scores():
     """Half of the memory of the scores would be enough for neither their composition nor their softmax."""
-    args, options = random_case(1024, heads=4, key_heads=2, groups=2, branches="qpg", causal=True)
+    args, options = random_case(2048, heads=4, key_heads=2, groups=2, branches="qpg", causal=True)
     grad = jax.jit(jax.grad(lambda *a: dcmha.attention(*a, **options).sum(), argnums=(0, 1, 2, 3, 4)))
-    assert grad.lower(*args).compile().memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4 / 2
+    assert grad.lower(*args).compile().memory_analysis().temp_size_in_bytes < 4 * 2048 * 2048 * 4 / 2

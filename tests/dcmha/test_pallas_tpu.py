@@ -38,7 +38,7 @@ CASES = {
         "branches": "qkpgs", "post": "kgs", "rank": 1, "family": "interleaved",
     },
     "blocks, mixed, causal, segments, last queries, passes": {
-        "queries": 140, "keys": 300, "first_query": 160, "causal": True, "segments": 3, "branches": "kpg",
+        "queries": 140, "keys": 300, "batch": 2, "first_query": 160, "causal": True, "segments": 3, "branches": "kpg",
         "post": "qkp", "rank": 1, "block": (128, 32), "queries_per_pass": 128, "family": "matrix",
     },
     "blocks, mask, window, segments, last queries": {

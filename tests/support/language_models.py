@@ -24,7 +24,7 @@ def random_model(**fields):
 
 def chain_model(*chains, size=257):
     """A model without layers in which each token of a chain is followed by the next one, and its parameters."""
-    model = lm.Model(size, context=512, width=size, depth=0, num_heads=1, rotary_fraction=0.01)
+    model = lm.Model(size, context=512, width=size, depth=0, num_heads=1, rotary_fraction=0.008)
     kernel = np.zeros((size, size), np.float32)
     for chain in chains:
         for a, b in itertools.pairwise(chain):
