@@ -129,8 +129,8 @@ class Attention(AttentionFields):
     ) -> tuple[Float[Array, "B T M"], Cache]:
         """Attend from the tokens of prompts to each other; return the output, and the cache with these tokens.
 
-        The first `count` tokens of each example are real and start its part of the cache anew, padding follows them.
-        Where `count` is 0, the cache is unchanged.
+        The first `count` tokens of each example are real, and replace the tokens of the example in the cache; padding
+        follows them. The cache of an example without real tokens is unchanged.
         """
         out, _, new = self.attend(LayerInputs(x, angles=angles, segments=make_segments(segments)))
         return out, extend(cache, new, jnp.zeros_like(count), count)
