@@ -116,14 +116,12 @@ def _start_tensorflow() -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def remove_lines(pattern: re.Pattern[bytes]) -> Iterator[list[str]]:
+def remove_lines(pattern: re.Pattern[bytes]) -> Iterator[None]:
     """Remove the lines that start with `pattern` from what is written to file descriptor 2 inside the context.
 
-    When the context ends, the list has the removed lines, and all others are written. The file descriptor is redirected
-    because libraries write these lines themselves: libjpeg has no setting, and TF_CPP_MIN_LOG_LEVEL has no effect in
-    the static initializers of TensorFlow.
+    All other lines are written when the context ends. The file descriptor is redirected because libraries write these
+    lines themselves: TF_CPP_MIN_LOG_LEVEL has no effect in the static initializers of TensorFlow.
     """
-    removed: list[str] = []
     with contextlib.ExitStack() as stack:
         written = stack.enter_context(tempfile.TemporaryFile())
         stderr = os.dup(2)
@@ -131,11 +129,9 @@ def remove_lines(pattern: re.Pattern[bytes]) -> Iterator[list[str]]:
         sys.stderr.flush()
         os.dup2(written.fileno(), 2)
         try:
-            yield removed
+            yield
         finally:
             sys.stderr.flush()
             os.dup2(stderr, 2)
             written.seek(0)
-            lines = list(written)
-            removed += [line.decode(errors="replace").strip() for line in lines if pattern.match(line)]
-            os.write(2, b"".join(line for line in lines if not pattern.match(line)))
+            os.write(2, b"".join(line for line in written if not pattern.match(line)))
