@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice of any number of hosts ("workers") with gcloud. docs/launch.md has the details.
+# Trains on a Cloud TPU slice of any number of hosts ("workers") with gcloud. docs/clusters.md has the details.
 #   scripts/tpu/pod.sh COMMAND --name NAME --zone ZONE --project PROJECT [OPTIONS] [-- OPTIONS OF dcvit.train]
 #
 # create    create the slice, or use the existing slice of this name; a preempted slice is deleted first

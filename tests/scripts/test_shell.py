@@ -37,7 +37,7 @@ def test_the_dockerfile_follows_the_rules_of_hadolint():
 
 @pytest.mark.slow
 def test_launch_commands_in_the_documentation_are_accepted(sandbox):
-    text = (SCRIPTS.parent / "docs" / "launch.md").read_text().replace("\\\n", " ")
+    text = (SCRIPTS.parent / "docs" / "clusters.md").read_text().replace("\\\n", " ")
     commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     tried = 0
     for command in commands:
