@@ -74,7 +74,7 @@ Parameters, optimizer state and batch are split over all chips (mesh axis fsdp).
 --config.mesh="[('fsdp', -1), ('tensor', 4)]" heads and MLPs are also split over four chips. `grad_accum=16` computes
 the gradient of a batch in 16 parts. The function `pods` lists the slice of a TPU pod for each model.
 
-Long rows are split over chips too (docs/pods.md). Here, a batch has as many tokens as above:
+Long rows are split over chips too (docs/clusters.md). Here, a batch has as many tokens as above:
 
     dcvit train --config configs/lm_pile.py:preset=DCFormer++-6.9B,context=32768,grad_accum=4,data=/data/pile \\
       --config.mesh="[('fsdp', -1), ('context', 4)]" --config.sharding_strategy=fsdp \\

@@ -16,7 +16,7 @@ megabytes of text. The text of .jsonl and .parquet files has the key "text", or 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, or weights of transformers. The model and the
 tokenizer are those of `init`, and the learning rate is 0.0001. `attention=dcmha` upcycles a plain model: compositions
 that start as the identity are added. `attention` is a name of docs/heads.md, by default "mha", because on text no gain
-at equal time is shown (docs/choose.md); `folded` needs weights with key heads that several heads share.
+at equal time is shown (docs/heads.md); `folded` needs weights with key heads that several heads share.
 """
 
 from ml_collections import ConfigDict

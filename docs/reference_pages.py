@@ -283,7 +283,7 @@ def models() -> str:
             "## Attention",
             fields(attention.Attention),
             "## DCMHA",
-            "The interface of `nn.MultiHeadDotProductAttention`; see [the tutorial](../../tutorials/own_model.md).",
+            "The interface of `nn.MultiHeadDotProductAttention`; see [the tutorial](../../own_model.md).",
             fields(dcmha.DCMHA),
         ]
     )

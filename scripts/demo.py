@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TASK_MODELS = {"DCFormer": "dcmha_post", "Transformer": "mha"}  # what docs/choose.md recommends for these tasks
+TASK_MODELS = {"DCFormer": "dcmha_post", "Transformer": "mha"}  # what docs/heads.md recommends for these tasks
 IMAGE_MODELS = {"DCViT": "dcmha", "ViT": "mha"}
 TEXT_MODELS = {"DCFormer++": "dcmha", "Transformer++": "mha"}
 EQUAL_TIME = "Transformer++, equal time"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the pictures of the README and of docs/explore.md from pages of the package's models.   scripts/screenshots.sh [folder]
+# Writes the pictures of the README and of docs/explorer.md from pages of the package's models.   scripts/screenshots.sh [folder]
 # Needs Chromium, and `dcvit` on the PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."

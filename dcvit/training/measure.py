@@ -35,7 +35,7 @@ from dcvit.training.timing import interleaved
 LOG = logging.getLogger(__name__)
 FITS = "fits"  # verdict of a step that `compile_for` compiled
 MODES = ("train", "forward")  # the training step, and the pass from inputs to logits without dropout
-# Of a row of `benchmark`; docs/benchmark.md has their meanings.
+# Of a row of `benchmark`; docs/performance.md has their meanings.
 COLUMNS = (
     "config", "mode", "batch", "device", "dtype", "attention", "parameters", "gflops", "ms", "ms_q1", "ms_q3", "rate",
     "unit", "tflops", "mfu", "ratio", "memory_mb", "compile_s", "error",

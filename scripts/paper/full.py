@@ -1,5 +1,7 @@
 """The runs of the paper at full size: commands, TPU slices and estimated hours. Nothing is launched."""
 
+import functools
+import json
 import math
 import runpy
 from collections.abc import Mapping
@@ -15,8 +17,30 @@ from dcvit.hub.kinds import make_model
 from dcvit.models import flops
 from dcvit.parallel.topologies import topology
 
-UTILIZATION = 0.4  # the share of the peak that is assumed
+DOCS = Path(__file__).parents[2] / "docs"  # measurements and estimates are beside the pages
 IMAGES = 1_268_355  # of train[:99%]
+
+
+@functools.cache
+def seconds_per_example() -> dict[tuple[str, str], float]:
+    """Return the seconds of one chip for an example of a training step, by config and chip, as the compiler estimates.
+
+    An estimate is that of the batch for which it was made (`scripts/tpu/step.py`); configs with overrides are not here.
+    """
+    found = {}
+    for row in json.loads((DOCS / "tpu_step.json").read_text()):
+        config, chip = row["config"].partition(",grad_accum=")[0], row["topology"].partition(":")[0]
+        if " " not in row["config"]:
+            found[config, chip] = row["seconds"] / row["examples"]
+    return found
+
+
+def gpu_bound(gpus: int = 8) -> float:
+    """Return images/s that DCViT-S/16 cannot exceed in training: its 12 layers of attention alone, as measured."""
+    wanted = ("vit_s16", "forward + backward", "DC, pallas_gpu")
+    rows = json.loads((DOCS / "gpu_attention.json").read_text())
+    (ms,) = (row["ms"] for row in rows if (row["shape"], row["pass"], row["row"]) == wanted)  # of 256 images
+    return gpus * 256 / (12 * ms / 1000)
 
 
 def ablated(fields: Mapping[str, object]) -> tuple[str, str]:
@@ -76,10 +100,16 @@ def table(name: str) -> Table:
     """Return a table of the runs at full size for `name`, a key of `RUNS`: a row has a run's command and cost."""
     slices = {spec.split(",")[0]: (spec, pod) for spec, pod in recommended()}
     rows = [_row(run, spec, overrides, *slices[spec]) for run, (spec, overrides) in RUNS[name].items()]
-    notes = (
-        f"hours = steps · batch · FLOPs of an example / (chips · peak in bfloat16 · {UTILIZATION}, an assumption).",
-        "DATA is the Pile, tokenized as docs/text.md describes; docs/tutorials/imagenet.md describes imagenet2012.",
-    )
+    notes = [
+        "hours = steps · batch · seconds of an example / chips, by the TPU compiler's estimate of a step without input "
+        "(docs/tpu_step.json, in part with another batch); a dash where there is none.",
+        "DATA is the Pile, tokenized as docs/text.md describes; docs/imagenet.md describes imagenet2012.",
+    ]
+    if name == "table8":
+        notes.append(
+            "On GPUs a step of DCViT-S/16 was not measured. Its attention alone, measured on an H200, limits 8 of "
+            f"them to {round(gpu_bound(), -2):,.0f} images/s (docs/gpu_attention.json)."
+        )
     return Table(f"{name}_full", f"Runs of the paper for {name}", rows, notes)
 
 
@@ -93,12 +123,12 @@ def _row(run: str, spec: str, overrides: str, recommended_spec: str, pod: str) -
     example = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32) if images else costs.row_of(config.model.context)
     each = flops.training_flops(make_model(config), example)
     steps = IMAGES * int(config.total_epochs) // batch if images else int(config.total_steps)
-    chip, sides = topology(pod)
-    chips = math.prod(sides)
-    seconds = steps * batch * each / (chips * chip.peak * UTILIZATION)
+    chips = math.prod(topology(pod)[1])
+    known = None if "config.model." in overrides else seconds_per_example().get((spec, pod.partition(":")[0]))
+    hours = None if known is None else steps * batch * known / chips / 3600
     workdir = runs.folder_of(Path("RUNS"), run)
     return {
         "run": run, "slice": pod, "chips": chips, "steps": steps, "batch": batch,
-        "PFLOP per step": batch * each / 1e15, "hours": seconds / 3600, "chip hours": chips * seconds / 3600,
+        "PFLOP per step": batch * each / 1e15, "hours": hours, "chip hours": None if hours is None else chips * hours,
         "command": f"`dcvit train --config {spec}{parts} --workdir {workdir} {overrides}".rstrip() + "`",
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """Tables 5 and 11, Figures 5 to 8: a plain and a composed model of generated in-context tasks, and their heads.
 
 The tasks are those of `input_pipeline.text.synthetic`, not the authors' file, with which any model can be
-evaluated (docs/composed_tasks.md). Figures 7 and 8 show an example that only the composed model answers correctly.
+evaluated (docs/paper.md). Figures 7 and 8 show an example that only the composed model answers correctly.
 """
 
 from collections.abc import Sequence

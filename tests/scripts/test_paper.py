@@ -115,7 +115,7 @@ def test_table_7_rounds_to_the_parameters_of_the_paper():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", full.RUNS)
-def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
+def test_commands_of_full_runs_load_and_hours_are_those_of_the_compiler(name):
     rows = full.table(name).rows
     assert len({re.search("RUNS/.*", row["command"])[0] for row in rows}) == len(rows)
     for row in rows:
@@ -123,10 +123,26 @@ def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
         assert words[:3] == ["dcvit", "train", "--config"]
         config = load(words[3].replace("DATA", "/data/pile"), [w.removeprefix("--config.") for w in words[6:]])
         make_model(config)
-        seconds = row["steps"] * row["PFLOP per step"] * 1e15 / (full.UTILIZATION * row["chips"])
+        if row["hours"] is None:
+            assert row["chip hours"] is None
+            continue
         peak = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12}[row["slice"].partition(":")[0]]
-        assert row["hours"] == pytest.approx(seconds / peak / 3600)
+        assert row["steps"] * row["PFLOP per step"] * 1e15 < row["chip hours"] * 3600 * peak
         assert row["chip hours"] == pytest.approx(row["hours"] * row["chips"])
+
+
+def test_hours_and_bounds_on_the_page_are_estimates_and_measurements():
+    """Steps of 256 images take 97.8 and 125.4 ms of a v5e chip; attention of 12 layers 12 · 4.43 ms of an H200."""
+    rows = {row["run"]: row for row in full.table("table8").rows}
+    images = 1_268_355 * 300 // 1024 * 1024
+    for name, seconds in (("ViT-S/16", 0.09782329232500696), ("DCViT-S/16", 0.12541871094643656)):
+        assert rows[name]["hours"] == pytest.approx(images / 256 * seconds / 32 / 3600)
+    assert rows["ViT-M/16"]["hours"] is None
+    bound = f"{round(full.gpu_bound(), -2):,.0f}"
+    assert bound == "38,500"
+    page = (full.DOCS / "paper.md").read_text()
+    assert f"not measured; at most {bound}" in page
+    assert f"| DCViT-S/16 | v5e-32 | 65,317 | 0.5 | {rows['DCViT-S/16']['hours']:.1f} |" in page
 
 
 # Runs and statistics
