@@ -6,7 +6,7 @@
 
 An example is "apple . wolf . cello . in initial animal w ;": a pattern selects a word, a relation transforms it.
 `input_pipeline/text/synthetic.py` lists the tasks. Tokens are words, only the answers count, and nothing is
-downloaded. `dcvit evaluate` prints the accuracy of each task; docs/paper.md compares compositions.
+downloaded. `dcvit evaluate` prints the accuracy of each task; docs/composed_tasks.md compares compositions.
 """
 
 from ml_collections import ConfigDict

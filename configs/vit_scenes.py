@@ -5,7 +5,7 @@
 
 The answer is a number from 0 to 9, such as the digit above the marker; `input_pipeline/images/scenes.py` lists the
 questions. An image has 27×27 pixels and a token for each of its 3×3 places. The splits have different handwritten
-digits. Nothing is downloaded. docs/paper.md compares the two models.
+digits. Nothing is downloaded. docs/composed_tasks.md compares the two models.
 """
 
 from ml_collections import ConfigDict
