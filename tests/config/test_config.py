@@ -50,6 +50,15 @@ def test_overrides_reach_every_key_and_replace_durations(file):
         config.new = 1
 
 
+def test_a_star_in_place_of_an_evaluator_sets_a_key_of_all(file):
+    evals = configs.load("vit_i1k", ["evals.*.optional=true", "evals.*.log_steps=7"]).evals
+    assert len(evals) > 3
+    assert all(evaluator.optional and evaluator.log_steps == 7 for evaluator in evals.values())
+    assert not any("log_percent" in evaluator or "log_epochs" in evaluator for evaluator in evals.values())
+    with pytest.raises(ConfigError, match=r"config\.evals has no evaluators"):
+        configs.load(str(file), ["evals.*.optional=true"])
+
+
 def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configs.load("vit_digits:attention=mha").model.compose is None
