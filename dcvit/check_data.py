@@ -5,12 +5,18 @@ labels, and lists the damaged examples with their file and the reason. Text is r
 `--statistics`, it also prints mean, standard deviation and range of each channel of the training images, over all
 pixels as they are decoded, and a `vgg_value_range` with them. Exit status: 0 no example is damaged; 1 some are; 2 the
 config is invalid, data is missing, or text is damaged.
+
+`--picture FILE.png` reads only the first batch of training, and draws its first images with their labels, exactly as
+the model gets them: after preprocessing, random erasing, mixup and cutmix. Only the range of values is undone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
 
 from dcvit import cli
 from dcvit.errors import ConfigError, escaped
@@ -23,20 +29,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=[
             "dcvit check-data --config vit_folder:data_dir=pets",
             "dcvit check-data --config vit_digits --statistics",
+            "dcvit check-data --config vit_folder:data_dir=pets --picture inputs.png",
         ],
     )
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
-    parser.add_argument(
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--statistics", action="store_true", help="print the statistics of each channel of the training images"
     )
+    text = "only draw images of the first training step, after all augmentations, with their labels"
+    choice.add_argument("--picture", type=cli.path, metavar="FILE.png", help=text)
     args, overrides = parser.parse(argv)
 
     from dcvit.config import load as configs
 
     config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
 
-    if args.statistics and config.model_name != "vit":
-        raise ConfigError(f"--statistics is for images; config.model_name={config.model_name!r}")
+    if (args.statistics or args.picture) and config.model_name != "vit":
+        option = "--picture" if args.picture else "--statistics"
+        raise ConfigError(f"{option} is for images; config.model_name={config.model_name!r}")
+    if args.picture:
+        return _draw(config, args.picture)
     from dcvit.runs.progress import Progress
     from dcvit.training.inputs import all_inputs
     from input_pipeline import MissingDataError
@@ -65,6 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"constant: {', '.join(map(str, constant))}, for which 1 stands below instead of 0")
         print(value_range(channels))
     return int(any(report.damaged for _, report in reports))
+
+
+def _draw(config: ConfigDict, file: Path) -> int:
+    """Write the picture of `--picture`, print a line about it, and return the exit status."""
+    if file.suffix.lower() != ".png":
+        raise ConfigError(f"--picture {file}: expected a name that ends with .png")
+    from dcvit.training.picture import draw_inputs
+    from dcvit.training.setup import make_setup
+
+    cli.start_jax()
+    picture, about = draw_inputs(make_setup(config, evaluate=False))
+    picture.save(file)
+    print(escaped(f"{file}: {about}"))
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ SIGHUP; 1 a bug, the watchdog, or another process of the run failed; 134 JAX los
 `--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.
 At the end it prints mean and 95 % confidence interval of each final metric and writes them to seeds.csv and seeds.md.
+`--folds 5` cross-validates in the same way: the run in fold1 holds out the first fifth of the training images, which
+the evaluator `val` reads, and so on; see `dcvit.config.values.with_fold`.
 
 In Python, `from dcvit.training import train` trains as a call.
 """
@@ -15,13 +17,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dcvit import cli
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.process import say
+from dcvit.runs.files import Folder
 from dcvit.runs.seeds import check_no_seeds, parse_seeds, summarize, workdir_of, write
+
+if TYPE_CHECKING:
+    from dcvit.runs.stop import StopSignals
+    from dcvit.training.setup import Setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=[
             "dcvit train --config vit_digits --workdir runs/digits",
             "dcvit train --config vit_digits --workdir runs/three --seeds 0,1,2",
+            "dcvit train --config vit_folder:data_dir=pets --workdir runs/five --folds 5",
             "dcvit train --config vit_i1k:variant=ViT-S/16 --workdir gs://bucket/run --config.lr=0.0005",
         ],
     )
@@ -42,16 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--accept", metavar="KEY", action="append", default=[], help=text)
     text = "seeds of several runs, such as 0,1,2, or their number; each has a folder in the workdir"
     add("--seeds", type=parse_seeds, metavar="SEEDS", default=[], help=text)
+    text = "train this number of runs, each without another fold of the images, and evaluate it on that fold"
+    add("--folds", type=cli.at_least(2), metavar="K", help=text)
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
     from dcvit.config import load as configs
+    from dcvit.config.values import with_fold
 
     if args.seeds and any(override.partition("=")[0] == "seed" for override in overrides):
         raise ConfigError("give either --seeds or --config.seed")
+    if args.seeds and args.folds:
+        raise ConfigError("give either --seeds or --folds, of which each has its own --workdir")
+    kind, numbers = ("fold", list(range(1, args.folds + 1))) if args.folds else ("seed", args.seeds)
     words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [overrides]
-    workdirs = [workdir_of(args.workdir, seed) for seed in args.seeds] or [args.workdir]
+    workdirs = [workdir_of(args.workdir, number, kind) for number in numbers] or [args.workdir]
     loaded = [configs.load(args.config, given, workdirs) for given in words]  # before JAX is imported: it takes long
+    if args.folds:
+        loaded = [with_fold(loaded[0], f"fold {number} of {args.folds}") for number in numbers]
 
     import jax
 
@@ -67,21 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         say(f"dcvit train: {args.config} on {devices}, to {args.workdir}")
         makers = [functools.partial(make_setup, c, workdir=w) for c, w in zip(loaded, workdirs, strict=True)]
-        if not args.seeds:
-            check_no_seeds(args.workdir)
-            with stage("preparing data and model", say, announce=False):
-                setup = makers[0]()
-            train(setup, args.workdir, args.accept, signals)
-            return 0
-        from dcvit.training.seeds import train_seeds
+        if numbers:
+            return _train_runs(kind, dict(zip(numbers, makers, strict=True)), args.workdir, args.accept, signals)
+        check_no_seeds(args.workdir)
+        with stage("preparing data and model", say, announce=False):
+            setup = makers[0]()
+        train(setup, args.workdir, args.accept, signals)
+        return 0
 
-        by_seed = dict(zip(args.seeds, makers, strict=True))
-        results = train_seeds(by_seed, args.workdir, args.accept, signals)
-        if rows := summarize(results):
-            write(args.workdir, rows)
-            cli.show(rows, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
-            say(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}")
-        return 0 if len(results) == len(args.seeds) else 2
+
+def _train_runs(
+    kind: str,
+    makers: Mapping[int, Callable[[], Setup]],
+    folder: Folder,
+    accept: Sequence[str],
+    signals: StopSignals,
+) -> int:
+    """Train the runs of `dcvit.training.seeds.train_runs`, print and write their table, and return the exit status."""
+    from dcvit.training.seeds import train_runs
+
+    results = train_runs(kind, makers, folder, accept, signals)
+    if rows := summarize(results):
+        write(folder, rows, f"{kind}s")
+        held = "; the number of held-out examples is in brackets" if kind == "fold" else ""
+        cli.show(rows, "table", title=f"{len(results)} of {len(makers)} {kind}s{held}")
+        say(f"table: {folder / f'{kind}s.md'}, {folder / f'{kind}s.csv'}")
+    return 0 if len(results) == len(makers) else 2
 
 
 if __name__ == "__main__":

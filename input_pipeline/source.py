@@ -137,6 +137,9 @@ def open_source(
         if isinstance(source, TokenSource):
             reason = "rows of text have parts of the same documents; give two fractions"
             raise InputError(f"data of kind {kind!r}: part={part!r} is for images, because {reason}")
+        if options.get("val_fraction") is not None:
+            reason = "folds cover all images: omit val_fraction and set split=None, or train with --folds"
+            raise InputError(f"data of kind {kind!r}: part={part!r} and val_fraction hold out images twice; {reason}")
         names = [source.name(i) for i in range(len(source))]
         rows = rows_of_fold(part, names, source.labels, f"data of kind {kind!r}")
     elif part is not None:

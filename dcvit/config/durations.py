@@ -12,6 +12,7 @@ from dcvit.errors import ConfigError
 if TYPE_CHECKING:  # the optimizer is used where this library is absent
     from ml_collections import ConfigDict
 
+STEPS_IN_EPOCH = 1000  # assumed where durations in epochs are compared before examples are counted
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 
 
@@ -70,3 +71,41 @@ class Durations:
         if steps > MAX_STEPS:
             raise ConfigError(f"{key}={value!r} is more than {MAX_STEPS:,} steps")
         return max(1, round(steps)) if value > 0 else 0
+
+
+def durations_of(config: ConfigDict, examples: int) -> Durations:
+    """Return the durations of a run with a number of training examples; the schedule fits into its length.
+
+    Raises:
+      ConfigError: see `Durations.steps`; the run has no length, or warm-up and cool-down are longer.
+    """
+    durations = Durations(max(1, config.input.batch_size), examples)  # a batch size below 1 is refused later
+    total_steps = durations.steps(config, "total")
+    if not total_steps:
+        raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
+    durations = dataclasses.replace(durations, total_steps=total_steps)
+    ramps = sum(durations.steps(config.schedule, name, 0, "config.schedule") or 0 for name in ("warmup", "cooldown"))
+    if ramps > total_steps:
+        total, *others = _schedule_keys(config)
+        counted = f" ({ramps:,} of {total_steps:,} steps)" if _needs_examples(config) else ""
+        raise ConfigError(f"{' + '.join(others)} is longer than {total}{counted}")
+    return durations
+
+
+def check_schedule(config: ConfigDict) -> None:
+    """Raise ConfigError for what `durations_of` refuses whatever the number of examples, before these are counted."""
+    if not _needs_examples(config):
+        durations_of(config, STEPS_IN_EPOCH * config.input.batch_size)
+
+
+def _needs_examples(config: ConfigDict) -> bool:
+    """Return True if some durations of the schedule are in epochs and others in steps or examples."""
+    units = {key.partition("=")[0].rpartition("_")[2] for key in _schedule_keys(config)} - {"percent"}
+    return "epochs" in units and len(units) > 1
+
+
+def _schedule_keys(config: ConfigDict) -> list[str]:
+    """Return the given length of the run, warm-up and cool-down, such as "config.schedule.warmup_steps=100"."""
+    keys = [("config", config, "total"), *(("config.schedule", config.schedule, n) for n in ("warmup", "cooldown"))]
+    found = [(what, f"{name}_{unit}", holder) for what, holder, name in keys for unit in UNITS]
+    return [f"{what}.{key}={holder[key]}" for what, key, holder in found if holder.get(key) is not None]

@@ -154,8 +154,14 @@ INPUT_KEYS = {
         "With the op `patches`: images packed into rows; each `images` consecutive images of a batch fill `rows` rows "
         "of `tokens` tokens. {}: each image has a row of its own.",
     ),
-    "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
-    "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
+    "corrupt": Key(
+        str, "fail", 'Damaged examples: "fail" stops the run; "skip" trains on the next readable one instead, and '
+        "evaluators leave them out.",
+    ),
+    "corrupt_max": Key(
+        int, 100, "Number of different damaged examples, in training or in an evaluator, after which the run stops all "
+        "the same.",
+    ),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import logging
 import re
 import runpy
@@ -46,8 +47,9 @@ def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = (
     """Load "NAME[:key=value,…]" with "a.b=value" overrides, and return the checked and locked config.
 
     NAME is the path of a Python file, or the bare name of a config of the package. Overrides set keys of dcvit, also in
-    a file of big_vision; each change of its keys is logged. A name `hf:OWNER/NAME` in an argument or in a key of
-    `HUB_KEYS` gets the commit that it has now, or had when a run in one of `workdirs` was started.
+    a file of big_vision; each change of its keys is logged. "evals.*.KEY=VALUE" sets a key of all evaluators. A name
+    `hf:OWNER/NAME` in an argument or in a key of `HUB_KEYS` gets the commit that it has now, or had when a run in one
+    of `workdirs` was started.
 
     Raises:
       ConfigError: the file is missing or fails, a key is unknown (the message suggests the nearest one), or a value has
@@ -61,7 +63,7 @@ def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = (
         if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
     config = ConfigDict(defaults() | given)
-    for override in overrides:
+    for override in itertools.chain.from_iterable(_each_evaluator(config, override) for override in overrides):
         try:
             _override(config, override)
         except ConfigError:
@@ -214,6 +216,15 @@ def _like(old: Any, text: str, what: str) -> Any:
     if isinstance(old, list | tuple) and isinstance(value, list | tuple):
         return value
     raise ConfigError(f"{what}={text} should be of type {type(old).__name__}, not {type(value).__name__}")
+
+
+def _each_evaluator(config: ConfigDict, override: str) -> list[str]:
+    """Return the overrides that "evals.*.KEY=VALUE" stands for, one for each evaluator, or else the override."""
+    if not override.startswith("evals.*."):
+        return [override]
+    if not config.evals:
+        raise ConfigError(f"--config.{override}: config.evals has no evaluators")
+    return [f"evals.{name}.{override.removeprefix('evals.*.')}" for name in config.evals]
 
 
 def _override(config: ConfigDict, override: str) -> None:

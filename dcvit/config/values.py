@@ -81,6 +81,39 @@ def run_config(checkpoint: str) -> Json:
     return {}
 
 
+def fold_evaluator(config: ConfigDict) -> str:
+    """Return the name of the evaluator that reads the fold which a run holds out: `val`, or the only one.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    name = "val" if "val" in config.evals or len(config.evals) != 1 else next(iter(config.evals))
+    if not isinstance(config.evals.get(name), ConfigDict):
+        names = ", ".join(config.evals) or "none"
+        raise ConfigError(f"--folds needs the evaluator config.evals.val, which reads the fold held out; found {names}")
+    return name
+
+
+def with_fold(config: ConfigDict, fold: str) -> ConfigDict:
+    """Return a copy of a config that trains on the training data without a fold, such as "fold 1 of 5".
+
+    The evaluator of `fold_evaluator` reads this fold instead of its own data. The folds of image folders are those of
+    all images, or of the folder train; `val_fraction` holds out no others.
+
+    Raises:
+      ConfigError: the config has no such evaluator, or already trains on a part of the data.
+    """
+    name, data = fold_evaluator(config), config.input.data.to_dict()
+    part = data.get("part")
+    if part is not None and not isinstance(part, str):
+        raise ConfigError(f"config.input.data.part={part!r} and --folds choose the training data: omit one of them")
+    if data.get("kind") == "folder":
+        data |= {"split": None, "val_fraction": None}
+    changed = replaced(config, input={**config.input.to_dict(), "data": {**data, "part": f"all but {fold}"}}).unlock()
+    changed.evals[name].data = ConfigDict({**data, "part": fold})
+    return changed.lock()
+
+
 def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
     """Return the content of a config.json as a checked and locked config."""
     try:

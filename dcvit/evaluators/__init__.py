@@ -2,9 +2,8 @@
 
 Such a module has a class `Evaluator`, which states the kind of models that it evaluates, its metrics, and which of them
 are better if lower, and a dataclass `Options` with the other keys that a config gives it. The field `data` has the
-arguments of `input_pipeline.open_source`. Options for models of images also have `pp`, `corrupt` and `corrupt_max`, and
-the class has `target`, the key of the preprocessed labels and their rank. This module has their interface and the code
-that they share.
+arguments of `input_pipeline.open_source`. Options for models of images also have `pp`, and the class has `target`, the
+key of the preprocessed labels and their rank. This module has their interface and the code that they share.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ class Options:
       loss: a name in `dcvit.models.losses`.
       present_classes_only: predict only classes that occur in the data, as in published results on ImageNet-A and -R,
         which have 200 of ImageNet's 1000 classes. The data must have a key `label`.
-      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
     """
 
     data: dict[str, Any]
@@ -53,8 +52,6 @@ class Options:
     batch_size: int = 256
     loss: str = "softmax_xent"
     present_classes_only: bool = False
-    corrupt: str = "fail"
-    corrupt_max: int = 100
 
 
 class Evaluator:

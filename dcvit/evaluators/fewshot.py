@@ -44,7 +44,6 @@ class Options:
       representation: the intermediate that serves as features, "a/b" for b inside a. Axes after the first are
         flattened. Of images of different sizes (the op `patches`), it has to be one vector for each image.
       batch_size: rounded up to a multiple of the device count.
-      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
 
     Raises:
       ConfigError: a number is too small.
@@ -58,8 +57,6 @@ class Options:
     num_seeds: int = 3
     representation: str = "pre_logits"
     batch_size: int = 256
-    corrupt: str = "fail"
-    corrupt_max: int = 100
 
     def __post_init__(self) -> None:
         shots, num_seeds, l2_reg = self.shots, self.num_seeds, self.l2_reg

@@ -32,7 +32,6 @@ class Options:
       loss: the name of the model's loss, "sigmoid_xent".
       thresholds: the probability from which a class is predicted, one number or one for each class. `dcvit evaluate
         --thresholds` chooses and stores others, which replace these.
-      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
     """
 
     data: dict[str, Any]
@@ -40,8 +39,6 @@ class Options:
     batch_size: int = 256
     loss: str = "sigmoid_xent"
     thresholds: float | Sequence[float] = THRESHOLD
-    corrupt: str = "fail"
-    corrupt_max: int = 100
 
     def __post_init__(self) -> None:
         if self.loss != "sigmoid_xent":

@@ -1,4 +1,4 @@
-"""Runs of one config with several seeds: their workdirs, and mean and confidence interval of their final metrics."""
+"""Runs of one config by seed or by fold: their workdirs, and mean and confidence interval of their final metrics."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def workdir_of(folder: Folder, seed: int) -> Folder:
-    """Return the workdir of the run with a seed, FOLDER/seedN."""
-    return folder / f"seed{seed}"
+def workdir_of(folder: Folder, number: int, kind: str = "seed") -> Folder:
+    """Return the workdir of the run with a seed, FOLDER/seedN, or of the kind "fold", FOLDER/foldN."""
+    return folder / f"{kind}{number}"
 
 
 def check_no_seeds(folder: Folder) -> None:
-    """Raise ConfigError if the folder holds the workdirs of seeds, so that it cannot be the workdir of a single run."""
+    """Raise ConfigError if the folder holds the workdirs of several runs, so that it cannot be that of a single one."""
     if held := workdir_seeds(folder):
-        raise ConfigError(f"{folder} holds the runs of seeds ({held[0].name}, …); resume them with --seeds")
+        kinds = f"{held[0].name.rstrip('0123456789')}s"
+        raise ConfigError(f"{folder} holds the runs of {kinds} ({held[0].name}, …); resume them with --{kinds}")
 
 
 def workdir_seeds(folder: Folder) -> list[Folder]:
-    """Return the workdirs of seeds in a folder, by seed; none if it is a workdir itself."""
+    """Return the workdirs of folds and seeds in a folder, by number; none if it is a workdir itself."""
     if (folder / "config.json").is_file():
         return []
-    found = {path: re.fullmatch(r"seed(\d+)", path.name) for path in folder.glob("seed*")}
-    seeds = {int(match[1]): path for path, match in found.items() if match and (path / "config.json").is_file()}
-    return [seeds[seed] for seed in sorted(seeds)]
+    found = {path: re.fullmatch(r"(fold|seed)(\d+)", path.name) for path in folder.glob("[fs]*")}
+    runs = {(m[1], int(m[2])): path for path, m in found.items() if m and (path / "config.json").is_file()}
+    return [runs[key] for key in sorted(runs)]
 
 
 def final_metrics(workdir: Folder) -> dict[str, float]:
@@ -63,17 +64,19 @@ def final_metrics(workdir: Folder) -> dict[str, float]:
     return {key: value for key, value in row.items() if isinstance(value, float) and (key == "loss" or "/" in key)}
 
 
-def summarize(results: Mapping[int, Mapping[str, float]]) -> list[Row]:
-    """Return one row per metric: mean, half width of the 95 % confidence interval, n, and the value of each seed.
+def summarize(results: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Return one row per metric: mean, half width of the 95 % confidence interval, n, and the value of each run.
 
-    `results` has the metrics by seed. The interval is Student's t with n - 1 degrees of freedom, None for one value.
+    `results` has the metrics by a name of the run, such as "seed 3", which are the names of the columns. The interval
+    is Student's t with n - 1 degrees of freedom, None for one value. Folds share most of their training examples, so
+    that their interval is too narrow.
     """
     rows: list[Row] = []
     for metric in dict.fromkeys(key for found in results.values() for key in found):
         values = [found[metric] for found in results.values() if metric in found]
         n, width = len(values), half_width(values)
-        seeds = {f"seed {seed}": found.get(metric) for seed, found in results.items()}
-        rows.append({"metric": metric, "mean": statistics.fmean(values), "± 95 %": width, "n": n, **seeds})
+        runs = {name: found.get(metric) for name, found in results.items()}
+        rows.append({"metric": metric, "mean": statistics.fmean(values), "± 95 %": width, "n": n, **runs})
     return rows
 
 
@@ -87,15 +90,15 @@ def half_width(values: Sequence[float]) -> float | None:
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def write(folder: Folder, rows: Sequence[Row]) -> None:
-    """Write the rows of `summarize` to seeds.csv and, rounded, to the table seeds.md."""
+def write(folder: Folder, rows: Sequence[Row], name: str) -> None:
+    """Write the rows of `summarize` to NAME.csv and, rounded, to the table NAME.md."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace(folder / "seeds.csv", text.getvalue())
+    replace(folder / f"{name}.csv", text.getvalue())
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([rounded(value) for value in row.values()] for row in rows)]
-    replace(folder / "seeds.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    replace(folder / f"{name}.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def rounded(value: str | float | None) -> str:

@@ -23,8 +23,7 @@ from dcvit.hub.tokenizers import with_tokenizer
 from dcvit.models import Outputs, Params
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
-from dcvit.training.inputs import check_data, check_loss, corrupt_hint, image_example, open_source, text_example
-from input_pipeline import CorruptPolicy
+from dcvit.training.inputs import check_data, check_loss, corrupt_policy, image_example, open_source, text_example
 
 LOG = logging.getLogger(__name__)
 
@@ -105,9 +104,9 @@ def make_evaluators(config: ConfigDict, predict: Predict, mesh: Mesh) -> dict[st
             found[name] = _make_evaluator(config, options, what, predict, mesh)
         except input_pipeline.MissingDataError as e:
             if not options.get("optional"):
-                raise
+                raise input_pipeline.MissingDataError(f"{what}: {e}; {what}.optional=True skips it") from None
             if multihost.is_first():
-                LOG.warning("skipped evaluation %r: %s", name, e)
+                LOG.warning("%s: skipped, %s", what, e)
     return found
 
 
@@ -119,6 +118,8 @@ def _make_evaluator(config: ConfigDict, given: ConfigDict, what: str, predict: P
     kwargs = {k: v for k, v in given.to_dict().items() if k not in ("type", "optional", *(f"log_{u}" for u in UNITS))}
     if "test_data" in kwargs:
         check_data(kwargs["test_data"], f"{what}.test_data")
+    if moved := [key for key in ("corrupt", "corrupt_max") if key in kwargs]:
+        raise ConfigError(f"{what}.{moved[0]}: moved in 0.3.0; config.input.{moved[0]} is for training and evaluation")
     for key in ("batch_size", "loss_chunk"):
         if isinstance(kwargs.get(key), int) and kwargs[key] < 1:
             raise ConfigError(f"{what}.{key}={kwargs[key]} should be 1 or more")
@@ -131,6 +132,6 @@ def _make_evaluator(config: ConfigDict, given: ConfigDict, what: str, predict: P
     if needs == "lm":
         example = text_example(source, config, f"{what}.data")
     else:
-        corrupt = CorruptPolicy(options.corrupt, options.corrupt_max, corrupt_hint(what))
+        corrupt = corrupt_policy(config)
         example = image_example(source, options.pp, config, f"{what}.pp", corrupt, module.Evaluator.target)
     return module.Evaluator(predict, evaluators.EvaluationData(source, mesh, example, corrupt), options)

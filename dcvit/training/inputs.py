@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -101,12 +102,25 @@ def check_input(config: ConfigDict) -> CorruptPolicy:
     """Check the keys of `config.input` and their types, and return the policy for damaged examples."""
     if unknown := [key for key in config.input if key not in INPUT_KEYS]:
         raise ConfigError(f"config.input has no key {unknown[0]!r}; {nearest(unknown[0], INPUT_KEYS)}")
-    options = {name: key.default for name, key in INPUT_KEYS.items()} | config.input.to_dict()
-    for name, key in INPUT_KEYS.items():
-        value = options[name]
-        if not isinstance(value, key.type) or isinstance(value, bool):
-            raise ConfigError(f"config.input.{name}={value!r} should be of type {key.type.__name__}")
-    return CorruptPolicy(options["corrupt"], options["corrupt_max"], corrupt_hint("config.input"))
+    _values(config, INPUT_KEYS)
+    return corrupt_policy(config)
+
+
+def _values(config: ConfigDict, names: Iterable[str]) -> list[Any]:
+    """Return values of `config.input`, or their defaults. Raises ConfigError if one is of a wrong type."""
+    given = config.input.to_dict()
+    found = [given.get(name, INPUT_KEYS[name].default) for name in names]
+    for name, value in zip(names, found, strict=True):
+        if not isinstance(value, INPUT_KEYS[name].type) or isinstance(value, bool):
+            raise ConfigError(f"config.input.{name}={value!r} should be of type {INPUT_KEYS[name].type.__name__}")
+    return found
+
+
+def corrupt_policy(config: ConfigDict) -> CorruptPolicy:
+    """Return a policy for damaged examples, that of `config.input`; training and each evaluator count their own."""
+    hint = "; --config.input.corrupt=skip skips damaged examples, and `dcvit check-data` lists them"
+    action, most = _values(config, ("corrupt", "corrupt_max"))
+    return CorruptPolicy(action, most, hint)
 
 
 def check_batch(config: ConfigDict, source: Source, mesh: Mesh, packing: Packing | None) -> None:
@@ -193,11 +207,6 @@ def check_loss(name: object, what: str) -> None:
     """Raise ConfigError if `name` is not a loss of image models."""
     if name not in losses.NAMES:
         raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")
-
-
-def corrupt_hint(what: str) -> str:
-    """Return the end of messages about damaged examples of the input `what`, such as "config.input"."""
-    return f"; --{what}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them"
 
 
 def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:

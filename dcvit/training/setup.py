@@ -19,7 +19,7 @@ import optax
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.config.durations import Durations
+from dcvit.config.durations import Durations, check_schedule, durations_of
 from dcvit.config.load import load
 from dcvit.config.values import replaced
 from dcvit.errors import ConfigError, matches, nearest
@@ -104,11 +104,13 @@ def make_setup(
       ConfigError: a value is invalid, or parts of the config do not fit each other.
       InputError: the data is missing or unusable.
     """
+    corrupt, device = check_input(config), devices[0] if devices else None
+    check_schedule(config)
     tokenizer = own_tokenizer(config, workdir) if source is None else None
     with with_tokenizer(config, tokenizer) as located:
-        corrupt, device = check_input(located), devices[0] if devices else None
         mesh = mesh_of(located, make_model(located, device), devices)  # checked before data is read
         source = open_source(located.input.data, "config.input.data") if source is None else source
+        durations = durations_of(located, len(source))
         task, complete = task_class(located).create(located, source, corrupt)  # names missing libraries
         module = make_model(complete, device)
         check_batch(complete, source, mesh, task.packing)
@@ -119,7 +121,7 @@ def make_setup(
         if task.distillation:
             task.distillation.check_student(module, mesh)
         evaluators = _evaluators_of_training(complete, task, source, model) if evaluate else {}
-        plan = _make_plan(complete, data, model, evaluators)
+        plan = _make_plan(complete, durations, model, evaluators)
         _check_keys(complete, evaluators, plan.total_steps)
     if tokenizer is not None:  # without the path of a temporary file
         complete = replaced(complete, input=config.input, evals=config.evals)
@@ -159,17 +161,13 @@ def _evaluators_of_training(
     return evaluators
 
 
-def _make_plan(config: ConfigDict, data: TrainingData, model: ModelSetup, evaluators: Iterable[str]) -> Plan:
-    """Return the plan of a run; ConfigError for an invalid duration, optimizer, schedule or average."""
+def _make_plan(config: ConfigDict, durations: Durations, model: ModelSetup, evaluators: Iterable[str]) -> Plan:
+    """Return the plan of a run; ConfigError for an invalid interval, optimizer, schedule or average."""
     if config.ema_warmup and not config.ema_decay:
         raise ConfigError(
             "config.ema_warmup=True needs an average of the weights: set config.ema_decay, such as 0.9999"
         )
-    durations = Durations(data.batch_size, len(data.source))
-    total_steps = durations.steps(config, "total")
-    if not total_steps:
-        raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
-    durations = dataclasses.replace(durations, total_steps=total_steps)
+    total_steps = durations.total_steps or 0
     optimizer, schedule, frozen = make_optimizer(config, model.shapes, durations, model.module.depth)
     _check_frozen(config, frozen)
     intervals = Intervals(

@@ -146,8 +146,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        prepare_key, dropout_key = jax.random.split(key)
+        prepare_key, dropout_key = step_keys(config.seed, state.step)
         prepared = setup.task.prepare(batch, prepare_key)
         loss_and_grad = functools.partial(value_and_grad, state)
         loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, config.grad_accum)
@@ -174,6 +173,12 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         return state.replace(params=params, opt_state=opt_state, ema=ema, **counts), metrics
 
     return update
+
+
+def step_keys(seed: int, step: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Return the keys of augmentation and of dropout in the step after `step` steps."""
+    of_augmentation, of_dropout = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+    return of_augmentation, of_dropout
 
 
 def warm_rate(ema_decay: float, updates: jax.Array) -> jax.Array:

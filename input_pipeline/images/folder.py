@@ -32,12 +32,17 @@ class Source(base.Source):
     opened: OpenedFiles
 
     def __init__(
-        self, data_dir: str, split: str = "train", val_fraction: float | None = None, classes_from: str | None = None
+        self,
+        data_dir: str,
+        split: str | None = "train",
+        val_fraction: float | None = None,
+        classes_from: str | None = None,
     ):
         """
         Args:
           data_dir: folder that contains one folder per split, or, with `val_fraction`, one folder per class.
-          split: name of the split's folder; with `val_fraction`, "train" or "val".
+          split: name of the split's folder; with `val_fraction`, "train" or "val". None: the folder train if there is
+            one, or else all images of the class folders in DATA_DIR.
           val_fraction: fraction of each class that is in the split "val", at least one image. The images are chosen by
             a hash of their names.
           classes_from: folder whose subfolders define the class numbers; by default DATA_DIR/train if it exists. Set
@@ -48,20 +53,19 @@ class Source(base.Source):
           InputError: a class has no images or is missing in the training data, or the fraction is invalid.
         """
         root = expand(data_dir)
-        folder = root if val_fraction is not None else root / split
-        if val_fraction is not None and not 0 < val_fraction < 1:
-            raise InputError(f"val_fraction={val_fraction} should be between 0 and 1")
-        if val_fraction is not None and split not in ("train", "val"):
-            raise InputError(f"no split {split!r} of {root} with val_fraction; {nearest(split, ('train', 'val'))}")
+        if split is None and (root / "train").is_dir():
+            split = "train"
+        folder = root if val_fraction is not None or split is None else root / split
+        if val_fraction is not None:
+            _check_fraction(val_fraction, split, root)
         if classes_from is not None:
             class_folder = expand(classes_from)
         else:
             class_folder = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
         self.class_names = tuple(_class_folders(class_folder))
-        if val_fraction is not None and set(self.class_names) <= SPLITS:
-            raise InputError(
-                f"{root} has the folders {', '.join(self.class_names)}, which are splits: omit val_fraction"
-            )
+        if folder == root and set(self.class_names) <= SPLITS:
+            hint = "give split" if split is None else "omit val_fraction"
+            raise InputError(f"{root} has the folders {', '.join(self.class_names)}, which are splits: {hint}")
         self.files: list[str] = []  # strings, because a million Path objects need much more memory
         labels: list[int] = []
         skipped = Counter({"beside the class folders": sum(entry.is_file() for entry in folder.glob("[!.]*"))})
@@ -78,7 +82,7 @@ class Source(base.Source):
                     f"class folder {folder / name} holds no images ({', '.join(SUFFIXES)}){describe_skipped(inside)}"
                 )
             if val_fraction is not None:
-                files = _split_files(files, split, val_fraction, root)
+                files = _split_files(files, val_fraction, root, held_out=split == "val")
             self.files += files
             labels += [self.class_names.index(name)] * len(files)
         self.labels = np.array(labels, np.int32)
@@ -151,19 +155,27 @@ def describe_skipped(skipped: Counter[str]) -> str:
     return f"; skipped {skipped.total():,} file(s): {kinds}" if kinds else ""
 
 
-def _split_files(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:
-    """Return the files of a class that are in a split.
+def _check_fraction(val_fraction: float, split: str | None, root: Path) -> None:
+    """Raise InputError if `val_fraction` is no fraction, or makes no split of this name."""
+    if not 0 < val_fraction < 1:
+        raise InputError(f"val_fraction={val_fraction} should be between 0 and 1")
+    if split not in ("train", "val"):
+        raise InputError(f"no split {split!r} of {root} with val_fraction; {nearest(str(split), ('train', 'val'))}")
+
+
+def _split_files(files: list[str], val_fraction: float, root: Path, *, held_out: bool) -> list[str]:
+    """Return the files of a class that are in the split "val" if `held_out`, or else those in "train".
 
     The files with the smallest hashes of their names are in "val", so that adding or removing a file moves at most a
     few other files to the other split.
     """
     ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(os.path.relpath(file, root))).digest())
-    held_out = max(1, round(val_fraction * len(files)))
-    if held_out == len(files):
+    count = max(1, round(val_fraction * len(files)))
+    if count == len(files):
         raise InputError(
             f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val: add images or omit it"
         )
-    return sorted(ranked[:held_out] if split == "val" else ranked[held_out:])
+    return sorted(ranked[:count] if held_out else ranked[count:])
 
 
 def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:

@@ -258,7 +258,7 @@ def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None
     """Convert the options of kind "folder" to kind "parquet"; return None if the folder does not hold Parquet files.
 
     A folder that holds other folders than `data` is one of image files. If there are no files of a split "val", the
-    option split="val" becomes "validation" or "test".
+    option split="val" becomes "validation" or "test"; split=None becomes "train".
 
     Raises:
       InputError: `val_fraction` is set.
@@ -272,6 +272,8 @@ def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None
             f"{root} holds Parquet files, of which val_fraction selects no rows: set `part` of the training data and "
             f"of the evaluator, and split={min(splits, key=lambda name: name != 'train')!r}"
         )
+    if found.get("split", "") is None:
+        found["split"] = "train"
     if found.get("split") == "val":
         found["split"] = next((split for split in ("val", "validation", "test") if split in splits), "val")
     return found

@@ -191,7 +191,7 @@ def differences(bits: dict[str, dict[int, float]]) -> dict[str, dict[str, object
         return {}
     best = min(plain, key=lambda name: statistics.fmean(shared[name].values()))
     values = {
-        seed: {name: found[seed] - shared[best][seed] for name, found in shared.items() if seed in found}
+        f"seed {seed}": {name: found[seed] - shared[best][seed] for name, found in shared.items() if seed in found}
         for seed in shared[best]
     }
     return {

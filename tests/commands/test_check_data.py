@@ -1,5 +1,7 @@
 """`dcvit check-data` lists every damaged example of a config's data, and only those."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from image_datasets import encoded
@@ -7,6 +9,9 @@ from PIL import Image
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
+from dcvit.config import load as configs
+from dcvit.training import picture
+from dcvit.training.setup import make_setup
 from input_pipeline.preprocess.builder import checking, decoding
 
 TEXT = "lm_text:data_dir={},context=16"
@@ -95,3 +100,39 @@ def test_statistics_are_those_of_the_training_images_that_are_not_damaged(pets, 
 def test_images_are_decoded_completely_and_labels_checked_without_the_ops_of_pixels(reduced, pp, expected):
     """A training crop would not see damage outside of it."""
     assert reduced(pp) == expected
+
+
+@pytest.mark.usefixtures("library_promotion")
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_a_picture_has_the_images_of_the_first_step_after_all_augmentations(tmp_path, capsys, mixup):
+    words = ["--config", "vit_digits", "--config.seed=3", f"--config.mixup={mixup}", "--config.model.depth=0"]
+    status, (line,), _ = check(capsys, *words, "--picture", str(tmp_path / "inputs.png"))
+    assert (status, line.split(": ")[1]) == (0, "16 of 64 images of the first step; black is -1, white 1")
+    sheet = np.asarray(Image.open(tmp_path / "inputs.png"))
+    setup = make_setup(configs.load("vit_digits", ["seed=3", f"mixup={mixup}", "model.depth=0"]), evaluate=False)
+    key = jax.random.split(jax.random.fold_in(jax.random.key(3), 0))[0]
+    batch = jax.tree.map(jnp.asarray, next(setup.data.batches(0)))
+    images = setup.task.prepare(batch, key)["image"][:16, ..., 0]
+    shown = sheet.reshape(4, 200, 4, 168, 3)[:, :160:20, :, :160:20].transpose(0, 2, 1, 3, 4).reshape(16, 8, 8, 3)
+    assert all(np.abs(shown[..., c] - 255 * (np.asarray(images) + 1) / 2).max() <= 0.51 for c in range(3))
+
+
+def test_labels_of_a_picture_are_the_two_largest():
+    names = ("cat", "dog", "fox")
+    rows = ([0, 1, 0], [0.3, 0, 0.7], [-1, -1, -1], [0, 0, 0])
+    expected = ["dog", "0.70 fox\n0.30 cat", "unknown", "no class"]
+    assert [picture._caption(np.array(row, np.float32), names, 0) for row in rows] == expected
+    assert picture._caption(np.array([0.05, 0.9, 0.05], np.float32), names, 0.15 / 3) == "0.90 dog"  # smoothed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vit_digits", "--picture", "inputs.jpg"], "expected a name that ends with .png"),
+        (["lm_stdlib", "--picture", "inputs.png"], "--picture is for images; config.model_name='lm'"),
+        (["vit_digits", "--picture", "inputs.png", "--statistics"], "not allowed with argument"),
+    ],
+)
+def test_pictures_of_other_data_or_formats_are_refused(capsys, words, message):
+    status, _, err = check(capsys, "--config", *words)
+    assert (status, message in err) == (2, True)

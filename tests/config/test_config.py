@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config import load as configs
 from dcvit.config import values
-from dcvit.config.durations import Durations
+from dcvit.config.durations import Durations, check_schedule, durations_of
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
 from dcvit.models import head_settings
@@ -48,6 +48,15 @@ def test_overrides_reach_every_key_and_replace_durations(file):
     assert configs.load("vit_digits", ["grad_clip_norm=none", "model.compose=none"]).grad_clip_norm is None
     with pytest.raises((AttributeError, KeyError)):
         config.new = 1
+
+
+def test_a_star_in_place_of_an_evaluator_sets_a_key_of_all(file):
+    evals = configs.load("vit_i1k", ["evals.*.optional=true", "evals.*.log_steps=7"]).evals
+    assert len(evals) > 3
+    assert all(evaluator.optional and evaluator.log_steps == 7 for evaluator in evals.values())
+    assert not any("log_percent" in evaluator or "log_epochs" in evaluator for evaluator in evals.values())
+    with pytest.raises(ConfigError, match=r"config\.evals has no evaluators"):
+        configs.load(str(file), ["evals.*.optional=true"])
 
 
 def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
@@ -107,6 +116,33 @@ def test_durations_in_every_unit():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("durations", "message"),
+    [
+        ({"total_epochs": 5, "warmup_epochs": 9}, "config.schedule.warmup_epochs=9 is longer than config.total_epochs"),
+        ({"total_epochs": 3, "warmup_percent": 101}, "config.schedule.warmup_percent=101 is longer than "),
+        (
+            {"total_steps": 9, "warmup_examples": 64, "cooldown_steps": 2},
+            "config.schedule.warmup_examples=64 + config.schedule.cooldown_steps=2 is longer than config.total_steps=9",
+        ),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_does_not_fit_is_refused_before_examples_are_counted(file, durations, message):
+    words = ["total_epochs=none", "schedule={}", "input={'batch_size': 8}"]
+    words += [f"{'' if key.startswith('total') else 'schedule.'}{key}={value}" for key, value in durations.items()]
+    with pytest.raises(ConfigError) as error:
+        check_schedule(configs.load(str(file), words))
+    assert str(error.value).startswith(message)
+
+
+def test_a_schedule_in_epochs_and_steps_is_compared_once_examples_are_counted(file):
+    config = configs.load(str(file), ["total_epochs=2", "input={'batch_size': 8}", "schedule={'warmup_steps': 30}"])
+    check_schedule(config)
+    assert durations_of(config, 8 * 15).total_steps == 30
+    with pytest.raises(ConfigError, match=r"warmup_steps=30 is longer than config\.total_epochs=2 \(30 of 28 steps\)"):
+        durations_of(config, 8 * 14)
+
+
 def test_durations_are_given_once_and_are_numbers():
     durations = Durations(batch_size=50, examples=1000)
     with pytest.raises(ConfigError, match=r"give exactly one.*`del config.x_steps` or `del config.x_epochs`"):

@@ -32,14 +32,14 @@ def sources(monkeypatch):
     return opened
 
 
-def evaluate(table=TABLE, devices=1, **options):
+def evaluate(table=TABLE, devices=1, corrupt="fail", **options):
     def predict(params, images):
         features = params["table"][images[:, 0, 0, 0].astype(jnp.int32)]
         halves = features.reshape(len(images), 2, -1)
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
     options = {"data": {"kind": "train"}, "test_data": {"kind": "test"}, "batch_size": 64, "pp": PP, **options}
-    data = evaluation_data(input_pipeline.open_source(kind="train"), mesh_of(devices), options.get("corrupt", "fail"))
+    data = evaluation_data(input_pipeline.open_source(kind="train"), mesh_of(devices), corrupt)
     evaluator = Evaluator(predict, data, Options(**options))
     return evaluator.run({"table": jnp.asarray(table)})
 

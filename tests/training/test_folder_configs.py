@@ -71,11 +71,12 @@ def two_classes(pets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(pets, tmp_path_factory):
-    """A copy of the images and an image of the third step, which is truncated."""
+    """A copy of the images, in which an image of the third step, which is returned, and one of `val` are truncated."""
     root = shutil.copytree(pets, tmp_path_factory.mktemp("damaged") / "pets")
     source = input_pipeline.open_source("folder", data_dir=str(root))
     third = Path(source.describe(shuffle.example_at(2 * 8, len(source), 0)[1]))
-    third.write_bytes(third.read_bytes()[:300])
+    for image in (third, next((root / "val" / "cat").iterdir())):
+        image.write_bytes(image.read_bytes()[:300])
     return root, third
 
 
@@ -119,19 +120,20 @@ def test_damaged_image_stops_the_run_at_its_step_and_not_before(damaged, tmp_pat
     """Although batches are prepared ahead."""
     root, image = damaged
     spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,batch_size=8"
-    assert command(spec, tmp_path / "three", *FLAT, "total_steps=3", "ckpt_steps=1") == 2
+    assert command(spec, tmp_path / "three", *FLAT, "total_steps=3", "ckpt_steps=1", "evals={}") == 2
     assert f"error: {image}: broken image" in capsys.readouterr().err
     assert [row["step"] for row in metrics.read(tmp_path / "three" / "metrics.jsonl")] == [0, 1, 2]
     assert saved_steps(tmp_path / "three") == [1, 2]
 
 
-def test_damaged_images_are_skipped_and_counted(damaged, tmp_path, capsys):
+def test_one_key_skips_damaged_images_of_training_and_evaluation_and_they_are_counted(damaged, tmp_path, capsys):
     root, image = damaged
     spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
     assert command(spec, tmp_path / "skips", *FLAT, "input.corrupt=skip", "input.corrupt_max=3") == 0
     assert capsys.readouterr().err.count(f"skipped {image}: broken image") == 1
     rows = metrics.read(tmp_path / "skips" / "metrics.jsonl")
     assert rows[-1]["skipped"] == 2  # once an epoch
+    assert rows[-1]["val/n"] == 11
     assert [row["skipped"] for row in rows[1:]] == sorted(row["skipped"] for row in rows[1:])
 
 

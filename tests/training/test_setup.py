@@ -23,8 +23,22 @@ BAD = {
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
     "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
+    "corrupt of an evaluator": (
+        {"evals.test.corrupt": "skip"},
+        "config.evals.test.corrupt: moved in 0.3.0; config.input.corrupt is for training and evaluation",
+    ),
     "no total": ({"total_steps": 0}, "set one of total_steps"),
 }
+
+
+def test_missing_data_of_an_evaluator_is_named_by_its_key_and_skipped_if_optional(caplog):
+    missing = {"evals.test.data": {"kind": "folder", "data_dir": "/nowhere"}}
+    with pytest.raises(
+        InputError, match=r"^config\.evals\.test: no folder .*; config\.evals\.test\.optional=True skips it"
+    ):
+        make(**missing)
+    assert make(**missing, **{"evals.*.optional": True}).evaluators == {}
+    assert "config.evals.test: skipped, no folder /nowhere" in caplog.text
 
 
 def make(config="vit_digits", tiny=TINY, **overrides):

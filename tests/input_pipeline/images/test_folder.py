@@ -1,5 +1,6 @@
 """Folders of images: classes, splits, ignored files, and errors that name what is wrong."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_val_fraction_splits_each_class(shared_root):
     assert train | val == {str(f) for f in data_dir.rglob("*.*")}
     assert np.bincount(splits["val"].labels).tolist() == [2, 2, 2]
     assert np.bincount(splits["train"].labels).tolist() == [6, 6, 6]
+
+
+def test_folds_of_class_folders_without_splits_cover_all_images(shared_root):
+    data_dir = shared_root / "train"
+    folds = [locations(open_folder(data_dir, split=None, part=f"fold {i} of 3")) for i in (1, 2, 3)]
+    assert sorted(itertools.chain(*folds)) == sorted(map(str, data_dir.rglob("*.*")))
+    assert locations(open_folder(shared_root, split=None)) == locations(open_folder(shared_root))  # the folder train
 
 
 def test_classes_from_keeps_the_class_numbers_of_a_subset(root, tmp_path):
@@ -117,6 +125,13 @@ def empty_a_class(root):
     (root / "train" / "cat" / "IMG_1.HEIC").touch()
 
 
+def join_splits(root):
+    shutil.rmtree(root / "val")
+    for folder in (root / "train").iterdir():
+        folder.rename(root / folder.name)
+    (root / "train").rmdir()
+
+
 @pytest.mark.parametrize(
     ("damage", "options", "error", "message"),
     [
@@ -129,6 +144,18 @@ def empty_a_class(root):
             {"val_fraction": 0.25},
             ip.InputError,
             "has the folders train, val, which are splits: omit val_fraction",
+        ),
+        (
+            lambda root: (root / "train").rename(root / "test"),
+            {"split": None},
+            ip.InputError,
+            "has the folders test, val, which are splits: give split",
+        ),
+        (
+            join_splits,
+            {"val_fraction": 0.25, "part": "fold 1 of 2"},
+            ip.InputError,
+            "hold out images twice; folds cover all images: omit val_fraction and set split=None, or train with",
         ),
     ],
 )
