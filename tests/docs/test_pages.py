@@ -45,6 +45,13 @@ def test_every_dotted_name_resolves():
     assert [name for name in sorted(names) if not name.endswith((".py", ".md")) and not resolves(name)] == []
 
 
+def anchors(page):
+    """The anchors of the headings of a page, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_path_and_link_exists():
     for page in PAGES:
         text = page.read_text()
@@ -53,8 +60,11 @@ def test_every_path_and_link_exists():
             name = name.rstrip(".,")
             if not name.startswith("docs/_build"):
                 assert (ROOT / name).exists() or any(ROOT.glob(name)), f"{page.name}: no {name}"
-        for link in re.findall(r"(?:\]\(|href=\")([^)#\s\"]+)", text):
-            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: no {link}"
+        for link, anchor in re.findall(r"(?:\]\(|href=\")([^)#\s\"]*)#?([^)\s\"]*)", text):
+            target = page.parent / link if link else page
+            assert link.startswith("http") or target.exists(), f"{page.name}: no {link}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{page.name}: no {link}#{anchor}"
 
 
 def all_commands():
@@ -84,7 +94,7 @@ def test_every_command_in_a_code_block_has_options_that_exist():
 
 @pytest.mark.slow
 def test_the_explanation_of_pre_and_post_is_what_compose_computes():
-    (block,) = [b for b in blocks(ROOT / "docs" / "tutorials" / "own_model.md", "python") if "def compose" in b]
+    (block,) = [b for page in PAGES for b in blocks(page, "python") if "def compose" in b]
     names: dict = {}
     exec(compile(block, "own_model.md", "exec"), names)
     rng = np.random.default_rng(0)
@@ -124,9 +134,14 @@ def test_python_blocks_run_and_set_known_keys():
     assert {"mesh", "sharding_strategy"} <= found <= {*values.known_keys()}
 
 
+WITH_LIBRARY = [page for page in PAGES if blocks(page, "python", LIBRARY)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", ["library.md", *(pytest.param(p, marks=pytest.mark.weekly) for p in ("explore.md", "pretrained.md"))]
+    "page",
+    [pytest.param(page, marks=[] if page.name == "python.md" else pytest.mark.weekly) for page in WITH_LIBRARY],
+    ids=lambda page: page.name,
 )
 def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch, library_promotion, page):
     (tmp_path / "runs").mkdir()
@@ -135,18 +150,18 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
+    for block in blocks(page, "python", LIBRARY):
         if "= train(" not in block:
-            exec(compile(block, page, "exec"), names)
-    assert page != "library.md" or names["logits"].shape[:2] == (1, 9)
+            exec(compile(block, str(page), "exec"), names)
+    assert page.name != "python.md" or names["logits"].shape[:2] == (1, 9)
 
 
 @pytest.mark.weekly
 def test_the_block_that_trains_runs(tmp_path, monkeypatch, library_promotion):
     """tests/training/test_run.py trains a smaller model with the same call."""
     monkeypatch.chdir(tmp_path)
-    (block,) = (b for b in blocks(ROOT / "docs" / "library.md", "python", LIBRARY) if "= train(" in b)
-    exec(compile(block, "library.md", "exec"), {"dcvit": dcvit})
+    (block,) = (b for page in WITH_LIBRARY for b in blocks(page, "python", LIBRARY) if "= train(" in b)
+    exec(compile(block, "python.md", "exec"), {"dcvit": dcvit})
     assert (tmp_path / "runs" / "short" / "metrics.jsonl").exists()
 
 
@@ -155,6 +170,7 @@ def test_the_site_links_an_explorer_page_of_every_model_of_the_package():
 
     assert {*conf.EXPLORERS} == {*pretrained.names()}
     assert {len(images) + len(texts) for images, texts in conf.EXPLORERS.values()} == {2}
-    source = [(ROOT / "docs" / "pretrained.md").read_text()]
-    conf.link_site(None, "pretrained", source)
-    assert all(f'<a href="explorer/{name}.html">' in source[0] for name in conf.EXPLORERS)
+    for page in ("index", "quickstart"):
+        source = [(ROOT / "docs" / f"{page}.md").read_text()]
+        conf.link_site(None, page, source)
+        assert all(f'<a href="explorer/{name}.html">' in source[0] for name in conf.EXPLORERS)
