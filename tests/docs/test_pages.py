@@ -85,9 +85,9 @@ def test_every_command_in_a_code_block_has_options_that_exist():
             found = re.findall(r"\s(--?[\w-]+)(?=[\s=]|$)", match[2])
             assert not [word for word in found if word not in options[match[1]]], f"{name}: {command}"
             checked += 1
-        for config, arguments in re.findall(r"configs/(\w+)\.py:(\S+)", command):
+        for config, arguments in re.findall(r"--config \W?(?:configs/)?(\w+)(?:\.py)?:([^\s\"]+)", command):
             get_config = runpy.run_path(str(ROOT / "configs" / f"{config}.py"))["get_config"]
-            given = {pair.split("=")[0] for pair in arguments.split(",")}
+            given = {pair.split("=")[0] for pair in re.sub(r"'.*?'", "", arguments).split(",")}
             assert given <= inspect.signature(get_config).parameters.keys(), f"{name}: {command}"
     assert checked > 30
 
