@@ -78,7 +78,7 @@ def table(name: str) -> Table:
     rows = [_row(run, spec, overrides, *slices[spec]) for run, (spec, overrides) in RUNS[name].items()]
     notes = (
         f"hours = steps · batch · FLOPs of an example / (chips · peak in bfloat16 · {UTILIZATION}, an assumption).",
-        "DATA is the Pile, tokenized as docs/text.md describes; docs/imagenet.md describes imagenet2012.",
+        "DATA is the Pile, tokenized as docs/text.md describes; docs/tutorials/imagenet.md describes imagenet2012.",
     )
     return Table(f"{name}_full", f"Runs of the paper for {name}", rows, notes)
 
