@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import runpy
 
@@ -90,6 +91,14 @@ def test_every_command_in_a_code_block_has_options_that_exist():
             given = {pair.split("=")[0] for pair in re.sub(r"'.*?'", "", arguments).split(",")}
             assert given <= inspect.signature(get_config).parameters.keys(), f"{name}: {command}"
     assert checked > 30
+
+
+def test_sizes_of_extras_are_those_that_the_script_wrote():
+    lines = (ROOT / "docs" / "install.md").read_text().splitlines()
+    rows = json.loads((ROOT / "docs" / "install.json").read_text())
+    for extra, packages, megabytes in (row.values() for row in rows):
+        size = "not measured | |" if packages == "–" else f"{packages} | {megabytes} |"
+        assert [line for line in lines if line.startswith(f"| {extra} | ") and line.endswith(f" | {size}")], extra
 
 
 @pytest.mark.slow
