@@ -29,7 +29,7 @@ The paper and big_vision's config train with float32 activations: --config.model
 
 The data is imagenet2012 of tensorflow-datasets or, with data=FOLDER, ImageNet-1k as the Hugging Face Hub stores it:
 train-00000-of-00294.parquet and so on, in FOLDER or FOLDER/data. Evaluation also uses imagenet2012_real, imagenet_v2,
-imagenet_a, imagenet_r and imagenet_sketch of tensorflow-datasets if they exist; docs/tutorials/imagenet.md explains how
+imagenet_a, imagenet_r and imagenet_sketch of tensorflow-datasets if they exist; docs/imagenet.md explains how
 to prepare them. With --config.input.data.cache=true raw examples are kept in memory (about 140 GB).
 """
 

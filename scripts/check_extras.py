@@ -1,13 +1,12 @@
 """Installs each extra alone into a new environment, and uses every optional part of the package there.
 
     python scripts/check_extras.py [--extras none,data,lm] [--no-constraints]
-    python scripts/check_extras.py --sizes [--before CHECKOUT] [--json docs/install.json]
+    python scripts/check_extras.py --sizes [--json docs/install.json]    (in an environment with all extras)
 
 Prints a table: "works", or the extra that the command's error names. Fails if a part does not work with its extra, or
 if its error without the extra is not one line that names it. "skypilot" is no extra: SkyPilot, which does not allow the
 versions of constraints.txt, reads its launch file in an environment of its own. Installations take about ten minutes.
-`--sizes` prints the table of docs/install.md instead: the packages, megabytes and import times of the core and of
-`[train]`.
+`--sizes` prints the table of docs/install.md instead: the packages that each extra brings, and their megabytes.
 """
 
 import argparse
@@ -18,7 +17,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
@@ -132,37 +135,37 @@ def install(folder, constraints, *packages):
     return python
 
 
-def measure(name, constraints, *packages):
-    """Return a row of the table of sizes: packages, MB, and the processor's seconds of imports, the least of three."""
-    with tempfile.TemporaryDirectory() as folder:
-        python = install(Path(folder), constraints, *packages)
-        (site,) = Path(folder).glob("venv/lib/*/site-packages")
-        own = [path for path in site.iterdir() if not re.match(r"pip|setuptools|pkg_resources|_distutils", path.name)]
-        size = sum(file.stat().st_size for path in own for file in (path, *path.rglob("*")) if file.is_file())
-        count = sum(path.suffix == ".dist-info" for path in own)
-        row = {"installation": name, "packages": count, "MB": round(size / 1e6)}
-        for statement in ("import jax, flax.linen", "from dcvit import DCMHA"):
-            shown = f"`{statement}` (s)"
-            row[shown] = "–"
-            if "jax" not in packages or "dcvit" not in statement:
-                seconds = [time_of([python, "-c", statement], folder) for _ in range(4)]
-                row[shown] = f"{min(seconds[1:]):.1f}"  # the first compiles the sources
-        return row
+def closure(requirement, project, found):
+    """Add the installed packages that a requirement brings to `found`, by name and extra; None is a missing one."""
+    for extra in ("", *sorted(requirement.extras)):
+        if (key := (requirement.name.lower().replace("_", "-"), extra)) in found:
+            continue
+        try:
+            found[key] = metadata.distribution(requirement.name)
+        except metadata.PackageNotFoundError:
+            found[key] = None
+            continue
+        needed = found[key].requires or ()
+        if requirement.name == "dcvit":  # an editable installation may have the requirements of another commit
+            needed = project["optional-dependencies"][extra] if extra else project["dependencies"]
+        for one in map(Requirement, needed):
+            if one.marker is None or one.marker.evaluate({"extra": extra}):
+                closure(one, project, found)
 
 
-def time_of(command, folder):
-    """Return the seconds of the processor that a command takes, which other processes hardly change."""
-    before = os.times()
-    subprocess.run(command, check=True, cwd=folder)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def sizes(before, constraints, out):
-    """Print the table of sizes, and write its rows as JSON."""
-    rows = [measure("jax and flax alone", constraints, "jax", "flax")]
-    rows += [measure("dcvit, before it had `[train]`", constraints, before)] if before else []
-    rows += [measure("`dcvit`", constraints, ROOT), measure("`dcvit[train]`", constraints, f"{ROOT}[train]")]
+def sizes(out):
+    """Print what each extra brings: packages and MB in this environment, "–" if a package is missing; write JSON."""
+    project, rows = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], []
+    for extra in ("", *project["optional-dependencies"]):
+        found = {}
+        closure(Requirement(f"dcvit[{extra}]" if extra else "dcvit"), project, found)
+        packages = {name: distribution for (name, _), distribution in found.items()}
+        row = {"extra": f"`{extra}`" if extra else "none", "packages": "–", "MB": "–"}
+        if None not in packages.values():
+            files = [file.locate() for one in packages.values() for file in one.files or () if file.suffix != ".pyc"]
+            total = sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+            row |= {"packages": len(packages), "MB": round(total / 10) * 10}
+        rows.append(row)
     for line in ([*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)):
         print("| " + " | ".join(map(str, line)) + " |")
     if out:
@@ -195,13 +198,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--extras", default=",".join(EXTRAS), help="comma-separated, by default all")
     parser.add_argument("--no-constraints", action="store_true", help="install the newest releases")
-    parser.add_argument("--sizes", action="store_true", help="measure installations instead")
-    parser.add_argument("--before", type=Path, help="with --sizes: an earlier checkout, to measure it, too")
+    parser.add_argument("--sizes", action="store_true", help="print the size of each extra instead")
     parser.add_argument("--json", type=Path, help="with --sizes: file for the table")
     args = parser.parse_args()
     constraints = [] if args.no_constraints else ["--constraint", ROOT / "constraints.txt"]
     if args.sizes:
-        sizes(args.before, constraints, args.json)
+        sizes(args.json)
         return 0
     columns, right = {}, True
     for extra in args.extras.split(","):

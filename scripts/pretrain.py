@@ -84,7 +84,7 @@ def section(figures: dict[str, object]) -> str:
 
 
 def table() -> str:
-    """Return the table of docs/pretrained.md, from the cards."""
+    """Return the table of docs/weights.md, from the cards."""
     lines = ["| name | parameters | config, seed | steps | result on its evaluation data |", "|---|---|---|---|---|"]
     for name in CONFIGS:
         found = json.loads((pretrained.FOLDER / name / FIGURES).read_text())

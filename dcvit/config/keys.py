@@ -43,7 +43,7 @@ KEYS = {
     "distill": Key(
         dict, {},
         "Image models: also learn from a trained model: `teacher` (anything that `dcvit.load` opens), `loss` (`kl` or "
-        "`hard`), `temperature`, and `weight` of this loss against that of the labels; docs/distillation.md.",
+        "`hard`), `temperature`, and `weight` of this loss against that of the labels; docs/finetuning.md.",
     ),
     "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
     "class_weights": Key(

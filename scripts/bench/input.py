@@ -122,7 +122,7 @@ def measure(source: ip.Source, rounds: int, parquet: ip.Source | None = None) ->
 
 
 def lines(speeds: dict[str, list[float]]) -> list[str]:
-    """Return the lines of the report in Markdown, as docs/tutorials/imagenet.md contains them."""
+    """Return the lines of the report in Markdown, as docs/imagenet.md contains them."""
     rounds = len(speeds[DECODER])
     found = [
         f"Measured on {CORES} cores ({cpu()}); medians of {rounds} interleaved rounds, min–max:",

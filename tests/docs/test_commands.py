@@ -10,7 +10,7 @@ import fake_hub
 import image_datasets
 import numpy as np
 import pytest
-from markdown_pages import ROOT, blocks, commands, run_commands
+from markdown_pages import PAGES, blocks, commands, run_commands
 from PIL import Image
 from trained_workdirs import load_params
 
@@ -19,31 +19,44 @@ from dcvit import __main__, cli
 from dcvit.parallel.trees import by_name
 from dcvit.runs import metrics
 
-DOCS, MARKER = ROOT / "docs", "<!-- run by tests/docs/test_commands.py -->"
+MARKER = "<!-- run by tests/docs/test_commands.py -->"
 pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def marked(language, text, marker=MARKER):
+    """The only block with a text that follows the marker, on any page."""
+    (block,) = (block for page in PAGES for block in blocks(page, language, marker) if text in block)
+    return block
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a block of a page in the folder of the test, which is the working folder; return the namespace of code."""
+    """Run the block with a text in the folder of the test, which is the working folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(page, language, number=0):
-        block = blocks(DOCS / page, language, MARKER)[number]
+    def run(language, text):
+        block = marked(language, text)
         if language == "python":
-            names: dict = {}
-            exec(compile(block, page, "exec"), names)
-            return names
-        return run_commands(commands(block), tmp_path, monkeypatch)
+            exec(compile(block, text, "exec"), {})
+        else:
+            run_commands(commands(block), tmp_path, monkeypatch)
 
     return run
 
 
+def test_every_marked_block_is_run_by_a_test_of_this_file():
+    texts = set(re.findall(r"(?:run|marked)\(\"(?:python|bash|sh)\", \"(.*?)\"[,)]", Path(__file__).read_text()))
+    for page in PAGES:
+        for language in ("python", "bash", "sh"):
+            for block in blocks(page, language, MARKER):
+                assert any(text in block for text in texts), f"{page.name}: {block}"
+
+
 def test_statistics_of_channels_are_those_on_the_page(run, capsys):
     pytest.importorskip("tifffile")
-    run("channels.md", "python")
-    run("channels.md", "bash")
-    (shown,) = blocks(DOCS / "channels.md", "", "<!-- printed by the command above -->")
+    run("python", "tifffile")
+    run("bash", "--statistics")
+    shown = marked("", "channel ", "<!-- printed by the command above -->")
     found = capsys.readouterr().out
     assert all(part.strip() in found for part in shown.split("…"))
 
@@ -52,8 +65,8 @@ def test_statistics_of_channels_are_those_on_the_page(run, capsys):
 def test_a_run_on_channels(run, capsys):
     for library in ("tifffile", "tensorflow"):
         pytest.importorskip(library)
-    run("channels.md", "python")
-    run("channels.md", "bash", 1)
+    run("python", "tifffile")
+    run("bash", "runs/land_run")
     assert metrics.read(Path("runs/land_run/metrics.jsonl"))[-1]["val/top1"] > 0.8
     assert re.search(r"val/water/0\.tif +(crops|forest|town|water) ", capsys.readouterr().out)
     assert "They show the first of 13 channels." in Path("runs/land.html").read_text()
@@ -75,7 +88,7 @@ def write_pets(folder):
 @pytest.mark.weekly
 def test_fine_tuning(run, tmp_path):
     write_pets(tmp_path / "pets")
-    run("finetuning.md", "bash")
+    run("bash", "runs/average")
     assert "Calibration error" in Path("runs/average.html").read_text()
     a, b, mean = (by_name(load_params(Path("runs", name))) for name in ("a", "b", "average"))
     for name, value in mean.items():
@@ -92,12 +105,12 @@ def test_fine_tuning(run, tmp_path):
 def test_the_hub(run, tmp_path, monkeypatch, capsys):
     """Against a local server with its protocol."""
     pytest.importorskip("huggingface_hub", reason="needs huggingface_hub; pip install -e .[hub]")
-    lines = [line for block in blocks(DOCS / "hub.md", "bash", MARKER) for line in commands(block)]
+    lines = commands(marked("bash", "hf:owner"))
     with fake_hub.serve() as hub:
         fake_hub.use(monkeypatch, hub, tmp_path / "cache")
         run_commands(lines, tmp_path, monkeypatch)
         commit = hub.branches["owner/digits"]["main"]
-        run("hub.md", "python")
+        run("python", "hf:owner")
     printed = capsys.readouterr().out
     assert f"uploaded as hf:owner/digits@{commit}" in printed
     assert f"owner/digits@{commit[:12]} " in printed
@@ -106,8 +119,8 @@ def test_the_hub(run, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.weekly
 def test_several_labels(run, capsys):
-    run("labels.md", "python")
-    run("labels.md", "bash")
+    run("python", "colors/labels.csv")
+    run("bash", "colors/labels.csv")
     out = capsys.readouterr().out
     assert "config.input.data: 160 read, 0 damaged" in out
     first, *_, last = metrics.read(Path("runs/colors/metrics.jsonl"))
@@ -134,8 +147,7 @@ def test_native_aspect_ratios(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tensorflow")
     image_datasets.image_folder(tmp_path / "pets")
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks(DOCS / "native_aspect_ratio.md", "sh", MARKER)
-    train, predict = (shlex.split(line)[1:] for line in commands(block))
+    train, predict = (shlex.split(line)[1:] for line in commands(marked("sh", "patches(16, 256)")))
     assert cli.run(__main__.dispatch, [*train, *(f"--config.{option}" for option in FASTER)]) == 0
     assert metrics.read(tmp_path / "runs/native/metrics.jsonl")[-1]["val/n"] == 12
     capsys.readouterr()
@@ -145,19 +157,17 @@ def test_native_aspect_ratios(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.weekly
 def test_the_code_about_native_aspect_ratios_prints_what_it_says(run, capsys):
-    run("native_aspect_ratio.md", "python")
-    (code,) = blocks(DOCS / "native_aspect_ratio.md", "python", MARKER)
-    assert f"print(grid.tolist(), logits.shape)  # {capsys.readouterr().out.strip()}" in code
+    run("python", "one_per_row")
+    assert f"logits.shape)  # {capsys.readouterr().out.strip()}" in marked("python", "one_per_row")
 
 
 @pytest.mark.weekly
-def test_the_tutorial_of_own_images(run, tmp_path, monkeypatch, capsys):
+def test_own_images(run, tmp_path, monkeypatch, capsys):
     """With generated photographs in place of those of the package."""
-    pytest.importorskip("tensorflow")
     image_datasets.solar_cell_package(tmp_path / "site", 80)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    run("tutorials/own_images.md", "python")
-    run("tutorials/own_images.md", "bash")
+    run("python", "elpv_dataset")
+    run("bash", "runs/solar_cells")
     written = {path.name for path in Path("runs").iterdir()}
     assert written >= {"solar.html", "solar_explore.html", "solar.png"}
     assert {"val/top1", "val/mean_recall"} <= {*metrics.read(Path("runs/solar/metrics.jsonl"))[-1]}
@@ -165,22 +175,21 @@ def test_the_tutorial_of_own_images(run, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.weekly
-def test_the_first_tutorial(run):
-    run("tutorials/first_run.md", "bash")
+def test_the_commands_of_the_quickstart(run):
+    run("bash", "runs/both.png")
     assert Path("runs/both.png").exists()
 
 
 @pytest.mark.weekly
 def test_runs_are_compared(run):
-    run("tracking.md", "bash")
+    run("bash", "runs/wide")
     assert Path("runs/curves.png").exists()
 
 
 @pytest.mark.weekly
 def test_distillation(tmp_path, monkeypatch, capsys):
     """With a shorter run than that of the page."""
-    (block,) = blocks(DOCS / "distillation.md", "bash", MARKER)
-    first, *rest = commands(block)
+    first, *rest = commands(marked("bash", "config.distill"))
     short = "--config.total_steps=2 --config.evals={} --config.model.depth=1 --config.model.compose=None"
     run_commands([f"{first} {short}", *rest], tmp_path, monkeypatch)
     assert "seven.png" in capsys.readouterr().out

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(not SPHINX, reason="the extra docs is not installed"),
 ]
-PAGES = ("index", "pretrained", "explore", "performance", "reproduction", "tutorials/own_model", "reference/api/index")
+PAGES = ("index", "quickstart", "explorer", "performance", "paper", "own_model", "reference/api/index")
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
