@@ -51,7 +51,7 @@ class DynamicWeights(nn.Module):
         A_ij + A_ij·w_q1·w_q2 + A_ij ⊗ w_qg  +  A_ij·w_k1·w_k2 + A_ij ⊗ w_kg,
 
     where w_q… are computed from token i, and w_k… from token j: an H×H matrix for each pair, which is never built. The
-    first term is the skip connection; the paper's static W_b is omitted, as in its main models.
+    first term is the skip connection by which the paper replaces A_ij·W_b in practice (Section 3.1).
     """
 
     heads: int
@@ -184,7 +184,7 @@ def train(model, text, *, steps, context=128, batch=16, seed=0):
         sys.exit(f"the text has {len(text)} bytes: expected more than {20 * (context + 1)}")
     test_rows = rows(held_out, np.arange(0, len(held_out) - context, context)[:512], context)
     params = jax.jit(model.init)(jax.random.key(seed), test_rows[:1, :-1])["params"]
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(1, steps // 20), steps, end_value=3e-4)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 20 + 1, steps + 1, end_value=3e-4)
     is_matrix = jax.tree.map(lambda x: x.ndim > 1, params)  # norms do not decay
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=is_matrix)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -205,7 +205,7 @@ def train(model, text, *, steps, context=128, batch=16, seed=0):
 
 
 def sample(model, params, prompt, *, count, context=128, temperature=0.8, seed=0):
-    """Return `prompt` continued by `count` bytes. Each byte costs a whole pass; `dcvit.generate` has a KV cache."""
+    """Return `prompt` continued by `count` bytes. Each byte costs a whole pass; `dcvit generate` has a KV cache."""
 
     @jax.jit
     def next_byte(window, last, key):
@@ -230,6 +230,8 @@ def main():
     parser.add_argument("--prompt", default="def main(")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.steps < 1 or not args.prompt or (args.window or 1) < 1:
+        parser.error("--steps and --window should be at least 1, and --prompt not empty")
     model = DCFormer(window=args.window, composes=COMPOSES[args.compose])
     params, _ = train(model, read_text(args.text), steps=args.steps, seed=args.seed)
     print(sample(model, params, args.prompt, count=300, seed=args.seed))

@@ -40,7 +40,7 @@ class DynamicWeights(nn.Module):
         A_ij + A_ij·w_q1·w_q2 + A_ij ⊗ w_qg  +  A_ij·w_k1·w_k2 + A_ij ⊗ w_kg,
 
     where w_q… are computed from token i, and w_k… from token j: an H×H matrix for each pair, which is never built. The
-    first term is the skip connection; the paper's static W_b is omitted, as in its main models.
+    first term is the skip connection by which the paper replaces A_ij·W_b in practice (Section 3.1).
     """
 
     heads: int
@@ -209,7 +209,7 @@ def train(images, labels, *, patch, epochs, compose="both", flip=False, seed=0, 
     steps = len(training) // batch
     model = DCViT(int(labels.max()) + 1, patch, composes=COMPOSES[compose])
     params = jax.jit(model.init)(jax.random.key(seed), normalize(images[:1]))["params"]
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, max(1, epochs * steps // 20), epochs * steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, epochs * steps // 20 + 1, epochs * steps + 1)
     is_matrix = jax.tree.map(lambda x: x.ndim > 1, params)  # biases and norms do not decay
     adamw = optax.adamw(schedule, weight_decay=0.05, mask=is_matrix)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)

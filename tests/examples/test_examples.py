@@ -77,17 +77,17 @@ def test_the_language_model_in_one_file_is_that_of_the_package(compose):
 
 
 @pytest.mark.slow
-def test_dcvit_in_one_file_learns():
+def test_dcvit_in_one_file_learns(library_promotion):
     example = load("dcvit_in_one_file")
     images, labels = example.digits()
-    history = example.train(images[:400], labels[:400], patch=2, epochs=6, batch=32)
+    history = example.train(images[:400], labels[:400], patch=2, epochs=20, batch=32)
     (first_loss, _), (last_loss, last_accuracy) = history[0], history[-1]
     assert last_loss < first_loss
-    assert last_accuracy > 0.2
+    assert last_accuracy > 0.3  # of ten classes
 
 
 @pytest.mark.slow
-def test_dcvit_in_one_file_trains_on_a_folder(tmp_path, monkeypatch, capsys):
+def test_dcvit_in_one_file_trains_on_a_folder(tmp_path, monkeypatch, capsys, library_promotion):
     example = load("dcvit_in_one_file")
     image_folder(tmp_path / "photos")
     monkeypatch.setattr("sys.argv", ["x", "--folder", str(tmp_path / "photos" / "train"), "--size=16", "--epochs=1"])
@@ -99,7 +99,7 @@ def test_dcvit_in_one_file_trains_on_a_folder(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_dcformer_in_one_file_learns_and_samples():
+def test_dcformer_in_one_file_learns_and_samples(library_promotion):
     example = load("dcformer_in_one_file")
     model = example.DCFormer(width=16, depth=1, heads=2, hidden=32)
     text = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8)
