@@ -82,8 +82,8 @@ def test_dcvit_in_one_file_learns(library_promotion):
     images, labels = example.digits()
     history = example.train(images[:400], labels[:400], patch=2, epochs=20, batch=32)
     (first_loss, _), (last_loss, last_accuracy) = history[0], history[-1]
-    assert last_loss < first_loss
-    assert last_accuracy > 0.3  # of ten classes
+    assert last_loss < 0.9 * first_loss
+    assert last_accuracy > 0.2  # of ten classes
 
 
 @pytest.mark.slow
