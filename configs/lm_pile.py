@@ -4,8 +4,9 @@
     dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile --config.model.branches=q --workdir W
     dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
 
-Parameters are counted with the vocabulary given here. Batches are rows of 2048 tokens. The paper's results: validation
-perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 and 9).
+None of these models has been trained here: hours are not measured, and the results are the paper's, validation
+perplexity on the Pile and the average of zero-shot accuracies in % (Tables 4 and 9). Parameters are counted with the
+vocabulary given here. Batches are rows of 2048 tokens.
 
     preset                   parameters    steps  batch  tokens   result
     Transformer-405M        407,334,912   13,500    256      7B   Figure 3

@@ -4,8 +4,13 @@
     dcvit train --config configs/lm_stdlib.py:attention=mha --workdir W
     dcvit generate --workdir W --prompt "def main"
 
-Tokens are bytes, nothing is downloaded, and a run takes minutes on two CPU cores. `bash scripts/demo.sh lm` compares
-the two models. About every twentieth file belongs to the validation split.
+Tokens are bytes, and nothing is downloaded. About every twentieth file belongs to the validation split. Measured on two
+CPU cores by `bash scripts/demo.sh lm --seeds 0,1,2` (time without compilation; mean, smallest–largest):
+
+    attention   steps   time (s)   bits per byte
+    dcmha         600         79   2.154 (2.142–2.170)
+    mha           600         57   2.287 (2.260–2.300)
+    mha           832         82   2.058 (2.029–2.087)
 
 With size=small, heads are as wide as those of larger models, so that composition costs as much as there: 6 heads of 32
 instead of 8 of 16, 192 wide instead of 128, and 256 bytes of context instead of 128. A step has 4 rows instead of 16,

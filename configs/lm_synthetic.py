@@ -6,7 +6,13 @@
 
 An example is "apple . wolf . cello . in initial animal w ;": a pattern selects a word, a relation transforms it.
 `input_pipeline/text/synthetic.py` lists the tasks. Tokens are words, only the answers count, and nothing is
-downloaded. `dcvit evaluate` prints the accuracy of each task; docs/composed_tasks.md compares compositions.
+downloaded. `dcvit evaluate` prints the accuracy of each task. Measured on two CPU cores (time without compilation;
+five seeds, 95 % intervals; docs/evidence.csv, `synthetic`):
+
+    attention   steps   time (s)   answers (%)
+    dcmha       2,000         22   98.4 ± 0.5
+    mha         2,000         12   87.9 ± 2.6
+    mha         3,600         22   95.5 ± 3.1
 """
 
 from ml_collections import ConfigDict

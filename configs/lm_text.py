@@ -9,9 +9,9 @@
 `data_dir` is a folder, file or glob of .txt, .jsonl, .jsonl.zst and .parquet files. Tokens are bytes; `tokenizer=train`
 trains a BPE tokenizer on the text and stores it in the workdir, and `tokenizer=PATH/tokenizer.json` uses a given one.
 The last tenth of the text, with files in alphabetical order, is the validation split. 1,000 steps take minutes on two
-CPU cores; train longer (`--config.total_steps`), and larger models (`--config.model.width=512`), on more than a few
-megabytes of text. The text of .jsonl and .parquet files has the key "text", or that of `--config.input.data.key` and
-`--config.evals.validation.data.key`.
+CPU cores; what they reach depends on the text, and is not measured. Train longer (`--config.total_steps`), and larger
+models (`--config.model.width=512`), on more than a few megabytes of text. The text of .jsonl and .parquet files has the
+key "text", or that of `--config.input.data.key` and `--config.evals.validation.data.key`.
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, or weights of transformers. The model and the
 tokenizer are those of `init`, and the learning rate is 0.0001. `attention=dcmha` upcycles a plain model: compositions

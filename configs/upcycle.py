@@ -11,6 +11,9 @@ afresh. The schedule of the learning rate, warm-up included, is repeated with th
 --config.total_steps and --config.lr set. The seed is another than the run's, and so is the order of the data.
 `compose=none` trains the plain model on in the same way, for comparison.
 
+Measured on two CPU cores, with a model of width 64 on Python's standard library: 200 steps after 400 plain ones reach
+2.610 ± 0.074 bits per byte, and with `compose=none` 2.718 ± 0.064 (five seeds; docs/evidence.csv, `upcycle`).
+
 Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 
     dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=pets,compose=both --workdir W

@@ -4,8 +4,7 @@
     dcvit train --config configs/vit_cifar.py:dataset=cifar100,attention=mha --workdir W2
     dcvit train --config configs/vit_cifar.py:runlocal=true --workdir W3    (a few steps of a tiny model)
 
-This config has been tested with generated data only. It has not been trained at length here, so its accuracy is not
-measured.
+This config has been tested with generated data only. Its hours and its accuracy are not measured.
 
 The data is prepared once, with a download of about 170 MB:
 

@@ -3,7 +3,9 @@
     dcvit train --config configs/vit_digits.py --workdir W
     dcvit train --config configs/vit_digits.py:attention=mha --workdir W2
 
-1,437 images train, 360 test; a patch is 2×2 pixels, so a digit has 16 tokens.
+1,437 images train, 360 test; a patch is 2×2 pixels, so a digit has 16 tokens. On two CPU cores, the 2,694 steps take
+73 s (mha: 46 s). DCViT reaches 97.2 % top-1 with seed 0, the model `digits` of the package. After 1,500 steps DCViT and
+ViT tie: 95.2 ± 2.6 and 95.2 ± 0.8 % (three seeds, 95 % intervals; docs/evidence.csv, `table8`).
 """
 
 from ml_collections import ConfigDict

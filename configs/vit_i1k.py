@@ -5,6 +5,9 @@
     dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16,data=~/imagenet-1k --workdir W    (Parquet files)
     dcvit evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
 
+Accuracies are not measured here. 90 epochs of DCViT-S/16 are estimated to take 0.5 hours on a TPU v5e-32 and 1.1 on a
+v6e-8, without input and evaluations, from the TPU compiler's seconds for a step (docs/evidence.csv, `recipe`).
+
 The table lists the paper's results (Table 8; top-1 / top-5 accuracy in %). big_vision reaches 76.5 % with a schedule of
 90 epochs, so the column for epoch 90 is probably a checkpoint of the run with 300 epochs (epochs=300):
 

@@ -11,7 +11,8 @@ of `labels`. Other options of the source, such as `data_dir`, are keys of --conf
 text between the names of several classes in a cell, or with several `labels`, columns of 1 and 0, an image has any
 number of labels: the loss is a sum of sigmoid losses, and the evaluation reports average precision and F1. Images
 without a known label, an empty cell or -1, do not count. docs/labels.md describes the files. Images with several labels
-are not cropped, because a crop may cut off what a label names.
+are not cropped, because a crop may cut off what a label names. Hours and accuracy depend on the images, and are not
+measured.
 """
 
 from ml_collections import ConfigDict
