@@ -1,4 +1,4 @@
-"""The README is short, its commands run, its snippet works, its files exist, and its tables are measured results."""
+"""The README is short, its commands run and print what it shows, its snippet works, its results are measured."""
 
 import csv
 import re
@@ -14,11 +14,19 @@ README = PAGE.read_text()
 MARKER = "<!-- run by tests/scripts/test_readme.py -->"
 
 
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 @pytest.mark.weekly
-def test_its_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
+def test_its_commands_run_and_print_what_it_shows(tmp_path, monkeypatch, capsys, library_promotion):
+    """Numbers vary between processors, so that lines are compared without them."""
     (block,) = blocks(PAGE, "bash", MARKER)
     run_commands(commands(block), tmp_path, monkeypatch)
     assert all((tmp_path / name).exists() for name in ("explore.html", "runs/report.html"))
+    (shown,) = blocks(PAGE, "text", "<!-- printed by the commands above -->")
+    printed = re.sub(r"[\d.,]+", "0", "".join(capsys.readouterr()))
+    assert [line for line in re.sub(r"[\d.,]+", "0", shown).splitlines() if line not in printed] == []
     (snippet,) = blocks(PAGE, "python", MARKER)
     exec(compile(snippet, "README.md", "exec"), {})
 
@@ -56,5 +64,5 @@ def test_the_results_of_its_tables_are_rows_of_the_evidence():
     known = {f"{float(x):.1f} ± {float(width):.1f}" for x, width in rows if re.fullmatch(r"[\d.]+", width)}
     known |= {f"{x} ({width})" for x, width in rows if "–" in width}
     shown = re.findall(r"[\d.]+ ± [\d.]+|[\d.]+ \([\d.]+–[\d.]+\)", README.replace("**", ""))
-    assert len(shown) >= 16
+    assert len(shown) >= 10
     assert {*shown} <= known
