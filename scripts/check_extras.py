@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
-    "none", "train", "data", "tiff", "lm", "eval", "gcs", "s3", "wandb", "interop", "docs", "skypilot",
+    "none", "train", "data", "tiff", "lm", "eval", "gcs", "s3", "wandb", "torch", "interop", "docs", "skypilot",
 )  # fmt: skip
 TASK = """
 task: colors
@@ -118,7 +118,7 @@ def use(part, python, folder, installed):
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     named = re.search(r"dcvit\[(\w+)\]", lines[0]) if len(lines) == 1 else None
     if named and status == 2:
-        expected = "train" if installed == "none" else extra  # all of these extras include it
+        expected = "train" if installed in ("none", "torch") else extra  # all others include it
         return f"needs [{named[1]}]", named[1] != installed and named[1] in (expected, extra)
     if status == 0 or (part in EXPECTED and lines and re.search(EXPECTED[part], lines[0])):
         return "works", True

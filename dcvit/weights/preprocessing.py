@@ -12,13 +12,13 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
 from input_pipeline.preprocess.builder import Step, calls, decoded_as, decoding, parsed
+from input_pipeline.preprocess.keys import Change
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
 # Methods of interpolation by their names in timm, and those of `dcvit`'s ops.
 METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
 DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
-AUGMENTATIONS = ("flip_lr", "randaug", "color_jitter", "three_augment", "augmix")  # ops that keep the size
 NO_STEP = ("keep", "drop", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
 SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
@@ -192,14 +192,14 @@ def size_of(pp: str) -> tuple[int, int]:
       CheckpointError: the size depends on the image file.
     """
     size: tuple[int, int] | None = None
-    for _, op, given, _ in _steps(pp):
+    for _, op, given, function in _steps(pp):
         if fixed := given.get("size", given.get("crop_size")):
             size = _pair(fixed)
         elif op == "pad" and size:
             size = size[0] + 2 * given["border"], size[1] + 2 * given["border"]
         elif op == "central_crop" and size:
             size = min(size), min(size)
-        elif op not in (*NO_STEP, *RANGES, *AUGMENTATIONS):
+        elif op not in NO_STEP and not (isinstance(function, Change) and function.keeps_size):
             size = None
     if size is None:
         raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")

@@ -42,6 +42,8 @@ GENERATION = "generation_config.json"  # of language models of Hugging Face
 TOKENIZER = "tokenizer.json"
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 LFS_POINTER = b"version https://git-lfs"  # the beginning of a file that Git has not fetched
+# The wheel for CPUs, of some hundred MB, instead of that of PyPI, which brings several GB of CUDA's libraries.
+INSTALL_TORCH = 'pip install "dcvit[torch]" --extra-index-url https://download.pytorch.org/whl/cpu'
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 # Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
 DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
@@ -234,8 +236,7 @@ def _open_torch(path: Path) -> Tensors:
         import torch
     except ImportError:
         raise CheckpointError(
-            f"{path} is no safetensors or .npz file; "
-            'to read a file of PyTorch, install it: pip install "dcvit[interop]"'
+            f"{path} is no safetensors or .npz file; to read a file of PyTorch: {INSTALL_TORCH}"
         ) from None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -202,7 +202,10 @@ def resize(
         )
     if method in kernels.RESIZE and not antialias and image.dtype == np.uint8 and image.shape[2] == 3:
         return kernels.RESIZE[method](image, size)
-    pixels = np.asarray(tensorflow().image.resize(image, size, method=method, antialias=antialias))
+    if antialias and method in kernels.ANTIALIASED and image.dtype == np.uint8:
+        pixels = kernels.resize_antialiased(image, size, method)
+    else:
+        pixels = np.asarray(tensorflow().image.resize(image, size, method=method, antialias=antialias))
     if image.dtype.kind in "ui" and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
         pixels = np.clip(pixels, np.iinfo(image.dtype).min, np.iinfo(image.dtype).max)
     return pixels.astype(image.dtype)

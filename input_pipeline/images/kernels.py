@@ -29,6 +29,8 @@ IMAGE, OUT = "Array(uint8, 3, 'C', readonly=True)", "Array(uint8, 3, 'C')"
 SOURCES = "Array(uint32, 2, 'C', readonly=True)"
 INDICES, WEIGHTS = "Array(uint32, 1, 'C', readonly=True)", "Array(float32, 1, 'C', readonly=True)"
 COVER = f"Tuple(({INDICES}, {INDICES}, {WEIGHTS}, {WEIGHTS}))"  # first, end, shares of the first and of the last
+TAPS, FLOATS = "Array(float32, 2, 'C', readonly=True)", "Array(float32, 3, 'C', readonly=True)"
+TOTAL = "Array(float32, 3, 'C')"
 AXIS = f"Tuple(({INDICES}, {INDICES}, {WEIGHTS}))"  # both neighbors of each pixel, and the weight of the second
 
 
@@ -184,6 +186,88 @@ def _average(image, columns, rows, scale, out):
 
 
 RESIZE = {"bilinear": resize_bilinear, "area": resize_area}  # by method
+
+
+def resize_antialiased(
+    image: UInt8[np.ndarray, "height width channels"], size: tuple[int, int], method: str
+) -> Float32[np.ndarray, "new_height new_width channels"]:
+    """Resize an image of any channels as TensorFlow's ScaleAndTranslate with antialiasing.
+
+    Each value is a mean of neighbors under a kernel, which is stretched to the width of a pixel of the result if that
+    is the larger one. The weighted rows are added first, then the weighted columns, in float32.
+
+    Args:
+      image: the pixels.
+      size: height and width of the result.
+      method: one of `ANTIALIASED`. Values of "bicubic" may be outside of [0, 255].
+    """
+    if image.shape[:2] == size:
+        return image.astype(np.float32)
+    (tops, down), (lefts, across) = (_taps(*lengths, method) for lengths in zip(image.shape, size, strict=False))
+    rows = np.zeros((size[0], *image.shape[1:]), np.float32)
+    _add_rows(np.ascontiguousarray(image), tops, down, rows)
+    out = np.zeros((*size, image.shape[2]), np.float32)
+    _add_columns(rows, lefts, across, out)
+    return out
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    """Return the values of the cubic kernel with a = -1/2 (Keys, 1981) at distances x of 0 or more."""
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return np.where(x >= 2, 0, np.where(x >= 1, far, near))
+
+
+# Radius and values of the kernel, by method.
+ANTIALIASED: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
+    "bilinear": (1, lambda x: np.maximum(1 - x, 0)),
+    "bicubic": (2, _cubic),
+}
+
+
+@functools.lru_cache(maxsize=512)
+def _taps(
+    length: int, new_length: int, method: str
+) -> tuple[UInt32[np.ndarray, "new_length"], Float32[np.ndarray, "new_length taps"]]:
+    """Return, for each output position of an axis, its first input position, and the weights of it and the next."""
+    (radius, values), one, half = ANTIALIASED[method], np.float32(1), np.float32(0.5)
+    scale = one / (np.float32(new_length) / np.float32(length))  # as TensorFlow rounds it
+    stretch = max(scale, one)
+    reach = np.float32(radius) * stretch
+    center = (np.arange(new_length, dtype=np.float32) + half) * scale
+    first = np.clip(np.ceil(center - reach - half).astype(np.int64), 0, length - 1)
+    last = np.clip(np.floor(center + reach - half).astype(np.int64), 0, length - 1)
+    weights = np.zeros((new_length, min(2 * int(np.ceil(reach)) + 1, length)), np.float32)
+    for i in range(weights.shape[1]):
+        distance = np.abs((first + i).astype(np.float32) + half - center) * (one / stretch)
+        weights[:, i] = np.where(first + i <= last, values(distance), 0)
+    total = functools.reduce(np.add, weights.T)  # one after the other
+    return first.astype(np.uint32), weights * (one / total)[:, None]
+
+
+@_compiled(IMAGE, INDICES, TAPS, TOTAL)
+@no_type_check
+def _add_rows(image, starts, weights, out):
+    """Add the weighted rows of the image, from the start of each row of the output, to this row."""
+    for y in range(out.shape[0]):
+        total = out[y].reshape(-1)
+        for tap in range(min(weights.shape[1], image.shape[0] - np.int64(starts[y]))):
+            weight, pixels = weights[y, tap], image[np.int64(starts[y]) + tap].reshape(-1)
+            for i in range(total.size):
+                total[i] += np.float32(pixels[i]) * weight
+
+
+@_compiled(FLOATS, INDICES, TAPS, TOTAL)
+@no_type_check
+def _add_columns(rows, starts, weights, out):
+    """Add the weighted columns of `rows`, from the start of each column of the output, to this column."""
+    channels = np.uint32(out.shape[2])
+    for y in range(out.shape[0]):
+        pixels, total = rows[y].reshape(-1), out[y].reshape(-1)
+        for x in range(np.uint32(out.shape[1])):
+            for tap in range(np.uint32(min(weights.shape[1], rows.shape[1] - np.int64(starts[x])))):
+                weight, at = weights[x, tap], channels * (starts[x] + tap)
+                for channel in range(channels):
+                    total[channels * x + channel] += pixels[at + channel] * weight
 
 
 def move(image: np.ndarray, sources: UInt32[np.ndarray, "height width"], outside: int) -> Pixels:

@@ -37,7 +37,7 @@ def randaug(num_layers: int = 2, magnitude: float = 10) -> Change:
     """
     if not 0 <= num_layers <= MAX_LAYERS or not 0 <= magnitude <= 30:
         raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 to {MAX_LAYERS} layers of magnitude 0 to 30")
-    return Change(lambda image, rng: ops.randaug(image, rng, num_layers, magnitude))
+    return Change(lambda image, rng: ops.randaug(image, rng, num_layers, magnitude), keeps_size=True)
 
 
 def color_jitter(brightness: float = 0, contrast: float = 0, saturation: float = 0, hue: float = 0) -> Change:
@@ -65,7 +65,7 @@ def color_jitter(brightness: float = 0, contrast: float = 0, saturation: float =
                 pillow = changes[i](pillow, float(rng.uniform(low, high)))
         return np.asarray(pillow)
 
-    return Change(change)
+    return Change(change, keeps_size=True)
 
 
 def change_hue(image: Image.Image, turn: float) -> Image.Image:
@@ -100,7 +100,7 @@ def three_augment() -> Change:
         pillow = Image.fromarray(ops.rgb(image, "three_augment"))
         return np.asarray(choices[int(rng.integers(len(choices)))](pillow, rng))
 
-    return Change(change)
+    return Change(change, keeps_size=True)
 
 
 def augmix(severity: float = 3, width: int = 3, depth: int = -1, alpha: float = 1.0) -> Change:
@@ -123,7 +123,8 @@ def augmix(severity: float = 3, width: int = 3, depth: int = -1, alpha: float = 
         )
     if depth != -1 and not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"augmix(depth={depth}): expected 1 to {MAX_DEPTH} ops in a chain, or -1")
-    return Change(functools.partial(_augmix, severity=severity, width=width, depth=depth, alpha=alpha))
+    mix = functools.partial(_augmix, severity=severity, width=width, depth=depth, alpha=alpha)
+    return Change(mix, keeps_size=True)
 
 
 def _augmix(

@@ -128,7 +128,7 @@ def after_resizing(spec: str) -> tuple[str, tuple[int, int, int] | None]:
             size = (size[0] + 2 * found["border"], size[1] + 2 * found["border"])
         elif sides := found.get("size") or found.get("crop_size"):
             size = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
-        elif step.op in ("decode", "resize_small", "resize_long", "central_crop"):
+        elif not step.function.keeps_size:
             size = None
     return "|".join(rest), size and (*size, channels)
 

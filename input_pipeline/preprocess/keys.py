@@ -26,6 +26,7 @@ class Change:
     outkey: str = "image"
     name: str = "op"  # in messages
     encoded: bool = False  # the value is the bytes of an image file instead of pixels
+    keeps_size: bool = False  # the result has the height and width of the value
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
         """Apply the op. Raises ReadingError if the value is not an image: the preprocessing string is wrong."""

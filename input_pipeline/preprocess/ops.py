@@ -225,7 +225,7 @@ def flip_lr() -> Change:
             flipped[..., channel] = image[:, ::-1, channel]
         return flipped
 
-    return Change(change)
+    return Change(change, keeps_size=True)
 
 
 def value_range(
@@ -257,7 +257,7 @@ def value_range(
         scaled += np.float32(vmin)
         return np.clip(scaled, vmin, vmax, out=scaled) if clip_values else scaled
 
-    return Change(change)
+    return Change(change, keeps_size=True)
 
 
 def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG_STD) -> Change:
@@ -270,7 +270,7 @@ def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG
     if len(mean) != len(std) or not all(0 < each < np.inf for each in std):
         raise InputError(f"vgg_value_range: {mean=}, {std=}; expected one mean and one std above 0 for each channel")
     center, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
-    return Change(lambda image, rng: _normalized("vgg_value_range", image, center, scale))
+    return Change(lambda image, rng: _normalized("vgg_value_range", image, center, scale), keeps_size=True)
 
 
 def _normalized(op: str, image: np.ndarray, center: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import re
 import struct
+import sys
 import tracemalloc
 import zipfile
 
@@ -248,6 +250,14 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     with refused(CheckpointError, str(tmp_path), match=match) as error:
         open_weights(path).tree()
     assert "weights_only" not in str(error.value)  # PyTorch recommends to unpickle the file
+
+
+def test_a_missing_pytorch_is_named_with_the_wheel_without_cuda(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (tmp_path / "a.pth").write_bytes(b"\x80\x02}q\x00.")
+    install = re.escape('pip install "dcvit[torch]" --extra-index-url https://download.pytorch.org/whl/cpu')
+    with refused(CheckpointError, match=f"to read a file of PyTorch: {install}$"):
+        open_weights(tmp_path / "a.pth")
 
 
 def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):

@@ -13,7 +13,8 @@ from dcvit.weights import hf_processor, preprocessing
 from dcvit.weights.export import check
 from dcvit.weights.families import open_weights
 from dcvit.weights.tensors import PROCESSOR
-from input_pipeline import Preprocess
+from input_pipeline import Preprocess, after_resizing
+from input_pipeline.preprocess import keys, ops
 
 # Class and config of the smallest model of each type, for images of 224 pixels, as of the default processors.
 TINY = dict(
@@ -166,6 +167,19 @@ def test_size_is_that_of_the_images_which_the_ops_yield(pp, expected):
     photo().save(encoded := io.BytesIO(), "PNG")
     image = encoded.getvalue() if pp.startswith("decode") else np.asarray(photo())
     assert Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"].shape[:2] == expected
+
+
+def test_a_new_op_says_itself_that_it_keeps_the_size(monkeypatch):
+    """No other module needs to know it."""
+    for name, keeps_size in (("invert", True), ("turn", False)):
+        op = keys.Change(lambda image, rng: image.swapaxes(0, 1), keeps_size=keeps_size)
+        monkeypatch.setattr(ops, name, lambda op=op: op, raising=False)
+    monkeypatch.setattr(ops, "__all__", [*ops.__all__, "invert", "turn"])
+    assert preprocessing.size_of("decode|resize(8)|invert|value_range") == (8, 8)
+    assert after_resizing("decode|resize(8)|invert|value_range")[1] == (8, 8, 3)
+    assert after_resizing("decode|resize(8)|turn|value_range")[1] is None
+    with refused(CheckpointError, match="has no size of images"):
+        preprocessing.size_of("decode|resize(8)|turn|value_range")
 
 
 def test_steps_that_no_processor_has_are_refused_in_one_line():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.images import kernels
+from input_pipeline.images import decode, kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 SIDES = [(1, 1), (1, 300), (2, 3), (17, 200), (224, 224), (375, 500), (1000, 31)]
@@ -33,6 +33,24 @@ def test_averaged_pixels_are_bitwise_those_of_tensorflow(sides):
         for image in (noise(*sides), np.full((*sides, 3), 255, np.uint8)):
             expected = tf.image.resize(image, size, method="area").numpy()
             np.testing.assert_array_equal(kernels.resize_area(image, size), expected.astype(np.uint8))
+
+
+@pytest.mark.parametrize("method", kernels.ANTIALIASED)
+@pytest.mark.parametrize("sides", SIDES)
+def test_antialiased_pixels_are_bitwise_those_of_tensorflow(sides, method):
+    """Compared as floats, before they are clipped."""
+    tf = pytest.importorskip("tensorflow")
+    for size in ((1, 1), (2, 500), (224, 224), (301, 97)):
+        for image in (noise(*sides), noise(*sides)[..., :1]):
+            expected = tf.image.resize(image, size, method=method, antialias=True).numpy()
+            np.testing.assert_array_equal(kernels.resize_antialiased(image, size, method), expected)
+
+
+def test_antialiased_resizing_does_not_import_tensorflow(monkeypatch):
+    """Models of timm and transformers are used with it."""
+    monkeypatch.setattr(decode, "tensorflow", None)
+    for method in kernels.ANTIALIASED:
+        assert decode.resize(noise(9, 7), (4, 5), method, antialias=True).shape == (4, 5, 3)
 
 
 @pytest.mark.slow

@@ -12,6 +12,11 @@ import input_pipeline as ip
 from input_pipeline.preprocess import keys, ops
 
 SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
+CHANGES = [name for name in ops.__all__ if not hasattr(keys, name) and name != "patches"]  # ops on one value
+# Arguments of ops that need some.
+NEEDED = {"pad": [1], "random_crop": [2], "resize": [2], "resize_long": [4], "resize_pillow": [2]} | {
+    "resize_small": [2], "inception_crop": [2], "decode_jpeg_and_inception_crop": [2], "color_jitter": [0.3]
+}  # fmt: skip
 
 
 def apply(spec, image=SMALL, **example):
@@ -56,19 +61,24 @@ def test_bars_in_quotes_are_part_of_a_key():
     assert apply('keep("|")|', **{"|": 3}) == {"|": 3}
 
 
-@pytest.mark.parametrize("name", [name for name in ops.__all__ if not hasattr(keys, name) and name != "patches"])
+@pytest.mark.parametrize("name", CHANGES)
 def test_every_op_on_one_value_reads_and_stores_the_named_keys(name):
     """`inkey` and `outkey` alone leave the other at "image", and `key` replaces both, as in big_vision."""
-    needed = {"pad": [1], "random_crop": [2], "resize": [2], "resize_long": [4], "resize_pillow": [2]} | {
-        "resize_small": [2], "inception_crop": [2], "decode_jpeg_and_inception_crop": [2], "color_jitter": [0.3]
-    }  # fmt: skip
-    arguments = ", ".join(map(str, needed.get(name, ())))
+    arguments = ", ".join(map(str, NEEDED.get(name, ())))
     for given, inkey, outkey in (
         ("key='x'", "x", "x"), ("inkey='x'", "x", "image"), ("outkey='y'", "image", "y"),
         ("inkey='x', outkey='y'", "x", "y"), ("key='z', inkey='x'", "z", "z"), ("", "image", "image"),
     ):  # fmt: skip
         op = ip.Preprocess(f"{name}({', '.join(filter(None, (arguments, given)))})").ops[0]
         assert (op.inkey, op.outkey) == (inkey, outkey), given
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_ops_that_say_so_keep_the_size(name):
+    image = np.random.default_rng(0).integers(256, size=(7, 5, 3), dtype=np.uint8)
+    (op,) = ip.Preprocess(f"{name}({', '.join(map(str, NEEDED.get(name, ())))})").ops
+    if op.keeps_size:
+        assert {op({"image": image}, np.random.default_rng(i))["image"].shape for i in range(9)} == {image.shape}
 
 
 @pytest.mark.slow
