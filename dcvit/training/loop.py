@@ -107,6 +107,8 @@ class Trainer:
             done = self.progress.early.reason or f"all {total} steps are done"
             run.display.line(f"the run is complete: {done}")
             return
+        if start:
+            run.claim()
         self._send_row()
         mesh, data = self.setup.model.mesh, self.setup.data
         result = StepResult(start, state, {})
