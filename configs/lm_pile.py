@@ -1,8 +1,8 @@
 """Language models of the DCMHA paper on the Pile, by name.
 
-    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
-    dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile --config.model.branches=q --workdir W
-    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data_dir=/data/pile --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data_dir=pile --config.model.branches=q --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data_dir=/data/pile,runlocal=true --workdir W
 
 None of these models has been trained here: hours are not measured, and the results are the paper's, validation
 perplexity on the Pile and the average of zero-shot accuracies in % (Tables 4 and 9). Parameters are counted with the
@@ -63,9 +63,9 @@ Ablations and trade-offs override fields of the preset, as --config.model.FIELD=
     Table 10   3:1, 7:1        window_pattern=3:1  QW             branches=q
     Section 3.2                groups=2
 
-The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenized files; `data` is the path of the .bin file,
-and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl, .jsonl.zst and .parquet files
-with `tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
+The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenized files; `data_dir` is the path of the .bin
+file, and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl, .jsonl.zst and .parquet
+files with `tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
 DATA/validation. docs/text.md has the details. Tokens of another vocabulary also need --config.vocab_size=N and, for
 both kinds of tokenized data, --config.input.data.vocab_size=N and --config.evals.validation.data.vocab_size=N.
 --config.document_mask=True masks attention between documents, which the paper does not do. If the data does not define
@@ -77,7 +77,7 @@ the gradient of a batch in 16 parts. The function `pods` lists the slice of a TP
 
 Long rows are split over chips too (docs/clusters.md). Here, a batch has as many tokens as above:
 
-    dcvit train --config configs/lm_pile.py:preset=DCFormer++-6.9B,context=32768,grad_accum=4,data=/data/pile \\
+    dcvit train --config configs/lm_pile.py:preset=DCFormer++-6.9B,context=32768,grad_accum=4,data_dir=/data/pile \\
       --config.mesh="[('fsdp', -1), ('context', 4)]" --config.sharding_strategy=fsdp \\
       --config.input.batch_size=64 --config.evals.validation.batch_size=64 --workdir W
 """
@@ -89,7 +89,7 @@ GPT2_VOCAB = 50_257
 
 def get_config(
     preset: str = "DCFormer++-405M",
-    data: str = "/data/pile",
+    data_dir: str = "/data/pile",
     kind: str = "megatron",
     tokenizer: str | None = None,
     context: int = 2048,
@@ -97,7 +97,7 @@ def get_config(
     grad_accum: int = 1,
     runlocal: bool = False,
 ) -> ConfigDict:
-    """Return the config of the model `preset` for the files at `data`; the module docstring has the other arguments."""
+    """Return the config of the model `preset` for the files at `data_dir`; the module has the other arguments."""
     steps, batch_size, lr = recipe(preset)
     config = ConfigDict()
     config.seed = 0
@@ -107,7 +107,7 @@ def get_config(
     options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
     if kind != "text":  # the data has tokens
         options |= {"vocab_size": config.vocab_size, "end_of_text": None}
-    train, held_out = splits(options, data, validation)
+    train, held_out = splits(options, data_dir, validation)
     config.input = {"data": train, "batch_size": batch_size}
     config.grad_accum = grad_accum
     config.mesh = [("fsdp", -1), ("tensor", 1)]
@@ -134,14 +134,14 @@ def get_config(
     return config
 
 
-def splits(options: dict, data: str, validation: int) -> tuple[dict, dict]:
+def splits(options: dict, data_dir: str, validation: int) -> tuple[dict, dict]:
     """Return the options of the training and of the validation data; of kind megatron, both are rows of one file."""
     if options["kind"] == "text" and "tokenizer" not in options:
         raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
     if options["kind"] == "megatron":
-        options = options | {"path": data}
+        options = options | {"path": data_dir}
         return options | {"rows": (0, -validation)}, options | {"rows": (-validation, None)}
-    train, held_out = (options | {"path": f"{data}/{split}"} for split in ("train", "validation"))
+    train, held_out = (options | {"path": f"{data_dir}/{split}"} for split in ("train", "validation"))
     return train, held_out
 
 

@@ -1,21 +1,23 @@
 """Fine-tuning of a trained ViT or DCViT on another data set, optionally at another resolution.
 
-    dcvit train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
+    dcvit train --config configs/transfer.py:init=CHECKPOINT,dataset=oxford_iiit_pet --workdir W
     dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=pets --config.input.batch_size=64 --workdir W
-    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=pets,compose=both --workdir W
+    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=pets,attention=dcmha --workdir W
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, a big_vision `.npz` file, or weights of
 transformers or timm. The model and the preprocessing are those of `init`, with the number of classes of the new data.
-For weights that do not tell their model, give --config.model.variant. `compose=both` upcycles a plain model:
-compositions that start as the identity are added. With `res`, and for weights that tell no preprocessing, images are
-cropped to that resolution, by default 384, with the `exif` and the range of values of `init`; --config.input.pp sets
-other crops. The head is initialized to zero. Learned position embeddings are resampled to the new resolution; fixed
-ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is that of big_vision's transfer.py: momentum,
-cosine, no weight decay, 500 to 20,000 steps. Its learning rates (--config.lr), tuned per data set, lie between 0.001
-and 0.03. Hours and accuracies on these data sets are not measured here.
+For weights that do not tell their model, give --config.model.variant. `attention=dcmha`, or another name of
+docs/heads.md, upcycles a plain model: compositions that start as the identity are added. With `res`, and for weights
+that tell no preprocessing, images are cropped to that resolution, by default 384, with the `exif` and the range of
+values of `init`; --config.input.pp sets other crops. The head is initialized to zero. Learned position embeddings are
+resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is that
+of big_vision's transfer.py: momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates (--config.lr),
+tuned per data set, lie between 0.001 and 0.03. Hours and accuracies on these data sets are not measured here.
 """
 
 from ml_collections import ConfigDict
+
+from dcvit.models.head_settings import of_attention
 
 # name: training, validation and test split, steps
 DATASETS = {
@@ -32,17 +34,17 @@ LABELS = '|onehot({num_classes})|keep("image", "labels")'
 
 def get_config(
     init: str = "",
-    data: str = "",
+    dataset: str = "",
     data_dir: str = "",
     val_fraction: float = 0.0,
     res: int | None = None,
     exif: bool | None = None,
-    compose: str | None = None,
+    attention: str | None = None,
     init_config: dict | None = None,
 ) -> ConfigDict:
     """Return the config; arguments that are None are those of `init`, whose config is `init_config`.
 
-    `data` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
+    `dataset` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
     """
     if not init:
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
@@ -52,7 +54,7 @@ def get_config(
     if any(evaluator.get("type") == "multilabel" for evaluator in run.get("evals", {}).values()):
         raise ValueError(f"init={init} has several labels for an image: use vit_manifest.py with config.model_init")
     pp_train, pp_eval = preprocessing(run, res, exif)
-    train, evaluated, steps = sources(data, data_dir, val_fraction)
+    train, evaluated, steps = sources(dataset, data_dir, val_fraction)
 
     config = ConfigDict()
     config.seed = 0
@@ -63,9 +65,9 @@ def get_config(
     config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = {**run.get("model", MODEL), **({"compose": compose} if compose else {})}
+    config.model = {**run.get("model", MODEL), **(of_attention(attention) if attention else {})}
     config.model_init = init
-    config.model_load = {"dont_load": ["head/kernel", "head/bias"], "upcycle": compose is not None}
+    config.model_load = {"dont_load": ["head/kernel", "head/bias"], "upcycle": attention not in (None, "mha")}
 
     config.loss = "softmax_xent"
     config.optax_name = "trace"
@@ -103,15 +105,15 @@ def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, s
     )
 
 
-def sources(data: str, data_dir: str, val_fraction: float) -> tuple[dict, dict[str, dict], int]:
+def sources(dataset: str, data_dir: str, val_fraction: float) -> tuple[dict, dict[str, dict], int]:
     """Return the options of the training data and of each evaluator's data, and the number of training steps."""
-    if bool(data) == bool(data_dir):
-        raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
-    if data and data not in DATASETS:
-        raise ValueError(f"data={data!r}; known: {', '.join(DATASETS)}")
-    if data:
-        train, val, test, steps = DATASETS[data]
-        found = {s: {"kind": "tfds", "name": data, "split": s} for s in (train, val, test)}
+    if bool(dataset) == bool(data_dir):
+        raise ValueError(f"give either dataset={'|'.join(DATASETS)} or data_dir=FOLDER")
+    if dataset and dataset not in DATASETS:
+        raise ValueError(f"dataset={dataset!r}; known: {', '.join(DATASETS)}")
+    if dataset:
+        train, val, test, steps = DATASETS[dataset]
+        found = {s: {"kind": "tfds", "name": dataset, "split": s} for s in (train, val, test)}
         return found[train], {"val": found[val], "test": found[test]}, steps
     folder = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
     return {**folder, "split": "train"}, {"val": {**folder, "split": "val"}}, 500

@@ -2,39 +2,41 @@
 
     dcvit train --config configs/upcycle.py:init=runs/plain --workdir runs/upcycled
     dcvit train --config configs/upcycle.py:init=runs/plain --workdir W --config.model.static=True --config.lr=3e-4
-    dcvit train --config configs/upcycle.py:init=runs/plain,compose=none --workdir W    (the baseline)
+    dcvit train --config configs/upcycle.py:init=runs/plain,attention=mha --workdir W    (the baseline)
 
 `init` is a workdir, or a checkpoint folder of one. The model, the data and the recipe are those of the run, with
 compositions that start as the identity: at step 0 the model computes the function of the plain one. They are those of
-the paper; --config.model.branches, projection, gate, static, rank and groups select others. The optimizer starts
-afresh. The schedule of the learning rate, warm-up included, is repeated with the length and the peak of the run, which
---config.total_steps and --config.lr set. The seed is another than the run's, and so is the order of the data.
-`compose=none` trains the plain model on in the same way, for comparison.
+the paper; --config.model.compose, branches, projection, gate, static, rank and groups select others. The optimizer
+starts afresh. The schedule of the learning rate, warm-up included, is repeated with the length and the peak of the run,
+which --config.total_steps and --config.lr set. The seed is another than the run's, and so is the order of the data.
+`attention=mha` trains the plain model on in the same way, for comparison.
 
 Measured on two CPU cores, with a model of width 64 on Python's standard library: 200 steps after 400 plain ones reach
 2.610 ± 0.074 bits per byte, and with `compose=none` 2.718 ± 0.064 (five seeds; docs/evidence.csv, `upcycle`).
 
 Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 
-    dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=pets,compose=both --workdir W
+    dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=pets,attention=dcmha --workdir W
     dcvit train --config configs/lm_text.py:init=gpt2,data_dir=books,attention=dcmha --workdir W
 """
 
 from ml_collections import ConfigDict
 
+from dcvit.models.head_settings import of_attention
+
 UNITS = ("steps", "epochs", "examples")
 BRANCHES = {"branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1}
 
 
-def get_config(init: str = "", compose: str | None = "both", init_config: dict | None = None) -> ConfigDict:
-    """Return the config of the run `init`, `init_config`, for a model that composes "pre", "post", "both" or None."""
+def get_config(init: str = "", attention: str = "dcmha", init_config: dict | None = None) -> ConfigDict:
+    """Return the config of the run `init`, `init_config`, with the `attention` of a name of docs/heads.md."""
     if not init:
         raise ValueError("give the run to start from: upcycle.py:init=WORKDIR")
     if init_config and not any(f"total_{unit}" in init_config for unit in UNITS):
-        use = {"vit": "transfer.py:init={},compose=both", "lm": "lm_text.py:init={},attention=dcmha"}
+        use = {"vit": "transfer.py", "lm": "lm_text.py"}[init_config["model_name"]]
         raise ValueError(
             f"init={init} are weights without data and recipe; upcycle them by "
-            f"{use[init_config['model_name']].format(init)},data_dir=FOLDER"
+            f"{use}:init={init},attention=dcmha,data_dir=FOLDER"
         )
     if not init_config:
         raise ValueError(
@@ -52,7 +54,7 @@ def get_config(init: str = "", compose: str | None = "both", init_config: dict |
             data.tokenizer = data.tokenizer.replace("{workdir}", workdir)
 
     with config.ignore_type():
-        config.model.update({"compose": compose, **BRANCHES})
+        config.model.update({**BRANCHES, **of_attention(attention)})
         config.model_init = init
-        config.model_load = {"upcycle": compose is not None}
+        config.model_load = {"upcycle": attention != "mha"}
     return config

@@ -2,7 +2,7 @@
 
     dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir W
     dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
-    dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16,data=~/imagenet-1k --workdir W    (Parquet files)
+    dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16,data_dir=~/imagenet-1k --workdir W    (Parquet files)
     dcvit evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
 
 Accuracies are not measured here. 90 epochs of DCViT-S/16 are estimated to take 0.5 hours on a TPU v5e-32 and 1.1 on a
@@ -30,7 +30,7 @@ The released training configuration and the paper's text differ:
 On TPUs and GPUs, activations are bfloat16 (dtype_mm="auto"); parameters, norms, softmax and logits are always float32.
 The paper and big_vision's config train with float32 activations: --config.model.dtype_mm=float32.
 
-The data is imagenet2012 of tensorflow-datasets or, with data=FOLDER, ImageNet-1k as the Hugging Face Hub stores it:
+The data is imagenet2012 of tensorflow-datasets or, with data_dir=FOLDER, ImageNet-1k as the Hugging Face Hub stores it:
 train-00000-of-00294.parquet and so on, in FOLDER or FOLDER/data. Evaluation also uses imagenet2012_real, imagenet_v2,
 imagenet_a, imagenet_r and imagenet_sketch of tensorflow-datasets if they exist; docs/imagenet.md explains how
 to prepare them. With --config.input.data.cache=true raw examples are kept in memory (about 140 GB).
@@ -47,9 +47,9 @@ def get_config(
     as_released: bool = False,
     as_written: bool = False,
     runlocal: bool = False,
-    data: str = "",
+    data_dir: str = "",
 ) -> ConfigDict:
-    """Return the config; `variant` names the model. The module describes `as_released`, `as_written` and `data`."""
+    """Return the config; `variant` names the model. The module describes `as_released`, `as_written` and `data_dir`."""
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -60,7 +60,7 @@ def get_config(
     pp_eval = f"decode|resize_small({resized})|central_crop({size})"
 
     config.input = ConfigDict()
-    config.input.data = _source("imagenet2012", "train[:99%]", data)
+    config.input.data = _source("imagenet2012", "train[:99%]", data_dir)
     config.input.batch_size = 1024
     config.input.pp = f"decode_jpeg_and_inception_crop({size})|flip_lr|randaug(2, 10)" + pp_common.format(label="label")
     config.pp_predict = pp_eval + "|value_range(-1, 1)"
@@ -83,7 +83,7 @@ def get_config(
     config.ckpt_steps = 1000
 
     def evaluation(name: str, split: str, label: str = "label", **options: object) -> dict:
-        source, pp = _source(name, split, data), pp_eval + pp_common.format(label=label)
+        source, pp = _source(name, split, data_dir), pp_eval + pp_common.format(label=label)
         return {"type": "classification", "data": source, "pp": pp, "log_steps": 2500, **options}
 
     config.evals = {

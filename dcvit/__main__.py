@@ -19,10 +19,10 @@ def dispatch(argv: Sequence[str] | None) -> int:
       ConfigError: there is no such command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["help"] and words[1:] not in ([], ["config"]):
+    if words[:1] == ["help"] and words[1:2] not in ([], ["config"]):
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_keys() if words[1:] == ["config"] else _usage())
+        print(_config_help(words[2:]) if words[1:2] == ["config"] else _usage())
         return 0 if words else 2
     if words[0] == "--version":
         print(f"dcvit {__version__}")
@@ -34,14 +34,20 @@ def dispatch(argv: Sequence[str] | None) -> int:
 
 def _usage() -> str:
     commands = [f"  {name:14}{description}" for name, description in COMMANDS.items()]
-    helps = ["  help COMMAND     options and examples of a command", "  help config      all keys of a config"]
+    helps = [
+        "  help COMMAND      options and examples of a command",
+        "  help config       all keys of a config",
+        "  help config NAME  commands, arguments and keys of a config, such as vit_digits",
+    ]
     return "\n".join(["usage: dcvit [--version] COMMAND [options]", "", *commands, "", *helps])
 
 
-def _keys() -> str:
-    """Return a text with the type, the default and the meaning of every config key."""
-    from dcvit.config import values
+def _config_help(names: Sequence[str]) -> str:
+    """Return the help of configs, or a text with the type, the default and the meaning of every config key."""
+    from dcvit.config import load, values
 
+    if names:
+        return "\n\n".join(map(load.describe, names))
     lines = ["Keys of a config; --config.KEY=VALUE sets one on the command line.", ""]
     for name, kind, default, text in values.describe_keys():
         lines += [f"{name}: {kind}" + (f" = {default}" if default else ""), f"    {text}"]

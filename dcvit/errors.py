@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,20 +19,9 @@ from input_pipeline.errors import nearest as similar
 __all__ = [
     "EXPECTED", "NOT_FINITE", "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call",
     "check_regex", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
-    "unknown_key",
 ]  # fmt: skip
 
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"  # what a model computes
-# Names of other packages, whose spelling is closer to another key than to that of the same meaning.
-SYNONYMS = {
-    "batch_size": "input.batch_size",
-    "epochs": "total_epochs",
-    "learning_rate": "lr",
-    "steps": "total_steps",
-    "weight_decay": "wd",
-}
-
-
 # What the release 0.3.0 removed, by its complete name (of an option, with the command) → what to use instead. For one
 # release.
 REMOVED: dict[str, str] = {
@@ -109,24 +97,6 @@ def nearest(name: str, valid_names: Iterable[str], place: str = "") -> str:
     """
     replacement = REMOVED.get(f"{place}{name}")
     return f"removed in 0.3.0: {replacement}" if replacement else similar(name, valid_names)
-
-
-def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
-    """Return a message about an unknown key: the most similar one, or where all keys are listed.
-
-    Args:
-      name: the complete name, such as "config.model".
-      key: the part of it that is not known.
-      known: the valid names in its place.
-    """
-    if name in REMOVED:
-        return f"unknown key {name!r}; {nearest(name, known)}"
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    if name == f"config.{key}" and key in SYNONYMS:
-        close = [SYNONYMS[key]]
-    return f"unknown key {name!r}; " + (
-        f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
-    )
 
 
 def escaped(text: str) -> str:

@@ -56,7 +56,7 @@ PARTS = {
     "TIFF of channels": ("tiff", "check-data --config vit_folder:data_dir=channels,val_fraction=0.5 "
                          "--config.input.pp=decode(2,dtype='uint16') --config.evals.val.pp=decode(2,dtype='uint16')"),
     "tfds": ("data", "check-data --config vit_i1k"),
-    "Parquet": ("data", "check-data --config vit_i1k:data=parquet"),
+    "Parquet": ("data", "check-data --config vit_i1k:data_dir=parquet"),
     "BPE tokenizer": ("lm", "train --config lm_text:data_dir=text,tokenizer=train,vocab_size=300 --workdir bpe "
                       f"{SHORT}"),
     "zstd": ("lm", f"train --config lm_text:data_dir=zstd --workdir zst {SHORT}"),

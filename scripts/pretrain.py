@@ -45,7 +45,7 @@ COLUMNS = ("top1", "top5", "loss", "bits_per_byte", "accuracy")  # of an evaluat
 
 def evaluations(folder: Path) -> dict[str, dict[str, float]]:
     """Return the figures of each evaluator of a run or of a model of the package, by the name of the evaluator."""
-    rows, _ = evaluate(open_model(folder))
+    rows = evaluate(open_model(folder)).rows
     return {
         str(row["evaluation"]): {key: row[key] for key in COLUMNS if row.get(key) is not None}
         for row in rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from dcvit.errors import has_type
+from dcvit.errors import REMOVED, has_type, nearest
 
 OWN_TOKENIZER = "{workdir}/tokenizer.json"  # option `tokenizer` of text: the run trains it and keeps it in its workdir
 UNITS = ("steps", "epochs", "examples", "percent")
@@ -164,6 +165,37 @@ INPUT_KEYS = {
     ),
 }  # fmt: skip
 
+# Names of timm, transformers and other libraries → the key of the same meaning.
+SYNONYMS = {
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size", "train_batch_size"), "input.batch_size"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "total_epochs"),
+    **dict.fromkeys(("steps", "max_steps", "num_steps"), "total_steps"),
+    **dict.fromkeys(("drop_path", "drop_path_rate", "stochastic_depth"), "model.stochastic_depth"),
+    **dict.fromkeys(("drop", "drop_rate", "dropout"), "model.dropout"),
+    **dict.fromkeys(("optimizer", "opt", "optim"), "optax_name"),
+    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup_steps"),
+    "warmup_epochs": "schedule.warmup_epochs",
+    "weight_decay": "wd",
+    **dict.fromkeys(("clip_grad", "max_grad_norm", "grad_clip"), "grad_clip_norm"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "grad_accum"),
+    **dict.fromkeys(("smoothing", "label_smoothing_factor"), "label_smoothing"),
+    **dict.fromkeys(("early_stopping", "patience"), "early_stop"),
+    **dict.fromkeys(("pretrained", "init", "model_name_or_path"), "model_init"),
+    "model_ema_decay": "ema_decay",
+}
+# The same for arguments of a config → the argument, of which a config has one or more, and for metrics.
+ARGUMENTS = {
+    **dict.fromkeys(("data", "data_path", "path"), ("data_dir", "dataset", "manifest")),
+    **dict.fromkeys(("compose", "heads"), ("attention", "variant", "preset")),
+    **dict.fromkeys(("model", "variant", "preset", "size", "arch"), ("variant", "preset", "size")),
+    **dict.fromkeys(("image_size", "img_size", "resolution"), ("res",)),
+}
+METRICS = {
+    **dict.fromkeys(("acc", "acc1", "accuracy", "top_1"), "top1"), "acc5": "top5", "eval_loss": "loss",
+    **dict.fromkeys(("map", "mAP", "ap"), "mean_ap"), "f1": "f1_macro", "ppl": "perplexity",
+}  # fmt: skip
+
 
 def is_rate(value: Any) -> bool:
     """Return True for a finite number that is not negative."""
@@ -198,3 +230,18 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "grad_clip_norm": (lambda v: v is None or (is_rate(v) and v > 0), "finite and above 0"),
     "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
 }
+
+
+def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
+    """Return a message about an unknown key: that of the same meaning, the most similar one, or where all are listed.
+
+    Args:
+      name: the complete name, such as "config.model".
+      key: the part of it that is not known.
+      known: the valid names in its place.
+    """
+    if name in REMOVED:
+        return f"unknown key {name!r}; {nearest(name, known)}"
+    close = [SYNONYMS[key]] if key in SYNONYMS else difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
+    return f"unknown key {name!r}; {hint}"

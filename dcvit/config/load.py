@@ -17,7 +17,7 @@ import itertools
 import logging
 import re
 import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,9 +27,9 @@ from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
 from dcvit.config.durations import is_duration
-from dcvit.config.keys import DURATIONS, KEYS, UNITS
+from dcvit.config.keys import ARGUMENTS, DURATIONS, KEYS, RANGES, SYNONYMS, UNITS, unknown_key
 from dcvit.config.values import Json, check_types, defaults, known_keys, read_json
-from dcvit.errors import ConfigError, InputError, first_line, nearest, unknown_key
+from dcvit.errors import ConfigError, InputError, first_line, nearest
 from input_pipeline import huggingface
 from input_pipeline.files import expand
 
@@ -71,6 +71,9 @@ def load(spec: str, overrides: Sequence[str] = (), workdirs: Sequence[Place] = (
         except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:  # not a value of a ConfigDict
             raise ConfigError(f"--config.{override}: {first_line(e)}") from None
     check_types(config)
+    for key in config.model:
+        if (meant := SYNONYMS.get(key, "")).startswith("model.") and meant != f"model.{key}":
+            raise ConfigError(unknown_key(f"config.model.{key}", key, ()))
     for holder, key in list(_repositories(config)):
         holder[key] = _pinned(holder[key], f"the config's {key}", commits)
     return config.lock()
@@ -133,9 +136,7 @@ def _run(path: Path, text: str, commits: Commits) -> Json:
     """Execute a config file and return the config that its get_config gives for the arguments in `text`, as a dict."""
     try:
         with big_vision.importable():
-            get_config = runpy.run_path(str(path)).get("get_config")
-            if get_config is None:
-                raise ConfigError(f"{path} has no function get_config")
+            get_config = _functions(path)["get_config"]
             config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
             if not isinstance(config, ConfigDict):
                 raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
@@ -147,6 +148,54 @@ def _run(path: Path, text: str, commits: Commits) -> Json:
     except (Exception, SystemExit) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
     return found
+
+
+def _functions(path: Path) -> Json:
+    """Execute a config file, and return its functions, which include get_config, and its docstring by name."""
+    found: Json = runpy.run_path(str(path))
+    if "get_config" not in found:
+        raise ConfigError(f"{path} has no function get_config")
+    return found
+
+
+def describe(name: str) -> str:
+    """Return the help of a config: its header with commands, its arguments, and the keys of its first command.
+
+    Raises:
+      ConfigError: the file is missing or fails.
+    """
+    path = _find(name)
+    try:
+        with big_vision.importable():
+            found = _functions(path)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
+    get_config, header = found["get_config"], inspect.cleandoc(found.get("__doc__") or "")
+    parameters = [p for p in inspect.signature(get_config).parameters.values() if p.name != "init_config"]
+    example = re.search(rf"{re.escape(path.stem)}(?:\.py)?(?::(\S+))?", header)
+    arguments = (example and example[1]) or ""
+    lines = [re.sub(r"configs/(\w+)\.py", r"\1", header), "", f"Arguments, --config {path.stem}:NAME=VALUE,…"]
+    lines += [f"  {p.name:13} {inspect.formatannotation(p.annotation):11} {p.default!r}" for p in parameters]
+    lines += ["", inspect.cleandoc(get_config.__doc__ or "")]
+    try:
+        config = _translated(path, _run(path, arguments, dict))
+    except ConfigError:
+        return "\n".join([*lines, "", "The keys depend on the arguments; `dcvit help config` explains all keys."])
+    given = f" with {arguments}" if arguments else ""
+    lines += ["", f"Keys{given}; --config.KEY=VALUE overrides one, and `dcvit help config` explains all:"]
+    lines += [f"  {key} = {value!r}" for key, value in _flat(config) if not key.startswith("evals.")]
+    return "\n".join(lines)
+
+
+def _flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted name, value) of each entry of nested dicts that is not a dict."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str, commits: Commits) -> Json:
@@ -161,16 +210,25 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
         if huggingface.is_name(value):
             arguments[key] = _pinned(value, f"argument {key}", commits)
         if key not in parameters:
-            hint = nearest(key, parameters)
-            if not hint.startswith("did you mean"):
-                hint += f"; give other values as --config.KEY=VALUE, fields of the model as --config.model.{key}=VALUE"
-            raise ConfigError(f"{path} takes no argument {key!r}; {hint}")
+            raise ConfigError(f"{path} takes no argument {key!r}; {_argument_hint(key, parameters)}")
     given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
     if "init_config" in parameters:
         from dcvit.hub.source import init_config  # late: a config without `init` needs no weights
 
         given["init_config"] = init_config(arguments.get("init", ""))
     return given
+
+
+def _argument_hint(key: str, parameters: Iterable[str]) -> str:
+    """Return the end of a message about an unknown argument: the one, or the key of a config, that it may stand for."""
+    if same := [name for name in ARGUMENTS.get(key, ()) if name in parameters]:
+        return f"did you mean {' or '.join(map(repr, same))}?"
+    if (meant := SYNONYMS.get(key, key)) in known_keys() or "." in meant:
+        return f"set it as --config.{meant}=VALUE"
+    hint = nearest(key, (name for name in parameters if name != "init_config"))
+    if hint.startswith("did you mean"):
+        return hint
+    return f"{hint}; give other values as --config.KEY=VALUE, fields of the model as --config.model.{key}=VALUE"
 
 
 def shipped() -> list[Path]:
@@ -215,7 +273,10 @@ def _like(old: Any, text: str, what: str) -> Any:
         return ConfigDict(value)
     if isinstance(old, list | tuple) and isinstance(value, list | tuple):
         return value
-    raise ConfigError(f"{what}={text} should be of type {type(old).__name__}, not {type(value).__name__}")
+    expected = f"of type {type(old).__name__}, not {type(value).__name__}"
+    if isinstance(old, tuple) and (key := what.removeprefix("config.")) in RANGES:
+        expected = RANGES[key][1]  # such as the parts of `early_stop`
+    raise ConfigError(f"{what}={text} should be {expected}")
 
 
 def _each_evaluator(config: ConfigDict, override: str) -> list[str]:

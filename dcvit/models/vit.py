@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,10 @@ VARIANTS = {
     "G-opt": (1536, 48, 8192, 16),
     "e": (1792, 56, 15360, 16),  # Chen et al., 2023 (arXiv 2209.06794)
 }
+# Sizes in timm's and transformers' names of models, such as vit_small_patch16_224 and google/vit-base-patch16-224.
+TIMM_SIZES = {
+    "tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g", "gigantic": "G",
+}  # fmt: skip
 POOLS = ("gap", "map", "tok", "tok+gap", "tok+reg", "0", "none")
 POSEMBS = ("learn", "sincos2d", "rotary2d")
 ROTARY_BASE = 100.0  # of DINOv3
@@ -312,11 +317,12 @@ def decode_variant(variant: str | None) -> dict[str, Any]:
     composed = size.startswith("DCViT-")
     size = size.removeprefix("DCViT-").removeprefix("ViT-")
     if size not in VARIANTS or (slash and not (patch.isascii() and patch.isdigit() and int(patch) > 0)):
-        near = difflib.get_close_matches(size, VARIANTS, n=3, cutoff=0.3) or list(VARIANTS)
-        raise ValueError(
-            f"unknown variant {variant!r}; expected [DC][ViT-]SIZE[/PATCH], e.g. 'DCViT-S/16'; "
-            f"nearest sizes: {', '.join(near)} of {', '.join(VARIANTS)}"
-        )
+        hint = f"sizes: {', '.join(VARIANTS)}"
+        if near := difflib.get_close_matches(size, VARIANTS, n=3, cutoff=0.3):
+            hint = f"nearest sizes: {', '.join(near)}"
+        if timm := re.fullmatch(rf"(?:.*/)?(?:vit|deit3?)[_-]({'|'.join(TIMM_SIZES)})[_-]patch([0-9]+).*", variant):
+            hint = f"did you mean 'ViT-{TIMM_SIZES[timm[1]]}/{timm[2]}'?"
+        raise ValueError(f"unknown variant {variant!r}; expected [DC][ViT-]SIZE[/PATCH], e.g. 'DCViT-S/16'; {hint}")
     fields: dict[str, Any] = dict(zip(("width", "depth", "mlp_dim", "num_heads"), VARIANTS[size], strict=True))
     if slash:
         fields["patch_size"] = (int(patch), int(patch))

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: rows of results, and the report."""
+"""Evaluation of a checkpoint: rows of results, also of each class, and the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,10 +28,29 @@ from dcvit.versions import __version__
 
 LOG = logging.getLogger(__name__)
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
+MEASURES = ("predictions", "recall", "precision", "f1", "average_precision", "threshold")  # of a class
 Row = dict[str, object]
 
 
-def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None = None) -> tuple[list[Row], str]:
+class Results(NamedTuple):
+    """Results of an evaluation.
+
+    Fields:
+      rows: those of all evaluators with the same keys, `COLUMNS` and the columns of all evaluators; values that do not
+        exist, such as the step of a checkpoint without one, are None.
+      page: the report as HTML; empty without one and in all processes except the first.
+      classes: a row for each class and evaluator, with `MEASURES`; empty unless asked for. The top-1 accuracy of a
+        class is its recall.
+    """
+
+    rows: list[Row]
+    page: str
+    classes: list[Row]
+
+
+def evaluate(
+    trained: Opened, report: Path | None = None, thresholds: str | None = None, *, per_class: bool = False
+) -> Results:
     """Run every evaluator of a trained model, and return rows of results and a report.
 
     Args:
@@ -40,11 +59,7 @@ def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None
         the evaluation; the report is not written.
       thresholds: the multi-label evaluator on whose data thresholds are chosen, stored in the workdir, and then used by
         all multi-label evaluators.
-
-    Returns:
-      The rows of all evaluators with the same keys, `COLUMNS` and the columns of all evaluators; values that do not
-      exist, such as the step of a checkpoint without one, are None. The second result is the report as HTML, which is
-      empty without `report` and in all processes except the first.
+      per_class: also return the measures of each class.
 
     Raises:
       ConfigError: the config has no evaluator whose data is present, the report cannot be written or has no
@@ -58,7 +73,7 @@ def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
     multilabel = _multilabel(trained, evaluators, thresholds)
-    observed = observe(evaluators) if report else {}
+    observed = observe(evaluators) if report or per_class else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.data.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     first, *others = evaluators.values()
@@ -84,7 +99,25 @@ def evaluate(trained: Opened, report: Path | None = None, thresholds: str | None
         found = [shared | row for row in evaluator.rows(name, metrics[name], trained.module)]
         rows += [{key: row.get(key) for key in columns} for row in found]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
-    return rows, page
+    return Results(rows, page, _class_rows(trained, evaluators, observed) if per_class else [])
+
+
+def _class_rows(trained: Opened, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes]) -> list[Row]:
+    """Return the rows of classes, in their order: of the multi-label evaluators, and of the outcomes of others.
+
+    Of the latter, classes that are neither a label nor a prediction of an example have no row.
+    """
+    rows: list[Row] = []
+    for name, evaluator in evaluators.items():
+        names = numbered(evaluator.data.source.class_names or (), trained.num_outputs)
+        if name in observed:
+            found = [(each.number, each.examples, each) for each in observed[name].classes()]
+        else:
+            found = [(number, each.positives, each) for number, each in enumerate(getattr(evaluator, "classes", ()))]
+        for number, examples, each in found:
+            measured = {key: getattr(each, key, None) for key in MEASURES}
+            rows.append({"evaluation": name, "class": names[number], "examples": examples, **measured})
+    return rows
 
 
 def _multilabel(

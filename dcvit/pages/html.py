@@ -26,10 +26,10 @@ NONE = "–"  # in place of a number
 DIRECTION_CONTROLS = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd")  # could reorder text
 
 
-def check_path(path: Path, option: str) -> None:
-    """Raise ConfigError if a page cannot be written to the path of an option; an existing page may be replaced."""
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"{option} {path}: expected a name ending in .html")
+def check_path(path: Path, option: str, suffixes: Sequence[str] = (".html", ".htm")) -> None:
+    """Raise ConfigError if a file cannot be written to the path of an option; an existing file may be replaced."""
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{option} {path}: expected a name ending in {' or '.join(suffixes)}")
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a folder, expected a file")
     try:

@@ -72,7 +72,8 @@ def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
         if isinstance(evaluator, classification.Evaluator):
             found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.options.loss == "sigmoid_xent")
     if not found and not any(isinstance(evaluator, multilabel.Evaluator) for evaluator in evaluators.values()):
-        raise ConfigError("--report needs an evaluator of type 'classification' or 'multilabel' in config.evals")
+        needs = "need an evaluator of type 'classification' or 'multilabel' in config.evals"
+        raise ConfigError(f"--report and --per-class {needs}")
     return found
 
 

@@ -135,9 +135,17 @@ def check_checkpoint(path: Folder) -> None:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of the run in {path}: {'; '.join(refused)}")
 
 
-def record(workdir: Folder, config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()) -> None:
-    """Write `config.json` and `data.json`, and the accepted names to `accepted.json` if there are any."""
-    files = {"data.json": data, "config.json": dict(config), ACCEPTED: {"accept": list(accept)}}
+def record(
+    workdir: Folder, config: Mapping[str, Any], data: Record, accept: Sequence[str] = (), changes: Sequence[str] = ()
+) -> None:
+    """Write `config.json` and `data.json`, and the accepted names to `accepted.json` if there are any.
+
+    `changes` are lines about accepted differences, with the step from which they hold; earlier ones are kept.
+    """
+    path = workdir / ACCEPTED
+    before = _read(path).get("changes", []) if accept and path.is_file() else []
+    known = {"accept": list(accept), "changes": list(dict.fromkeys([*before, *changes]))}
+    files = {"data.json": data, "config.json": dict(config), ACCEPTED: known}
     for name, content in files.items():
         if name != ACCEPTED or accept:
             replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")

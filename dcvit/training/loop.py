@@ -15,6 +15,7 @@ from typing import TypeAlias
 import jax
 
 from dcvit.dcmha.plan import selecting
+from dcvit.models import Params
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
@@ -74,6 +75,12 @@ def train(
         signals.end(trainer.stopped)
 
 
+def _description(setup: Setup, params: Params) -> str:
+    """Return a line with the fields of the model, which arguments such as `runlocal` change, and its size."""
+    fields = " ".join(f"{name}={value}" for name, value in setup.config.model.items())
+    return f"model: {setup.config.model_name} {fields}, {sum(x.size for x in jax.tree.leaves(params)):,} parameters"
+
+
 class Trainer:
     """The loop over the steps of a run.
 
@@ -107,6 +114,9 @@ class Trainer:
             done = self.progress.early.reason or f"all {total} steps are done"
             run.display.line(f"the run is complete: {done}")
             return
+        if start:
+            run.claim()
+        run.display.line(_description(self.setup, run.start.shapes.params))
         self._send_row()
         mesh, data = self.setup.model.mesh, self.setup.data
         result = StepResult(start, state, {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Run:
     display: RunProgress
     writer: metrics.MetricWriter | None  # None in all processes but the first
     lock: WorkdirLock | None  # the same, and None for a workdir in an object store
+    claim: Callable[[], None]  # writes what identifies the run to the workdir
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     if config.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
+    identified = (folder / "config.json").is_file()
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     start = _fresh_start(setup, folder, data)
     if setup.task.distillation:
@@ -129,11 +132,13 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             accepted += identity.check_same_run(name, start.about, setup.record, data, names)
         if start.step and not {"distill", "distill.teacher"} & {*accept}:
             _check_same_teacher(start.about.get(TEACHER, {}), about.get(TEACHER, {}))
-        lines = [f"accepted: {line}" for line in dict.fromkeys(accepted)]
-        for line in lines + identity.resume_warnings(start.about, about):
+        changes = [f"from step {start.step + 1}: {line}" for line in dict.fromkeys(accepted)]
+        for line in [f"accepted {change}" for change in changes] + identity.resume_warnings(start.about, about):
             if multihost.is_first():
                 LOG.warning(line)
-        _claim(setup, folder, data, names)
+        claim = functools.partial(_claim, setup, folder, data, names, changes)
+        if not (start.step and identified):  # else the trainer claims it before a step: a complete run stays as it is
+            claim()
         if multihost.is_first():
             trackers = setup.trackers
             writer = metrics.MetricWriter(folder, resumed=start.about, trackers=trackers, config=setup.record)
@@ -143,7 +148,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         display = stack.enter_context(RunProgress(plan.total_steps, start.step, setup.task.rate))
         selection = kernels.select(config.kernels, start.about)
         about |= {"kernels": kernels.record(selection)}
-        yield Run(setup, folder, start, about, selection, checkpointer, watchdog, display, writer, lock)
+        yield Run(setup, folder, start, about, selection, checkpointer, watchdog, display, writer, lock, claim)
 
 
 def start_state(run: Run) -> TrainState:
@@ -213,10 +218,10 @@ def _accepted_differences(folder: Folder, about: Mapping[str, Any], accept: Sequ
     return identity.check_same_run(folder, existing, about["config"], about["data"], accept)
 
 
-def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence[str]) -> None:
+def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence[str], changes: Sequence[str]) -> None:
     """Write config.json and other files that identify the run, in the first process; the other processes wait."""
     if multihost.is_first():
-        workdir.record(folder, setup.record, data, accept)
+        workdir.record(folder, setup.record, data, accept, changes)
         if setup.tokenizer is not None:
             replace(folder / TOKENIZER, setup.tokenizer)
     multihost.wait_for_all("workdir claimed")

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit.config.durations import Durations, check_schedule, durations_of
+from dcvit.config.keys import METRICS
 from dcvit.config.load import load
 from dcvit.config.values import replaced
 from dcvit.errors import ConfigError, matches, nearest
@@ -204,7 +205,10 @@ def _check_keys(config: ConfigDict, evaluators: Mapping[str, Any], total_steps: 
         known = [metric for metric in known if not metric.endswith("/top5")]
     for key in ("ckpt_best", "early_stop"):
         if config[key] and (metric := config[key][0]) not in known:
-            raise ConfigError(f"config.{key}: no evaluation yields {metric!r}; {nearest(metric, known)}")
+            evaluation, _, last = metric.rpartition("/")
+            meant = f"{evaluation}/{METRICS.get(last, last)}"
+            hint = f"did you mean {meant!r}?" if meant in known else nearest(metric, known)
+            raise ConfigError(f"config.{key}: no evaluation yields {metric!r}; {hint}")
     if config.profile and config.profile[0] > total_steps:
         raise ConfigError(f"config.profile={tuple(config.profile)}: the run has {total_steps} steps")
     if config.wandb:

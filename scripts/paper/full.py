@@ -116,7 +116,7 @@ def table(name: str) -> Table:
 def _row(run: str, spec: str, overrides: str, recommended_spec: str, pod: str) -> Row:
     """Return a run's table row: its command, and the estimated hours on the TPU slice `pod`."""
     images = spec.startswith("vit")
-    parts = "" if images else f",{recommended_spec.split(',')[1]},data=DATA"
+    parts = "" if images else f",{recommended_spec.split(',')[1]},data_dir=DATA"
     words = [word.removeprefix("--config.") for word in overrides.split()]
     config = load(spec + parts.replace("DATA", "/data/pile"), words)
     batch = int(config.input.batch_size)

@@ -41,7 +41,7 @@ def measured(workdir: Path, evaluation: str) -> tuple[float, float]:
     """Return accuracy in percent and perplexity of a trained run in an evaluation; all are stored in the workdir."""
 
     def compute() -> dict[str, tuple[float, float]]:
-        rows, _ = evaluate(open_model(workdir))
+        rows = evaluate(open_model(workdir)).rows
         return {row["evaluation"]: (100 * row["accuracy"], row["perplexity"]) for row in rows}
 
     return runs.stored(workdir / "shots.json", compute)[evaluation]

@@ -76,6 +76,20 @@ def test_report_has_the_printed_numbers(digits_workdir, tmp_path, call):
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_results_of_each_class_agree_with_the_totals(digits_workdir, tmp_path, call):
+    words = ("--workdir", digits_workdir, "--format", "json", "--per-class")
+    status, out, err = call(*words, tmp_path / "classes.json")
+    assert (status, err) == (0, f"classes: {tmp_path / 'classes.json'}\n")
+    (total,), rows = json.loads(out), json.loads((tmp_path / "classes.json").read_text())
+    assert [row["class"] for row in rows] == [str(c) for c in range(10)]
+    assert sum(row["examples"] for row in rows) == sum(row["predictions"] for row in rows) == total["n"]
+    assert sum(row["recall"] * row["examples"] for row in rows) == pytest.approx(total["top1"] * total["n"])
+    assert np.mean([row["recall"] for row in rows]) == pytest.approx(total["mean_recall"])
+    assert call(*words)[0] == 2  # two tables are not JSON
+    assert call("--workdir", digits_workdir, "--per-class", tmp_path / "classes.txt")[0] == 2
+    assert not (tmp_path / "classes.txt").exists()
+
+
 def test_outputs_that_are_not_finite_are_an_error(digits_workdir, tmp_path, capsys):
     """Every parameter is finite; the logits overflow."""
     params = flatten_dict(load_params(digits_workdir), sep="/")

@@ -1,16 +1,17 @@
 """Loading, overriding and checking configs, and durations."""
 
 import json
+import re
 
 import pytest
 from ml_collections import ConfigDict
 
+from dcvit.config import keys, values
 from dcvit.config import load as configs
-from dcvit.config import values
 from dcvit.config.durations import Durations, check_schedule, durations_of
 from dcvit.errors import ConfigError
 from dcvit.hub.kinds import make_model
-from dcvit.models import head_settings
+from dcvit.models import head_settings, lm, vit
 
 FILE = """
 from ml_collections import ConfigDict
@@ -89,6 +90,14 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),
+        ("vit_digits", ["optimizer=adamw"], "did you mean 'optax_name'"),
+        ("vit_digits", ["drop_path=0.1"], "did you mean 'model.stochastic_depth'"),
+        ("vit_digits", ["model.drop_path_rate=0.1"], "did you mean 'model.stochastic_depth'"),
+        ("vit_digits", ["early_stop=2"], r'early_stop=2 should be \("NAME/METRIC", "min" or "max", evaluations'),
+        ("vit_digits:batch_size=8", [], "set it as --config.input.batch_size=VALUE"),
+        ("vit_i1k:data=x", [], "no argument 'data'; did you mean 'data_dir'"),
+        ("transfer:init=x,data=cifar10", [], "did you mean 'data_dir' or 'dataset'"),
+        ("upcycle:init=x,compose=none", [], "did you mean 'attention'"),
         ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
         ("vit_digits", ["wd_mults=[('(', 1.0)]"], "is not a regular expression"),
     ],
@@ -158,3 +167,22 @@ def test_a_quoted_argument_of_a_config_may_contain_commas():
     found = configs.load("vit_folder:data_dir='/a,b=c',batch_size=3")
     assert (found.input.data.data_dir, found.input.batch_size) == ("/a,b=c", 3)
     assert configs.load("vit_folder:data_dir=/bob's,batch_size=3").input.data.data_dir == "/bob's"
+
+
+def test_every_synonym_leads_to_a_key_that_exists():
+    fields = {f"model.{name}" for name in (*vit.ViT.__dataclass_fields__, *lm.LM.__dataclass_fields__)}
+    fields |= {f"schedule.warmup_{unit}" for unit in keys.UNITS} | {f"input.{name}" for name in keys.INPUT_KEYS}
+    known = {*values.known_keys(), *fields}
+    assert known >= set(keys.SYNONYMS.values())
+    assert not keys.SYNONYMS.keys() & known
+
+
+@pytest.mark.parametrize("name", [path.stem for path in configs.shipped()])
+def test_help_of_a_config_has_its_command_arguments_and_keys(name):
+    text = configs.describe(name)
+    assert f"dcvit train --config {name}" in text
+    arguments = text.partition("Arguments,")[2].partition("\n\n")[0].splitlines()[1:]
+    assert arguments
+    if name != "upcycle":  # its keys are those of another run
+        assert "\n  input.batch_size = " in text
+        assert re.search(r"\n  total_(steps|epochs) = [0-9]", text)

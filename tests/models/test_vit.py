@@ -244,6 +244,12 @@ def test_variants_by_name():
             vit.decode_variant(bad)
     with pytest.raises(ValueError, match="nearest sizes: So400m"):
         vit.decode_variant("So40m/14")
+    for name in ("vit_small_patch16_224.augreg_in21k", "google/vit-small-patch16-224", "deit3_small_patch16_384"):
+        with pytest.raises(ValueError, match="did you mean 'ViT-S/16'"):
+            vit.decode_variant(name)
+    with pytest.raises(ValueError, match="sizes: mu, Ti, ") as error:
+        vit.decode_variant("?/16")
+    assert str(error.value).count("So400m") == 1
 
 
 @pytest.mark.slow

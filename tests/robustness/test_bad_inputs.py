@@ -150,6 +150,7 @@ MISSPELT = {  # override -> the correct spelling, which the error suggests
     "optax_name=scale_by_adamm": "scale_by_adam",
     "mesh=[('dta', -1)]": "data",
     "ckpt_best=('test/topp1', 'max')": "test/top1",
+    "ckpt_best=('test/accuracy', 'max')": "did you mean 'test/top1'",
 }
 BAD_CONFIGS = {
     "syntax error": config_file("def get_config(:\n", "mine.py: SyntaxError"),

@@ -86,12 +86,23 @@ def test_accepted_difference_is_reported_and_recorded_and_accepted_later(folder,
     assert run(folder, *accept, "--accept", "lr", lr=0.02, total_steps=62) == 0
     err = capsys.readouterr().err
     for difference in ("lr (saved: 0.01, now: 0.02)", "total_steps (saved: 60, now: 62)"):
-        assert f"accepted: config.{difference}\n" in err
-    assert json.loads((folder / workdir.ACCEPTED).read_text()) == {"accept": ["lr", "total_steps"]}
+        assert f"accepted from step 61: config.{difference}\n" in err
+    recorded = json.loads((folder / workdir.ACCEPTED).read_text())
+    assert recorded["accept"] == ["lr", "total_steps"]
+    assert "from step 61: config.lr (saved: 0.01, now: 0.02)" in recorded["changes"]
     shutil.rmtree(folder / "checkpoints" / "62")
     assert run(folder, lr=0.02, total_steps=62) == 0
     assert saved_steps(folder)[-1] == 62
     assert values.read_json(folder / "config.json").total_steps == 62
+
+
+@pytest.mark.slow
+def test_complete_run_keeps_its_files_although_a_difference_is_accepted(folder, capsys):
+    before = {path: path.read_bytes() for path in folder.glob("*.json*")}
+    assert run(folder, "--accept", "lr", lr=0.02) == 0
+    assert "the run is complete: all 60 steps are done" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in folder.glob("*.json*")} == before
+    assert run(folder) == 0
 
 
 def test_data_is_identified_by_its_content():

@@ -94,7 +94,7 @@ def test_parquet_files_have_the_batches_of_tfds_in_a_window_of_all_images(data_d
     spec = f"{I1K}:variant=DCViT-S/16,runlocal=true"
     tfds, parquet, window = (
         setup.make_setup(config.load(f"{spec}{arguments}", ["model.depth=0", *words]))
-        for arguments, *words in ([""], [f",data={tmp_path}"], [f",data={tmp_path}", "input.data.window=50"])
+        for arguments, *words in ([""], [f",data_dir={tmp_path}"], [f",data_dir={tmp_path}", "input.data.window=50"])
     )
     assert_same_batches(tfds.data.batches(0), parquet.data.batches(0), 12)
     one, other = (made.evaluators["val"].data.source for made in (tfds, parquet))

@@ -41,7 +41,7 @@ def tokens(tmp_path):
 @pytest.mark.weekly
 def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys):
     """The unmodified config on a small text, up to generation."""
-    arguments = f"data={tokens},context=32,validation=16,runlocal=true"
+    arguments = f"data_dir={tokens},context=32,validation=16,runlocal=true"
     argv = ["--config", f"{PILE}:{arguments}", "--workdir", str(tmp_path / "w"), "--config.input.batch_size=8"]
     argv += [f"--config.{section}vocab_size=320" for section in ("", "input.data.", "evals.validation.data.")]
     assert cli.run(train.main, [*argv, "--config.tensorboard=false"]) == 0

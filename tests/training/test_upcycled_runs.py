@@ -28,7 +28,7 @@ def upcycle(init, workdir, arguments="", *overrides):
 @pytest.mark.weekly
 def test_run_of_images_starts_with_the_metrics_of_the_plain_run_and_new_compositions(digits_workdir, tmp_path):
     run = tmp_path / "run"
-    assert upcycle(digits_workdir, run, ",compose=pre", "model.branches=q", "model.rank=1") == 0
+    assert upcycle(digits_workdir, run, "", "model.compose=pre", "model.branches=q", "model.rank=1") == 0
     before, after = (metrics.read(workdir / "metrics.jsonl") for workdir in (digits_workdir, run))
     assert after[0]["step"] == 0
     assert after[0]["test/loss"] == pytest.approx(before[-1]["test/loss"], abs=1e-6)
@@ -67,7 +67,7 @@ def test_model_data_and_recipe_are_those_of_the_run(runs):
         assert (new.model_init, new.model_load.to_dict(), new.seed) == (str(init), {"upcycle": True}, 0)
         changed = {key for key in old if json.loads(new.to_json())[key] != old[key]}
         assert changed == {"model", "model_init", "model_load", "seed"}
-    short = configs.load(f"upcycle:init={workdir},compose=none", ["total_steps=7"])
+    short = configs.load(f"upcycle:init={workdir},attention=mha", ["total_steps=7"])
     assert (short.total_steps, short.get("total_epochs")) == (7, None)
     assert (short.model.compose, short.model_load.upcycle) == (None, False)
 

@@ -33,7 +33,7 @@ def test_images_start_from_weights_without_further_arguments(to, compose, tmp_pa
     """With all but the head; the upcycled model computes the features of the plain one."""
     net, params, model = image_model(compose=None)
     folder = write(model, tmp_path / "weights", to)
-    config = configs.load(f"transfer:init={folder},data_dir=x" + (f",compose={compose}" if compose else ""))
+    config = configs.load(f"transfer:init={folder},data_dir=x" + (",attention=dcmha" if compose else ""))
     assert config.pp_predict == PP
     assert config.input.pp.startswith("decode|inception_crop(16)|flip_lr|value_range(-1, 1)|onehot(")
     images = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))
@@ -69,7 +69,7 @@ def places(tmp_path_factory):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("upcycle:init={vit}", "transfer.py:init=.*,compose=both,data_dir=FOLDER"),
+        ("upcycle:init={vit}", "transfer.py:init=.*,attention=dcmha,data_dir=FOLDER"),
         ("lm_text:init={lm},data_dir=x", "has no tokenizer.json: give tokenizer=PATH"),
         ("transfer:init={lm},data_dir=x", "model_name='lm'; expected 'vit'"),
     ],

@@ -237,7 +237,7 @@ def test_onehot_keeps_big_visions_default_keys():
 
 def test_configs_of_dcvit_are_not_translated(monkeypatch):
     needed = {
-        "transfer": "init=x,data=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x",
+        "transfer": "init=x,dataset=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x",
         "vit_manifest": "manifest=x",
     }  # fmt: skip
     monkeypatch.setattr(big_vision, "translate", lambda config: pytest.fail("translated"))
