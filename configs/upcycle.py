@@ -12,7 +12,7 @@ which --config.total_steps and --config.lr set. The seed is another than the run
 `attention=mha` trains the plain model on in the same way, for comparison.
 
 Measured on two CPU cores, with a model of width 64 on Python's standard library: 200 steps after 400 plain ones reach
-2.610 ± 0.074 bits per byte, and with `compose=none` 2.718 ± 0.064 (five seeds; docs/evidence.csv, `upcycle`).
+2.610 ± 0.074 bits per byte, and with `attention=mha` 2.718 ± 0.064 (five seeds; docs/evidence.csv, `upcycle`).
 
 Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 

@@ -9,7 +9,7 @@ the class folders themselves, and a tenth of their images is the validation spli
 train.parquet and validation.parquet, is read too; docs/data.md describes them. JPEG, PNG, WebP, AVIF, BMP, GIF and
 TIFF files are read and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT
 from scratch; if you have a pretrained checkpoint, use transfer.py. The heads of variants with DC compose. The default
-is plain, because on images no gain at equal time is shown (docs/choose.md).
+is plain, because on images no gain at equal time is shown (docs/heads.md).
 
 Hours and accuracy depend on the images. A model of two layers, width 64, classified 77.5 ± 1.2 % of 641 photographs of
 solar cells (five seeds; docs/evidence.csv, `photographs`); the default model is not measured.

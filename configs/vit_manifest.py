@@ -10,7 +10,7 @@ of `labels`. Other options of the source, such as `data_dir`, are keys of --conf
 --config.evals.val.data. Without `sep`, each image has one label, and the loss is that of a softmax. With `sep`, the
 text between the names of several classes in a cell, or with several `labels`, columns of 1 and 0, an image has any
 number of labels: the loss is a sum of sigmoid losses, and the evaluation reports average precision and F1. Images
-without a known label, an empty cell or -1, do not count. docs/labels.md describes the files. Images with several labels
+without a known label, an empty cell or -1, do not count. docs/own_images.md describes the files. Images with several labels
 are not cropped, because a crop may cut off what a label names. Hours and accuracy depend on the images, and are not
 measured.
 """
