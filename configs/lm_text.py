@@ -21,6 +21,7 @@ at equal time is shown (docs/heads.md); `folded` needs weights with key heads th
 
 from ml_collections import ConfigDict
 
+from dcvit.hub.source import init_config
 from dcvit.models.head_settings import of_attention
 
 SMALL = {"width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm"}
@@ -34,7 +35,6 @@ def get_config(
     val_fraction: float = 0.1,
     attention: str | None = None,
     init: str = "",
-    init_config: dict | None = None,
 ) -> ConfigDict:
     """Return the config; `vocab_size` is that of a tokenizer to train, by default 4096.
 
@@ -46,7 +46,7 @@ def get_config(
         raise ValueError(f"val_fraction={val_fraction}; expected a number from 0 to below 1")
     if init and (tokenizer == "train" or vocab_size):
         raise ValueError("a tokenizer to train, or vocab_size, does not go with init: the model has its vocabulary")
-    run = start(init, init_config or {}, tokenizer) if init else {}
+    run = start(init, init_config(init), tokenizer) if init else {}
     tokenizer = run.get("tokenizer", tokenizer)
     if tokenizer == "train" or (vocab_size and not tokenizer):
         tokenizer, vocab_size = "{workdir}/tokenizer.json", vocab_size or 4096

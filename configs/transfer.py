@@ -17,6 +17,7 @@ tuned per data set, lie between 0.001 and 0.03. Hours and accuracies on these da
 
 from ml_collections import ConfigDict
 
+from dcvit.hub.source import init_config
 from dcvit.models.head_settings import of_attention
 
 # name: training, validation and test split, steps
@@ -40,15 +41,14 @@ def get_config(
     res: int | None = None,
     exif: bool | None = None,
     attention: str | None = None,
-    init_config: dict | None = None,
 ) -> ConfigDict:
-    """Return the config; arguments that are None are those of `init`, whose config is `init_config`.
+    """Return the config; arguments that are None are those of `init`.
 
     `dataset` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
     """
     if not init:
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
-    run = init_config or {}
+    run = init_config(init)
     if run and run["model_name"] != "vit":
         raise ValueError(f"init={init} is a model of model_name={run['model_name']!r}; expected 'vit'")
     if any(evaluator.get("type") == "multilabel" for evaluator in run.get("evals", {}).values()):

@@ -22,33 +22,35 @@ Weights of other origin have no data and no recipe. Upcycle them with one of the
 
 from ml_collections import ConfigDict
 
+from dcvit.hub.source import init_config
 from dcvit.models.head_settings import of_attention
 
 UNITS = ("steps", "epochs", "examples")
 BRANCHES = {"branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1}
 
 
-def get_config(init: str = "", attention: str = "dcmha", init_config: dict | None = None) -> ConfigDict:
-    """Return the config of the run `init`, `init_config`, with the `attention` of a name of docs/heads.md."""
+def get_config(init: str = "", attention: str = "dcmha") -> ConfigDict:
+    """Return the config of the run `init`, with the `attention` of a name of docs/heads.md."""
     if not init:
         raise ValueError("give the run to start from: upcycle.py:init=WORKDIR")
-    if init_config and not any(f"total_{unit}" in init_config for unit in UNITS):
-        use = {"vit": "transfer.py", "lm": "lm_text.py"}[init_config["model_name"]]
+    run = init_config(init)
+    if run and not any(f"total_{unit}" in run for unit in UNITS):
+        use = {"vit": "transfer.py", "lm": "lm_text.py"}[run["model_name"]]
         raise ValueError(
             f"init={init} are weights without data and recipe; upcycle them by "
             f"{use}:init={init},attention=dcmha,data_dir=FOLDER"
         )
-    if not init_config:
+    if not run:
         raise ValueError(
             f"init={init} is no workdir of a run, nor a checkpoint in one; for weights of other origin use another "
             f"config with --config.model_init={init} --config.model_load.upcycle=True"
         )
     workdir = init.rstrip("/").rpartition("/checkpoints/")[0] or init.rstrip("/")
-    config = ConfigDict(init_config)
-    config.seed = (init_config["seed"] + 1) % 2**32
+    config = ConfigDict(run)
+    config.seed = (run["seed"] + 1) % 2**32
 
     for rules in ("wd_mults", "lr_mults"):  # pairs, which JSON writes as lists
-        config[rules] = tuple(map(tuple, init_config[rules]))
+        config[rules] = tuple(map(tuple, run[rules]))
     for data in [config.input.data, *(options.data for options in config.evals.values())]:
         if "{workdir}" in (data.get("tokenizer") or ""):  # a tokenizer that the run trained
             data.tokenizer = data.tokenizer.replace("{workdir}", workdir)

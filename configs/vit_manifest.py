@@ -5,14 +5,14 @@
     dcvit train --config "configs/vit_manifest.py:manifest=birds.csv,labels='finch,owl',val=fold 1 of 5" --workdir W3
     dcvit predict --workdir W2 photo.jpg
 
-The file has a row for each image, a column `path`, relative to the folder of the file, and a column `label` or those
-of `labels`. Other options of the source, such as `data_dir`, are keys of --config.input.data and of
+The file has a row for each image, a column `path`, relative to the folder of the file, and a column `label` or those of
+`labels`. Other options of the source, such as `data_dir`, are keys of --config.input.data and of
 --config.evals.val.data. Without `sep`, each image has one label, and the loss is that of a softmax. With `sep`, the
 text between the names of several classes in a cell, or with several `labels`, columns of 1 and 0, an image has any
 number of labels: the loss is a sum of sigmoid losses, and the evaluation reports average precision and F1. Images
-without a known label, an empty cell or -1, do not count. docs/own_images.md describes the files. Images with several labels
-are not cropped, because a crop may cut off what a label names. Hours and accuracy depend on the images, and are not
-measured.
+without a known label, an empty cell or -1, do not count. docs/own_images.md describes the files. Images with several
+labels are not cropped, because a crop may cut off what a label names. Hours and accuracy depend on the images, and are
+not measured.
 """
 
 from ml_collections import ConfigDict

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     workdirs = [workdir_of(args.workdir, number, kind) for number in numbers] or [args.workdir]
     loaded = [configs.load(args.config, given, workdirs) for given in words]  # before JAX is imported: it takes long
     if args.folds:
+        if loaded[0].input.data.get("val_fraction"):
+            say("config.input.data.val_fraction is not used: the folds cover all images")
         loaded = [with_fold(loaded[0], f"fold {number} of {args.folds}") for number in numbers]
 
     import jax

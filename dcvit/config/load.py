@@ -2,8 +2,7 @@
 
 A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
 Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
-`X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
-latter receives the config of the model that `init` names; see `dcvit.hub.source.init_config`.
+`X_steps`, `X_epochs`, `X_examples` or `X_percent`.
 
 A config file of big_vision may be given, too. Its keys are translated; see `dcvit.config.big_vision`.
 """
@@ -173,7 +172,7 @@ def describe(name: str) -> str:
     except (Exception, SystemExit) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
     get_config, header = found["get_config"], inspect.cleandoc(found.get("__doc__") or "")
-    parameters = [p for p in inspect.signature(get_config).parameters.values() if p.name != "init_config"]
+    parameters = inspect.signature(get_config).parameters.values()
     example = re.search(rf"{re.escape(path.stem)}(?:\.py)?(?::(\S+))?", header)
     arguments = (example and example[1]) or ""
     lines = [re.sub(r"configs/(\w+)\.py", r"\1", header), "", f"Arguments, --config {path.stem}:NAME=VALUE,…"]
@@ -211,12 +210,7 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
             arguments[key] = _pinned(value, f"argument {key}", commits)
         if key not in parameters:
             raise ConfigError(f"{path} takes no argument {key!r}; {_argument_hint(key, parameters)}")
-    given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
-    if "init_config" in parameters:
-        from dcvit.hub.source import init_config  # late: a config without `init` needs no weights
-
-        given["init_config"] = init_config(arguments.get("init", ""))
-    return given
+    return {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
 
 
 def _argument_hint(key: str, parameters: Iterable[str]) -> str:
@@ -225,7 +219,7 @@ def _argument_hint(key: str, parameters: Iterable[str]) -> str:
         return f"did you mean {' or '.join(map(repr, same))}?"
     if (meant := SYNONYMS.get(key, key)) in known_keys() or "." in meant:
         return f"set it as --config.{meant}=VALUE"
-    hint = nearest(key, (name for name in parameters if name != "init_config"))
+    hint = nearest(key, parameters)
     if hint.startswith("did you mean"):
         return hint
     return f"{hint}; give other values as --config.KEY=VALUE, fields of the model as --config.model.{key}=VALUE"
