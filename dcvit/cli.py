@@ -417,7 +417,7 @@ def _cells(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 
 def _cell(value: object) -> str:
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else escaped(str(value))
+    return "–" if value is None else process.number(value) if isinstance(value, float) else escaped(str(value))
 
 
 def _show_table(lines: Sequence[Sequence[str]], title: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The standard streams of a command's process, whose reader may go away, and its log on stderr."""
+"""Standard streams of a command's process, whose reader may go away, numbers on them, and its log on stderr."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from typing import TextIO
 from dcvit.errors import escaped
 
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
+
+
+def number(value: float) -> str:
+    """Return a result as text: four decimals from 0.001 to 10, and otherwise four significant digits."""
+    if value == 0 or 1e-3 <= abs(value) < 10:
+        return f"{value:.4f}"
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
 def say(text: str) -> None:

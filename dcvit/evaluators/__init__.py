@@ -154,7 +154,7 @@ def image_row(evaluation: str, net: nn.Module, example: jax.ShapeDtypeStruct, ti
     flops = forward_flops(net, example)
     return {
         "evaluation": evaluation,
-        "gflops": flops and round(flops / 1e9, 3),
+        "gflops": flops and float(f"{flops / 1e9:.4g}"),
         "image_size": f"{example.shape[1]}x{example.shape[2]}",
         "images_per_second": round(timed.rate(), 1),
     }

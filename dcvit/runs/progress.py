@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dcvit.errors import escaped
 from dcvit.parallel import multihost
-from dcvit.process import logging_to, say
+from dcvit.process import logging_to, number, say
 
 LINE_SECONDS = 10.0  # between lines
 
@@ -125,7 +125,7 @@ class RunProgress:
         for name, value in metrics.items():
             evaluator, slash, metric = name.partition("/")
             if slash:
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                text = number(value) if isinstance(value, float) else str(value)
                 evaluations.setdefault(evaluator, []).append(f"{metric} {text}")
         for evaluator, values in evaluations.items():
             self.line(f"step {step}  {evaluator}: {'  '.join(values)}")

@@ -166,3 +166,12 @@ def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
     assert any("[red]b" in line and "–" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0000"), (0.97222, "0.9722"), (2.15432, "2.1543"), (83.0, "83"), (23.4567, "23.46"), (1340.7, "1341"),
+     (123456.7, "123457"), (0.00012, "0.00012"), (4.1234e-6, "4.123e-06")],
+)  # fmt: skip
+def test_printed_results_have_four_significant_digits(value, text):
+    assert process.number(value) == text
