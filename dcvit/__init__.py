@@ -7,7 +7,8 @@ is computed from the query and the key.
     dcvit.load("runs/W").predict("image.png")   a trained model, or weights of another library
     dcvit.DCMHA(num_heads=8)                    the flax layer, in place of nn.MultiHeadDotProductAttention
     dcvit.dcmha.attention(q, k, v, pre, post)   the same attention on JAX arrays
-    dcvit.list_models()                         the models by name
+    dcvit.list_models()                         the names of trained models, which `load` opens
+    dcvit.list_presets()                        the names of architectures, to train
     dcvit.quiet()                               no messages of a libtpu that finds no TPU
 
 `import dcvit` imports no other library: these names import theirs when they are used.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from dcvit.inference.texts import LanguageModel
     from dcvit.models.dcmha import DCMHA
 
-__all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet"]
+__all__ = ["DCMHA", "__version__", "dcmha", "list_models", "list_presets", "load", "quiet"]
 
 
 def load(
@@ -62,7 +63,14 @@ def load(
 
 
 def list_models() -> list[str]:
-    """Return the names of the models: the `variant` of ViTs without patch size, and the `preset` of language models.
+    """Return the names of the trained models of the package, each of which `load` opens."""
+    from dcvit.hub import pretrained
+
+    return pretrained.names()
+
+
+def list_presets() -> list[str]:
+    """Return the names of models to train: the `variant` of ViTs without patch size, and the `preset` of LMs.
 
     `dcvit.models.vit.Model(1000, variant="DCViT-S/16")` and `dcvit.models.lm.Model(50257, preset="DCFormer++-405M")`
     build them.
@@ -73,9 +81,10 @@ def list_models() -> list[str]:
 
 
 def quiet() -> None:
-    """Skip libtpu on a machine without TPU, as the commands do, so that it prints no lines about its search for one.
+    """Skip libtpu on a machine without TPU, as the commands, `load` and `dcvit.training.train` do.
 
-    Call it before the first use of a device; later, it has no effect. Where a TPU is present, nothing changes.
+    It then prints no lines about its search for one. For code that uses the layers only: call it before the first use
+    of a device; later, it has no effect. Where a TPU is present, nothing changes.
     """
     from dcvit.parallel import runtime
 

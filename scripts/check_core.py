@@ -61,7 +61,7 @@ def check_layers():
     found = results(x, jnp.zeros((1, 16, 16, 3)), jnp.zeros((1, 8), jnp.int32))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
     assert jnp.abs(found[2]).max() < 1e-6
-    assert "DCViT-S" in dcvit.list_models()
+    assert "DCViT-S" in dcvit.list_presets()
 
 
 def check_load(models):

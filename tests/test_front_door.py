@@ -6,8 +6,10 @@ import sys
 import pytest
 
 import dcvit
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import runtime
+from dcvit.training import train
 
 
 def fresh(code):
@@ -29,8 +31,15 @@ def test_attention_is_an_attribute_after_the_import():
     assert fresh(code) == "dcvit.dcmha 8"
 
 
-def test_listed_models_can_be_built():
-    names = dcvit.list_models()
+@pytest.mark.slow
+def test_listed_models_can_be_loaded():
+    assert "digits" in dcvit.list_models()
+    for name in dcvit.list_models():
+        assert dcvit.load(name).opened is not None
+
+
+def test_listed_presets_can_be_built():
+    names = dcvit.list_presets()
     assert len(names) == len(set(names)) > 40
     for name in names:
         if "ViT-" in name:
@@ -44,4 +53,8 @@ def test_quiet_skips_the_tpu_that_is_absent(monkeypatch):
     monkeypatch.setattr(runtime, "has_tpu", lambda: False)
     monkeypatch.setattr(runtime, "replace_backend", lambda name, *_, **__: replaced.append(name))
     dcvit.quiet()
-    assert replaced == ["tpu"]
+    with pytest.raises(CheckpointError):
+        dcvit.load("absent/model")
+    with pytest.raises(ConfigError):
+        train("absent/config", "absent")
+    assert replaced == 3 * ["tpu"]

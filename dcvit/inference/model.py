@@ -34,6 +34,7 @@ from dcvit.models.lm import LM
 from dcvit.models.packed_images import PackedImages
 from dcvit.models.trees import intermediate, param_shapes
 from dcvit.models.vit import ViT
+from dcvit.parallel import runtime
 from dcvit.parallel.sharding import check_model, make_mesh
 from dcvit.parallel.trees import check_tree, shapes_of
 from dcvit.runs.files import Folder
@@ -78,6 +79,7 @@ def load(
     """
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
+    runtime.skip_absent_tpu()
     size = None if image_size is None else _height_and_width(image_size)
     opened = open_model(source, config=config, image_size=size)
     return class_of(opened).of(opened, sharding)

@@ -11,6 +11,7 @@ from dcvit.errors import ConfigError
 from dcvit.inference import model
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
+from dcvit.parallel import runtime
 from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
@@ -75,6 +76,7 @@ def train(
     except ValueError as e:
         raise ConfigError(str(e)) from None
     check_no_seeds(path)
+    runtime.skip_absent_tpu()
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)
     loop.train(setup, path, accept, on_row=on_row)
