@@ -129,12 +129,20 @@ class ImageModel(LoadedModel):
     def checked(
         self, batch: tuple[Sequence[str], np.ndarray | PackedImages]
     ) -> tuple[Sequence[str], np.ndarray | PackedImages]:
-        """Return a batch (names, images) unchanged. Raise CheckpointError if the parameters do not fit its shape."""
+        """Return a batch (names, images) unchanged.
+
+        Raises:
+          CheckpointError: the parameters do not fit the shape of the images.
+          InputError: the images have another number of channels.
+        """
         images = batch[1]
         if isinstance(images, PackedImages):
             shape = image_shape({"image": np.asarray(images.patches[0, 0]), "grid": np.asarray(images.grids)})
         else:
             shape = images.shape[1:]
+        kernel = self.params.get("embedding", {}).get("kernel")
+        if kernel is not None and kernel.ndim == 4 and shape[-1] != kernel.shape[2]:
+            raise InputError(f"{batch[0][0]}: {shape[-1]} channels, and the model has images of {kernel.shape[2]}")
         self.check_inputs(jax.ShapeDtypeStruct((1, *shape), np.float32), "images from config.pp_predict")
         return batch
 

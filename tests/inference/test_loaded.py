@@ -160,6 +160,8 @@ class TestErrors:
     def test_unusable_image_is_one_line(self, model):
         with refused(InputError, "0: the image has 7 channels; expected 3, the number given to decode"):
             model.predict(np.zeros((8, 8, 7), np.uint8))
+        with refused(InputError, "0: 4 channels, and the model has images of 3"):
+            model.predict(np.zeros((1, 8, 8, 4), np.float32))
         with refused(InputError, "0: Image size"):
             model.predict([image_datasets.bomb_png(60_000, 60_000)])
 
