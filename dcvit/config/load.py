@@ -187,7 +187,7 @@ def describe(name: str) -> str:
     return "\n".join(lines)
 
 
-def _flat(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) of each entry of nested dicts that is not a dict."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
