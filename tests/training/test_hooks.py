@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -87,6 +88,12 @@ def test_non_finite_state_is_not_saved(digits_run, capsys, monkeypatch):
     assert status == 2
     assert "step 3: params/head/kernel is not finite; not saved" in capsys.readouterr().err
     assert saved_steps(workdir) == [1, 2]
+
+
+def test_run_prints_the_fields_of_the_model_that_it_trains(digits_run, capsys):
+    """Arguments such as `runlocal` replace the model that the command names."""
+    assert digits_run(total_steps=1, **{"model.width": 12})[0] == 0
+    assert re.search(r"\nmodel: vit .*width=12.*: [0-9,]+ parameters, 1 steps\n", capsys.readouterr().out)
 
 
 def test_checkpoints_of_the_second_interval_are_saved_and_kept(digits_run):
