@@ -139,10 +139,12 @@ class DCFormer(nn.Module):
 
 # Data
 def read_text(path=None):
-    """Return the bytes of a file or, without one, of the modules of Python's standard library."""
+    """Return the bytes of a file or, without one, of the modules of Python's standard library, every twentieth last."""
     try:
         library = Path(sysconfig.get_path("stdlib"))
-        files = [Path(path)] if path else [p for p in sorted(library.rglob("*.py")) if wanted(p.relative_to(library))]
+        modules = [p for p in sorted(library.rglob("*.py")) if wanted(p.relative_to(library))]
+        modules = [p for i, p in enumerate(modules) if i % 20] + modules[::20]  # the end is held out
+        files = [Path(path)] if path else modules
         return np.frombuffer(b"\0".join(file.read_bytes() for file in files), np.uint8)
     except OSError as error:
         sys.exit(str(error))

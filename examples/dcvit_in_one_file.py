@@ -5,7 +5,7 @@
     python examples/dcvit_in_one_file.py --folder photos     photos/CLASS/*.jpg, *.jpeg and *.png
 
 Copy it and change it: it needs only jax, flax, optax, numpy, `dcvit.dcmha` and, for --folder, Pillow. The first command
-takes two minutes of processor time, and classifies 98.05 % of 359 test images correctly (seed 0).
+takes 2 minutes of processor time and reaches 98.05 % of 359 test images, the second 97.77 % (seed 0): one image less.
 
 Equations and symbols are those of Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head
 Attention" (ICML 2024). Letters in comments: B batch, T tokens, M width of the model, H heads, D width of a head, R rank
