@@ -1,19 +1,17 @@
 #!/usr/bin/env bash
-# Runs the tests in parallel.   scripts/test.sh [--fast | --exhaustive | --interop | --weekly | --all] [pytest options]
-#   --fast         without the tests marked slow: about a minute and a half on two cores
-#   --exhaustive   only the tests marked exhaustive: more combinations, longer runs
+# Runs the tests in parallel.   scripts/test.sh [--exhaustive | --interop | --weekly | --all] [pytest options]
+#   --exhaustive   only the tests marked slow or exhaustive: training runs, more combinations, and longer runs
 #   --interop      only the tests marked interop and not exhaustive: they compare with PyTorch, ONNX and others, which are
 #                  several GB with CUDA
 #   --weekly       only the tests marked weekly, which take minutes, and those marked interop and exhaustive
 #   --all          every test
-# Without any, every test that is not marked exhaustive or interop runs. DCVIT_EXTRAS are the extras to install.
+# Without any, the tests without a mark run, which take a few minutes. DCVIT_EXTRAS are the extras to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${DCVIT_EXTRAS:-dev,data,tiff,lm,eval,gcs,s3,tpu}
-selection="not exhaustive and not interop"
+selection="not slow and not exhaustive and not interop"
 case ${1:-} in
-  --fast) selection="not slow and $selection"; shift ;;
-  --exhaustive) selection="exhaustive and not weekly and not interop"; shift ;;
+  --exhaustive) selection="(slow or exhaustive) and not weekly and not interop"; shift ;;
   --interop) selection="interop and not exhaustive" extras=$extras,interop,wandb; shift ;;
   --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,launch,wandb; shift ;;
   --all) selection="" extras=$extras,interop,launch,wandb; shift ;;
