@@ -15,7 +15,6 @@ from typing import TypeAlias
 import jax
 
 from dcvit.dcmha.plan import selecting
-from dcvit.models import Params
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
@@ -75,12 +74,6 @@ def train(
         signals.end(trainer.stopped)
 
 
-def _description(setup: Setup, params: Params) -> str:
-    """Return a line with the fields of the model, which arguments such as `runlocal` change, and its size."""
-    fields = " ".join(f"{name}={value}" for name, value in setup.config.model.items())
-    return f"model: {setup.config.model_name} {fields}, {sum(x.size for x in jax.tree.leaves(params)):,} parameters"
-
-
 class Trainer:
     """The loop over the steps of a run.
 
@@ -116,7 +109,6 @@ class Trainer:
             return
         if start:
             run.claim()
-        run.display.line(_description(self.setup, run.start.shapes.params))
         self._send_row()
         mesh, data = self.setup.model.mesh, self.setup.data
         result = StepResult(start, state, {})
