@@ -28,6 +28,10 @@ from dcvit.runs.files import Folder
 from dcvit.runs.seeds import check_no_seeds, parse_seeds, summarize, workdir_of, write
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from ml_collections import ConfigDict
+
     from dcvit.runs.stop import StopSignals
     from dcvit.training.setup import Setup
 
@@ -55,22 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--folds", type=cli.at_least(2), metavar="K", help=text)
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
-
-    from dcvit.config import load as configs
-    from dcvit.config.values import with_fold
-
-    if args.seeds and any(override.partition("=")[0] == "seed" for override in overrides):
-        raise ConfigError("give either --seeds or --config.seed")
-    if args.seeds and args.folds:
-        raise ConfigError("give either --seeds or --folds, of which each has its own --workdir")
     kind, numbers = ("fold", list(range(1, args.folds + 1))) if args.folds else ("seed", args.seeds)
-    words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [overrides]
     workdirs = [workdir_of(args.workdir, number, kind) for number in numbers] or [args.workdir]
-    loaded = [configs.load(args.config, given, workdirs) for given in words]  # before JAX is imported: it takes long
-    if args.folds:
-        if loaded[0].input.data.get("val_fraction"):
-            say("config.input.data.val_fraction is not used: the folds cover all images")
-        loaded = [with_fold(loaded[0], f"fold {number} of {args.folds}") for number in numbers]
+    loaded = _configs(args, overrides, workdirs)  # before JAX is imported: it takes long
 
     import jax
 
@@ -93,6 +84,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             setup = makers[0]()
         train(setup, args.workdir, args.accept, signals)
         return 0
+
+
+def _configs(args: Namespace, overrides: Sequence[str], workdirs: Sequence[Folder]) -> list[ConfigDict]:
+    """Return the config of each run: of the seeds, of the folds, or of one run."""
+    from dcvit.config import load as configs
+    from dcvit.config.values import with_fold
+
+    if args.seeds and any(override.partition("=")[0] == "seed" for override in overrides):
+        raise ConfigError("give either --seeds or --config.seed")
+    if args.seeds and args.folds:
+        raise ConfigError("give either --seeds or --folds, of which each has its own --workdir")
+    words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [overrides]
+    loaded = [configs.load(args.config, given, workdirs) for given in words]
+    if not args.folds:
+        return loaded
+    if loaded[0].input.data.get("val_fraction"):
+        say("config.input.data.val_fraction is not used: the folds cover all images")
+    return [with_fold(loaded[0], f"fold {number} of {args.folds}") for number in range(1, args.folds + 1)]
 
 
 def _train_runs(

@@ -113,7 +113,8 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     if config.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
-    identified = (folder / "config.json").is_file()
+    files = ("config.json",) if setup.tokenizer is None else ("config.json", TOKENIZER)
+    identified = all((folder / name).is_file() for name in files)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     start = _fresh_start(setup, folder, data)
     if setup.task.distillation:
