@@ -22,7 +22,7 @@ at equal time is shown (docs/heads.md); `folded` needs weights with key heads th
 from ml_collections import ConfigDict
 
 from dcvit.hub.source import init_config
-from dcvit.models.head_settings import of_attention
+from dcvit.models.head_settings import with_attention
 
 SMALL = {"width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm"}
 
@@ -60,11 +60,8 @@ def get_config(
     config.input = {"data": {**data, "part": (0.0, 1 - val_fraction)}, "batch_size": 16}
 
     config.model_name = "lm"
-    model = dict(run.get("model", SMALL))
-    if attention is not None or not init:
-        model.pop("heads", None)
-        model |= of_attention("mha" if attention is None else attention)
-    config.model = model
+    model, name = run.get("model", SMALL), attention or ("" if init else "mha")
+    config.model = with_attention(model, name) if name else model
     config.model_init = init or None
     config.model_load = {"upcycle": attention not in (None, "mha")} if init else {}
 

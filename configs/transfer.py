@@ -18,7 +18,7 @@ tuned per data set, lie between 0.001 and 0.03. Hours and accuracies on these da
 from ml_collections import ConfigDict
 
 from dcvit.hub.source import init_config
-from dcvit.models.head_settings import of_attention
+from dcvit.models.head_settings import with_attention
 
 # name: training, validation and test split, steps
 DATASETS = {
@@ -65,7 +65,8 @@ def get_config(
     config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = {**run.get("model", MODEL), **(of_attention(attention) if attention else {})}
+    model = run.get("model", MODEL)
+    config.model = with_attention(model, attention) if attention else model
     config.model_init = init
     config.model_load = {"dont_load": ["head/kernel", "head/bias"], "upcycle": attention not in (None, "mha")}
 

@@ -23,7 +23,7 @@ Weights of other origin have no data and no recipe. Upcycle them with one of the
 from ml_collections import ConfigDict
 
 from dcvit.hub.source import init_config
-from dcvit.models.head_settings import of_attention
+from dcvit.models.head_settings import with_attention
 
 UNITS = ("steps", "epochs", "examples")
 BRANCHES = {"branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1}
@@ -56,7 +56,8 @@ def get_config(init: str = "", attention: str = "dcmha") -> ConfigDict:
             data.tokenizer = data.tokenizer.replace("{workdir}", workdir)
 
     with config.ignore_type():
-        config.model.update({**BRANCHES, **of_attention(attention)})
+        fields = with_attention(run["model"], attention)
+        config.model = fields if "heads" in fields else {**BRANCHES, **fields}
         config.model_init = init
         config.model_load = {"upcycle": attention != "mha"}
     return config

@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _draw(config: ConfigDict, file: Path) -> int:
     """Write the picture of `--picture`, print a line about it, and return the exit status."""
-    if file.suffix.lower() != ".png":
-        raise ConfigError(f"--picture {file}: expected a name that ends with .png")
+    from dcvit.pages.html import check_path
     from dcvit.training.picture import draw_inputs
     from dcvit.training.setup import make_setup
 
+    check_path(file, "--picture", (".png",))
     cli.start_jax()
     picture, about = draw_inputs(make_setup(config, evaluate=False))
     picture.save(file)

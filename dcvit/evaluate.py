@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.show(found.classes, args.format)
     if table and multihost.is_first():
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            cli.show(found.classes, table.suffix[1:])
+            cli.show(found.classes, table.suffix[1:].lower())
         replace(table, printed.getvalue())
         print(f"classes: {table}", file=sys.stderr)
     if found.page:

@@ -16,10 +16,10 @@ LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a comman
 
 
 def number(value: float) -> str:
-    """Return a result as text: four decimals from 0.001 to 10, and otherwise four significant digits."""
+    """Return a result as text: four decimals from 0.001 to 10, else four significant digits, or an integer."""
     if value == 0 or 1e-3 <= abs(value) < 10:
         return f"{value:.4f}"
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:.0f}"
 
 
 def say(text: str) -> None:

@@ -25,7 +25,7 @@ from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.process import say
 from dcvit.runs.files import Folder
-from dcvit.runs.seeds import check_no_seeds, parse_seeds, summarize, workdir_of, write
+from dcvit.runs.seeds import check_no_runs, parse_seeds, summarize, workdir_of, write
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         makers = [functools.partial(make_setup, c, workdir=w) for c, w in zip(loaded, workdirs, strict=True)]
         if numbers:
             return _train_runs(kind, dict(zip(numbers, makers, strict=True)), args.workdir, args.accept, signals)
-        check_no_seeds(args.workdir)
+        check_no_runs(args.workdir)
         with stage("preparing data and model", say, announce=False):
             setup = makers[0]()
         train(setup, args.workdir, args.accept, signals)

@@ -188,8 +188,8 @@ def train(model, text, *, steps, context=128, batch=16, seed=0):
     test_rows = rows(held_out, np.arange(0, len(held_out) - context, context)[:512], context)
     params = jax.jit(model.init)(jax.random.key(seed), test_rows[:1, :-1])["params"]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 20 + 1, steps + 1, end_value=3e-4)
-    is_matrix = jax.tree.map(lambda x: x.ndim > 1, params)  # norms do not decay
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=is_matrix)
+    decays = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decays)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     state, step = optimizer.init(params), make_step(model, optimizer)
     evaluate = jax.jit(lambda params, batch: cross_entropy(model, params, batch))
@@ -233,7 +233,7 @@ def main():
     parser.add_argument("--prompt", default="def main(")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.steps < 1 or not args.prompt or (args.window or 1) < 1:
+    if args.steps < 1 or not args.prompt or (args.window is not None and args.window < 1):
         parser.error("--steps and --window should be at least 1, and --prompt not empty")
     model = DCFormer(window=args.window, composes=COMPOSES[args.compose])
     params, _ = train(model, read_text(args.text), steps=args.steps, seed=args.seed)

@@ -137,8 +137,8 @@ def image_folder(folder, size):
 
     paths = sorted(path for path in Path(folder).glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
     classes = sorted({path.parent.name for path in paths})
-    if len(classes) < 2:
-        sys.exit(f"{folder}: expected images in a folder for each class, such as {folder}/cat/1.jpg; found {classes}")
+    if len(classes) < 2 or len(paths) < 5:
+        sys.exit(f"{folder}: expected {folder}/CLASS/*.jpg; found {len(paths)} images of the classes {classes}")
     images = []
     for path in paths:
         try:
@@ -211,8 +211,8 @@ def train(images, labels, *, patch, epochs, compose="both", flip=False, seed=0, 
     model = DCViT(int(labels.max()) + 1, patch, composes=COMPOSES[compose])
     params = jax.jit(model.init)(jax.random.key(seed), normalize(images[:1]))["params"]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, epochs * steps // 20 + 1, epochs * steps + 1)
-    is_matrix = jax.tree.map(lambda x: x.ndim > 1, params)  # biases and norms do not decay
-    adamw = optax.adamw(schedule, weight_decay=0.05, mask=is_matrix)
+    decays = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
+    adamw = optax.adamw(schedule, weight_decay=0.05, mask=decays)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     state, step, accuracy = optimizer.init(params), make_step(model, optimizer, flip), make_evaluation(model)
     print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {len(training)} training images")

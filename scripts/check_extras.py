@@ -51,7 +51,7 @@ SHORT = "--config.total_steps=2 --config.input.batch_size=4 --config.model.depth
 PARTS = {
     "digits": ("train", "train --config vit_digits:epochs=1,attention=mha --workdir run"),
     "embedded text": ("train", f"train --config lm_stdlib --workdir lm {SHORT}"),
-    "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
+    "images in folders": ("train", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
     "TIFF of channels": ("tiff", "check-data --config vit_folder:data_dir=channels,val_fraction=0.5 "
                          "--config.input.pp=decode(2,dtype='uint16') --config.evals.val.pp=decode(2,dtype='uint16')"),

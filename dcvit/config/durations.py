@@ -12,7 +12,7 @@ from dcvit.errors import ConfigError
 if TYPE_CHECKING:  # the optimizer is used where this library is absent
     from ml_collections import ConfigDict
 
-STEPS_IN_EPOCH = 1000  # assumed where durations in epochs are compared before examples are counted
+STEPS_IN_EPOCH = 10_000  # assumed where durations in epochs are compared before examples are counted
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 
 
@@ -95,7 +95,7 @@ def durations_of(config: ConfigDict, examples: int) -> Durations:
 def check_schedule(config: ConfigDict) -> None:
     """Raise ConfigError for what `durations_of` refuses whatever the number of examples, before these are counted."""
     if not _needs_examples(config):
-        durations_of(config, STEPS_IN_EPOCH * config.input.batch_size)
+        durations_of(config, STEPS_IN_EPOCH * max(1, config.input.batch_size))
 
 
 def _needs_examples(config: ConfigDict) -> bool:

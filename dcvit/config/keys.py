@@ -242,6 +242,8 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
     """
     if name in REMOVED:
         return f"unknown key {name!r}; {nearest(name, known)}"
-    close = [SYNONYMS[key]] if key in SYNONYMS else difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    if key in SYNONYMS and name in (f"config.{key}", f"config.model.{key}"):
+        close = [SYNONYMS[key]]
     hint = f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
     return f"unknown key {name!r}; {hint}"

@@ -175,17 +175,28 @@ def describe(name: str) -> str:
     parameters = inspect.signature(get_config).parameters.values()
     example = re.search(rf"{re.escape(path.stem)}(?:\.py)?(?::(\S+))?", header)
     arguments = (example and example[1]) or ""
-    lines = [re.sub(r"configs/(\w+)\.py", r"\1", header), "", f"Arguments, --config {path.stem}:NAME=VALUE,…"]
-    lines += [f"  {p.name:13} {inspect.formatannotation(p.annotation):11} {p.default!r}" for p in parameters]
+    if path in shipped():
+        header = re.sub(r"configs/(\w+)\.py", r"\1", header)
+    lines = [header, "", f"Arguments, --config {name}:NAME=VALUE,…", *map(_parameter, parameters)]
     lines += ["", inspect.cleandoc(get_config.__doc__ or "")]
     try:
         config = _translated(path, _run(path, arguments, dict))
-    except ConfigError:
-        return "\n".join([*lines, "", "The keys depend on the arguments; `dcvit help config` explains all keys."])
+    except ConfigError as e:
+        return "\n".join(
+            [*lines, "", f"The keys depend on the arguments ({e}); `dcvit help config` explains all keys."]
+        )
     given = f" with {arguments}" if arguments else ""
     lines += ["", f"Keys{given}; --config.KEY=VALUE overrides one, and `dcvit help config` explains all:"]
     lines += [f"  {key} = {value!r}" for key, value in _flat(config) if not key.startswith("evals.")]
     return "\n".join(lines)
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """Return a line about an argument of a config: its name, type and default, as far as they are given."""
+    empty = inspect.Parameter.empty
+    kind = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation)
+    default = "" if parameter.default is empty else repr(parameter.default)
+    return f"  {parameter.name:13} {kind:11} {default}".rstrip()
 
 
 def _flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:

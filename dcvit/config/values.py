@@ -117,11 +117,22 @@ def with_fold(config: ConfigDict, fold: str) -> ConfigDict:
 def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
     """Return the content of a config.json as a checked and locked config."""
     try:
-        config = ConfigDict(defaults() | found)
+        config = ConfigDict(defaults() | _with_moved_keys(found))
         check_types(config)
     except (ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     return config.lock()
+
+
+def _with_moved_keys(found: Json) -> Json:
+    """Return a config.json whose evaluators have no `corrupt`, which 0.2.0 had: it is a key of `input` for all."""
+    evals = {k: dict(v) if isinstance(v, dict) else v for k, v in (found.get("evals") or {}).items()}
+    moved = [options.pop("corrupt", None) for options in evals.values() if isinstance(options, dict)]
+    for options in evals.values():
+        if isinstance(options, dict):
+            options.pop("corrupt_max", None)
+    corrupt = {"corrupt": "skip"} if "skip" in moved else {}
+    return {**found, "evals": evals, "input": {**(found.get("input") or {}), **corrupt}}
 
 
 def _json_object(path: Path | epath.Path) -> Json:

@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 FOLDED = ("folded", "folded_post")
 NAMES = tuple(SETTINGS)
+COMPOSITION = ("heads", "compose", "branches", "projection", "gate", "static", "rank", "groups")
 
 
 def of_attention(name: str) -> dict[str, object]:
@@ -60,6 +61,11 @@ def of_attention(name: str) -> dict[str, object]:
     if name in ("dcmha", "dcmha_post"):
         return {"compose": SETTINGS[name]["compose"]}  # the other fields are the defaults of a model, or of its preset
     return {"heads": name} if name in FOLDED else dict(SETTINGS[name])
+
+
+def with_attention(model: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return the fields of a model with its composition replaced by that of `of_attention`."""
+    return {key: value for key, value in model.items() if key not in COMPOSITION} | of_attention(name)
 
 
 def resolve(

@@ -29,6 +29,7 @@ MAX_CHARACTERS = 60  # of a value in a message
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
     "watchdog_seconds", "early_stop", "wandb",
+    "input.corrupt", "input.corrupt_max",  # damaged examples stop a run, or are replaced as from the start
     "require_fused", "kernels", "check_memory",
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")

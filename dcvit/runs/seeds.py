@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
+from dcvit.config.values import read_json
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder, replace
@@ -38,14 +39,23 @@ def workdir_of(folder: Folder, number: int, kind: str = "seed") -> Folder:
     return folder / f"{kind}{number}"
 
 
-def check_no_seeds(folder: Folder) -> None:
+def check_no_runs(folder: Folder) -> None:
     """Raise ConfigError if the folder holds the workdirs of several runs, so that it cannot be that of a single one."""
-    if held := workdir_seeds(folder):
+    if held := run_folders(folder):
         kinds = f"{held[0].name.rstrip('0123456789')}s"
         raise ConfigError(f"{folder} holds the runs of {kinds} ({held[0].name}, …); resume them with --{kinds}")
 
 
-def workdir_seeds(folder: Folder) -> list[Folder]:
+def check_same_kind(folder: Folder, kind: str, count: int) -> None:
+    """Raise ConfigError if the folder holds runs of the other kind, or folds of another number than `count`."""
+    for held in run_folders(folder):
+        part = str(read_json(held / "config.json").input.data.get("part"))
+        if not held.name.startswith(kind) or (kind == "fold" and not part.endswith(f" of {count}")):
+            what = f"{kind}s" if kind == "seed" else f"{count} folds"
+            raise ConfigError(f"{held} is not one of {what} ({part=}); give them a folder of their own")
+
+
+def run_folders(folder: Folder) -> list[Folder]:
     """Return the workdirs of folds and seeds in a folder, by number; none if it is a workdir itself."""
     if (folder / "config.json").is_file():
         return []

@@ -15,7 +15,7 @@ from dcvit.config import values
 from dcvit.errors import ConfigError, MetricsError, escaped, nearest
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder
-from dcvit.runs.seeds import workdir_seeds
+from dcvit.runs.seeds import run_folders
 from input_pipeline.optional import require
 
 DRAWN = ("top1", "mean_ap", "bits_per_byte", "loss")  # metrics of evaluators in the picture, by preference
@@ -51,7 +51,7 @@ def open_runs(folders: Iterable[Folder]) -> tuple[list[RecordedRun], list[str]]:
     """
     workdirs: dict[Folder, Folder] = {}
     for folder in folders:
-        for workdir in workdir_seeds(folder) or [folder]:
+        for workdir in run_folders(folder) or [folder]:
             workdirs.setdefault(workdir.resolve() if isinstance(workdir, Path) else workdir, workdir)
     runs, errors = [], []
     for workdir in workdirs.values():

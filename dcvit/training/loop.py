@@ -107,8 +107,6 @@ class Trainer:
             done = self.progress.early.reason or f"all {total} steps are done"
             run.display.line(f"the run is complete: {done}")
             return
-        if start:
-            run.claim()
         self._send_row()
         mesh, data = self.setup.model.mesh, self.setup.data
         result = StepResult(start, state, {})
@@ -124,7 +122,10 @@ class Trainer:
                     hook.before_step(step)
                 run.watchdog.progress()
                 batch = next(on_devices)
-                update = update or self._compile(result.state, batch)
+                if update is None:
+                    update = self._compile(result.state, batch)
+                    if start:  # a new run is claimed when it is opened
+                        run.claim()
                 previous, result = result, StepResult(step, *update(result.state, batch))
                 if reason := self._after_step(previous, result):
                     run.display.line(reason)

@@ -15,7 +15,7 @@ from dcvit.parallel import runtime
 from dcvit.parallel.trees import flattened
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
-from dcvit.runs.seeds import check_no_seeds
+from dcvit.runs.seeds import check_no_runs
 from dcvit.training import loop
 from dcvit.training.setup import make_setup
 from input_pipeline.optional import require_extra
@@ -75,7 +75,7 @@ def train(
         path = folder(str(workdir))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    check_no_seeds(path)
+    check_no_runs(path)
     runtime.skip_absent_tpu()
     words = [f"{key}={value}" for key, value in flattened(overrides).items()]
     setup = make_setup(configs.load(config, words, [path]), workdir=path)

@@ -10,7 +10,7 @@ from dcvit.parallel import multihost
 from dcvit.process import say
 from dcvit.runs import stop
 from dcvit.runs.files import Folder
-from dcvit.runs.seeds import final_metrics, workdir_of
+from dcvit.runs.seeds import check_same_kind, final_metrics, workdir_of
 from dcvit.runs.stop import StopSignals
 from dcvit.training.loop import train
 from dcvit.training.setup import Setup
@@ -43,6 +43,7 @@ def train_runs(
         raise ConfigError(f"--{kind}s needs a run of one process; start one run of several processes per {kind}")
     if (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds a run; --{kind}s needs a folder for the workdirs of its runs")
+    check_same_kind(folder, kind, len(makers))
     results, is_first = {}, True
     for number, make in makers.items():
         name, workdir, setup = f"{kind} {number}", workdir_of(folder, number, kind), None

@@ -54,14 +54,15 @@ class Source(base.Source):
         """
         root = expand(data_dir)
         if split is None and (root / "train").is_dir():
-            split = "train"
+            split = _split_train(root)
         folder = root if val_fraction is not None or split is None else root / split
         if val_fraction is not None:
             _check_fraction(val_fraction, split, root)
         if classes_from is not None:
             class_folder = expand(classes_from)
         else:
-            class_folder = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
+            has_train = val_fraction is None and split is not None and (root / "train").is_dir()
+            class_folder = root / "train" if has_train else folder
         self.class_names = tuple(_class_folders(class_folder))
         if folder == root and set(self.class_names) <= SPLITS:
             hint = "give split" if split is None else "omit val_fraction"
@@ -120,12 +121,25 @@ def describe_classes(images: int, counts: np.ndarray, names: Sequence[str]) -> s
     return f"{images:,} images of {len(ranked):,} classes, {spread if least < most else f'{most:,} of each'}"
 
 
+def _split_train(root: Path) -> str | None:
+    """Return "train" if ROOT/train is a split, and None if it is a class; raise InputError if it may be both."""
+    others = [name for name in _class_folders(root) if name not in SPLITS]
+    if not others:
+        return "train"
+    if any(path.is_dir() for path in (root / "train").iterdir()):
+        raise InputError(f"{root}/train may be a split, or a class beside {others[0]}: give split, or rename it")
+    return None
+
+
 def _class_folders(folder: Path) -> list[str]:
     """Return the sorted names of the class folders in a folder. Raises InputError if there are none."""
     if not folder.is_dir():
         parent = folder.parent
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith(".")) if parent.is_dir() else []
-        raise MissingDataError(f"no folder {folder} (in {parent}: {', '.join(names[:10]) or 'nothing'})")
+        hint = (
+            "; for a folder of classes, give val_fraction=0.1 or --folds 5" if folder.name == "train" and names else ""
+        )
+        raise MissingDataError(f"no folder {folder} (in {parent}: {', '.join(names[:10]) or 'nothing'}){hint}")
     with named_errors(folder):
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not names:

@@ -124,7 +124,6 @@ def test_durations_in_every_unit():
     assert durations.steps(ConfigDict({"x_steps": 4}), "x") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("durations", "message"),
     [

@@ -146,3 +146,7 @@ def test_each_fold_is_a_run_and_the_table_has_their_sizes(tmp_path, capsys):
     assert list(rows[0])[-2:] == [f"fold {i} ({size:,})" for i, size in zip((1, 2), sizes, strict=True)]
     assert command(tmp_path) == 2
     assert "holds the runs of folds (fold1, …); resume them with --folds\n" in capsys.readouterr().err
+    for other in (["--folds", "3"], ["--seeds", "2"]):
+        assert command(tmp_path, *other) == 2
+        assert "fold1 is not one of" in capsys.readouterr().err
+    assert not (tmp_path / "fold3").exists()

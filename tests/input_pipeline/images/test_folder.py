@@ -63,6 +63,14 @@ def test_folds_of_class_folders_without_splits_cover_all_images(shared_root):
     assert locations(open_folder(shared_root, split=None)) == locations(open_folder(shared_root))  # the folder train
 
 
+def test_a_class_that_is_called_train_is_no_split(shared_root, root):
+    (root / "train" / "cat").rename(root / "train" / "train")
+    assert open_folder(root / "train", split=None).class_names == ("dog", "fox", "train")
+    (root / "train" / "train" / "young").mkdir()
+    with pytest.raises(ip.InputError, match="train may be a split, or a class beside dog: give split, or rename it"):
+        open_folder(root / "train", split=None)
+
+
 def test_classes_from_keeps_the_class_numbers_of_a_subset(root, tmp_path):
     shutil.copytree(root / "val", tmp_path / "a" / "test")
     shutil.rmtree(tmp_path / "a" / "test" / "cat")
