@@ -95,7 +95,7 @@ def _configs(args: Namespace, overrides: Sequence[str], workdirs: Sequence[Folde
         raise ConfigError("give either --seeds or --config.seed")
     if args.seeds and args.folds:
         raise ConfigError("give either --seeds or --folds, of which each has its own --workdir")
-    words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [overrides]
+    words = [[*overrides, f"seed={seed}"] for seed in args.seeds] or [[*overrides]]
     loaded = [configs.load(args.config, given, workdirs) for given in words]
     if not args.folds:
         return loaded

@@ -128,7 +128,7 @@ def test_labels_of_a_picture_are_the_two_largest():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["vit_digits", "--picture", "inputs.jpg"], "expected a name that ends with .png"),
+        (["vit_digits", "--picture", "inputs.jpg"], "expected a name ending in .png"),
         (["lm_stdlib", "--picture", "inputs.png"], "--picture is for images; config.model_name='lm'"),
         (["vit_digits", "--picture", "inputs.png", "--statistics"], "not allowed with argument"),
     ],

@@ -185,3 +185,11 @@ def test_help_of_a_config_has_its_command_arguments_and_keys(name):
     if name != "upcycle":  # its keys are those of another run
         assert "\n  input.batch_size = " in text
         assert re.search(r"\n  total_(steps|epochs) = [0-9]", text)
+
+
+@pytest.mark.parametrize("given", [{"heads": "folded", "num_heads": 4}, {"compose": "post", "static": True, "rank": 1}])
+def test_the_attention_of_a_config_replaces_that_of_the_model_that_it_starts_from(given):
+    fields = {"width": 8, "depth": 1, "num_heads": 4}
+    for name in head_settings.NAMES:
+        found = vit.Model(3, **head_settings.with_attention({**fields, **given}, name))
+        assert found == vit.Model(3, **fields, **head_settings.of_attention(name))
