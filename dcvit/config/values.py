@@ -125,14 +125,16 @@ def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
 
 
 def _with_moved_keys(found: Json) -> Json:
-    """Return a config.json whose evaluators have no `corrupt`, which 0.2.0 had: it is a key of `input` for all."""
-    evals = {k: dict(v) if isinstance(v, dict) else v for k, v in (found.get("evals") or {}).items()}
-    moved = [options.pop("corrupt", None) for options in evals.values() if isinstance(options, dict)]
-    for options in evals.values():
-        if isinstance(options, dict):
-            options.pop("corrupt_max", None)
-    corrupt = {"corrupt": "skip"} if "skip" in moved else {}
-    return {**found, "evals": evals, "input": {**(found.get("input") or {}), **corrupt}}
+    """Move `corrupt` of the evaluators of a config.json of 0.2.0 to `input`, where it is a key for all; return it."""
+    evals, data = found.get("evals"), found.get("input")
+    if not isinstance(evals, dict) or not isinstance(data, dict):
+        return found
+    options = [each for each in evals.values() if isinstance(each, dict)]
+    if "skip" in [each.pop("corrupt", None) for each in options]:
+        data["corrupt"] = "skip"
+    for each in options:
+        each.pop("corrupt_max", None)
+    return found
 
 
 def _json_object(path: Path | epath.Path) -> Json:

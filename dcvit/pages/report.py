@@ -73,7 +73,7 @@ def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:
             found[name] = evaluator.observer = Outcomes(sigmoid=evaluator.options.loss == "sigmoid_xent")
     if not found and not any(isinstance(evaluator, multilabel.Evaluator) for evaluator in evaluators.values()):
         needs = "need an evaluator of type 'classification' or 'multilabel' in config.evals"
-        raise ConfigError(f"a report, or results of each class, {needs}")
+        raise ConfigError(f"--report and --per-class {needs}")
     return found
 
 

@@ -10,7 +10,6 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dcvit.config.values import read_json
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics
 from dcvit.runs.files import Folder, replace
@@ -44,15 +43,6 @@ def check_no_runs(folder: Folder) -> None:
     if held := run_folders(folder):
         kinds = f"{held[0].name.rstrip('0123456789')}s"
         raise ConfigError(f"{folder} holds the runs of {kinds} ({held[0].name}, …); resume them with --{kinds}")
-
-
-def check_same_kind(folder: Folder, kind: str, count: int) -> None:
-    """Raise ConfigError if the folder holds runs of the other kind, or folds of another number than `count`."""
-    for held in run_folders(folder):
-        part = str(read_json(held / "config.json").input.data.get("part"))
-        if not held.name.startswith(kind) or (kind == "fold" and not part.endswith(f" of {count}")):
-            what = f"{kind}s" if kind == "seed" else f"{count} folds"
-            raise ConfigError(f"{held} is not one of {what} ({part=}); give them a folder of their own")
 
 
 def run_folders(folder: Folder) -> list[Folder]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dcvit.config.values import fold_evaluator
+from dcvit.config.values import fold_evaluator, read_json
 from dcvit.errors import EXPECTED, ConfigError
 from dcvit.parallel import multihost
 from dcvit.process import say
 from dcvit.runs import stop
 from dcvit.runs.files import Folder
-from dcvit.runs.seeds import check_same_kind, final_metrics, workdir_of
+from dcvit.runs.seeds import final_metrics, run_folders, workdir_of
 from dcvit.runs.stop import StopSignals
 from dcvit.training.loop import train
 from dcvit.training.setup import Setup
@@ -43,7 +43,7 @@ def train_runs(
         raise ConfigError(f"--{kind}s needs a run of one process; start one run of several processes per {kind}")
     if (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds a run; --{kind}s needs a folder for the workdirs of its runs")
-    check_same_kind(folder, kind, len(makers))
+    _check_same_kind(folder, kind, len(makers))
     results, is_first = {}, True
     for number, make in makers.items():
         name, workdir, setup = f"{kind} {number}", workdir_of(folder, number, kind), None
@@ -61,6 +61,15 @@ def train_runs(
             stop.say(f"error: {name}: {e}")
         is_first = False
     return results
+
+
+def _check_same_kind(folder: Folder, kind: str, count: int) -> None:
+    """Raise ConfigError if the folder holds runs of the other kind, or folds of another number than `count`."""
+    for held in run_folders(folder):
+        part = str(read_json(held / "config.json").input.data.get("part"))
+        if not held.name.startswith(kind) or (kind == "fold" and not part.endswith(f" of {count}")):
+            what = f"{kind}s" if kind == "seed" else f"{count} folds"
+            raise ConfigError(f"{held} is not one of {what} ({part=}); give them a folder of their own")
 
 
 def _held_out(setup: Setup) -> str:

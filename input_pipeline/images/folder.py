@@ -136,9 +136,8 @@ def _class_folders(folder: Path) -> list[str]:
     if not folder.is_dir():
         parent = folder.parent
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith(".")) if parent.is_dir() else []
-        hint = (
-            "; for a folder of classes, give val_fraction=0.1 or --folds 5" if folder.name == "train" and names else ""
-        )
+        classes = "; for a folder of classes, give val_fraction=0.1, or train with --folds 5"
+        hint = classes if folder.name == "train" and names else ""
         raise MissingDataError(f"no folder {folder} (in {parent}: {', '.join(names[:10]) or 'nothing'}){hint}")
     with named_errors(folder):
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))

@@ -80,7 +80,7 @@ def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_pat
 
 def test_the_key_for_damaged_images_of_an_earlier_evaluator_is_that_of_the_input(tmp_path):
     evals = {"val": {"type": "classification", "corrupt": "skip", "corrupt_max": 5}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_name": "vit", "evals": evals}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_name": "vit", "input": {}, "evals": evals}))
     config = values.read_json(tmp_path / "config.json")
     assert (config.input.corrupt, config.evals.val.to_dict()) == ("skip", {"type": "classification"})
 
