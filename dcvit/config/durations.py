@@ -93,7 +93,7 @@ def durations_of(config: ConfigDict, examples: int) -> Durations:
 
 
 def check_schedule(config: ConfigDict) -> None:
-    """Raise ConfigError for what `durations_of` refuses whatever the number of examples, before these are counted."""
+    """Raise ConfigError for a schedule that fits no number of examples, before these are counted."""
     if not _needs_examples(config):
         durations_of(config, STEPS_IN_EPOCH * max(1, config.input.batch_size))
 

@@ -10,6 +10,7 @@ A config file of big_vision may be given, too. Its keys are translated; see `dcv
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -133,20 +134,27 @@ def _translated(path: Path, config: Json) -> Json:
 
 def _run(path: Path, text: str, commits: Commits) -> Json:
     """Execute a config file and return the config that its get_config gives for the arguments in `text`, as a dict."""
+    with _executing(path):
+        get_config = _functions(path)["get_config"]
+        config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
+        if not isinstance(config, ConfigDict):
+            raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
+        found: Json = config.to_dict()
+    return found
+
+
+@contextlib.contextmanager
+def _executing(path: Path) -> Iterator[None]:
+    """Provide the modules that config files of big_vision import, and raise errors as ConfigErrors about the file."""
     try:
         with big_vision.importable():
-            get_config = _functions(path)["get_config"]
-            config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text, commits))
-            if not isinstance(config, ConfigDict):
-                raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
-            found: Json = config.to_dict()
+            yield
     except ConfigError:
         raise
     except RequiredValueError:
         raise ConfigError(f"{path}: a required placeholder has no value; make it an argument of get_config") from None
     except (Exception, SystemExit) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
-    return found
 
 
 def _functions(path: Path) -> Json:
@@ -164,13 +172,8 @@ def describe(name: str) -> str:
       ConfigError: the file is missing or fails.
     """
     path = _find(name)
-    try:
-        with big_vision.importable():
-            found = _functions(path)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
+    with _executing(path):
+        found = _functions(path)
     get_config, header = found["get_config"], inspect.cleandoc(found.get("__doc__") or "")
     parameters = inspect.signature(get_config).parameters.values()
     example = re.search(rf"{re.escape(path.stem)}(?:\.py)?(?::(\S+))?", header)
