@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from dcvit.dcmha.backends.xla import reference
-from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.compose import Columns, ComposeWeights, HiddenLayout, HiddenWeights
 from dcvit.dcmha.inputs import Call, Composition, Inputs, Options
 from dcvit.dcmha.numerics import is_float
 from dcvit.dcmha.segments import Segments
@@ -132,7 +132,14 @@ def call_of(arrays: Arrays, options: Mapping[str, Any]) -> Call:
     for name, x in arrays.items():
         place, _, field = name.rpartition(".")
         nested.setdefault(place, {})[field] = x
+    options = dict(options)
     kinds = {"pre": ComposeWeights, "post": ComposeWeights, "segments": Segments}
+    if (layout := options.pop("hidden", None)) is not None:  # the fields of `HiddenLayout`
+        columns = tuple(Columns(*each) for each in layout["columns"])
+        hidden = HiddenWeights(**nested.pop("hidden"), layout=HiddenLayout(**{**layout, "columns": columns}))
+        for name, weights in hidden.weights().items():
+            nested.setdefault(name, {}).update(weights)
+        nested[""]["hidden"] = hidden
     inputs = Inputs(**nested.pop(""), **{name: kinds[name](**fields) for name, fields in nested.items()})
     composition = Composition.of_weights(inputs.pre, inputs.post, options["groups"])
     return Call(inputs, Options(**options), composition)
@@ -292,7 +299,7 @@ def reference_of(case: Case) -> Computation:
         return case.function("dcvit.dcmha.backends.xla.blockwise:run")
 
     def by_example(arrays: Arrays) -> Array:  # so that only the scores of one example are in memory
-        shared = {name: x for name, x in arrays.items() if name.endswith(".static") or len(x) != batch}
+        shared = {name: x for name, x in arrays.items() if name.endswith((".static", ".second")) or len(x) != batch}
         own = {name: x for name, x in arrays.items() if name not in shared}
 
         def attend(one: Arrays) -> Array:
@@ -342,7 +349,7 @@ def _random_arrays(shapes: Shapes) -> dict[str, np.ndarray]:
             if shape[-2] > 1:
                 found[name][0, ..., 0, :] = False
         else:
-            scale = 0.3 if name.startswith(("pre.", "post.")) else 1.0
+            scale = 0.05 if name == "hidden.second" else 0.3 if name.startswith(("pre.", "post.")) else 1.0
             found[name] = _normal(random, jax.ShapeDtypeStruct(tuple(shape), dtype), scale)
     return found
 

@@ -6,6 +6,7 @@ projections, G groups of heads (a compose combines heads of the same group only)
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,6 +51,44 @@ class Columns(NamedTuple):
     width: int
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class HiddenLayout:
+    """Static properties of `HiddenWeights`.
+
+    Fields:
+      columns: the results, in order.
+      heads, groups: H and G.
+      gelu: see `dynamic_weights`.
+    """
+
+    columns: tuple[Columns, ...]
+    heads: int
+    groups: int
+    gelu: str
+
+
+class HiddenWeights(NamedTuple):
+    """Dynamic weights of a layer before their second layer, from which `weights` or a kernel computes them."""
+
+    before: Float[Array, "B N C"]  # x·W_1 and x·W_g; the columns of gates are those of the results, zeros may follow
+    second: Float[Array, "C C"]  # W_2 of all composes and sides, with zeros in the rows and columns of gates
+    layout: HiddenLayout
+
+    def weights(self) -> dict[str, dict[str, Array]]:
+        """Return the dynamic weights as `dynamic_weights` does, as slices of one array."""
+        columns, (*_, count) = self.layout.columns, self.before.shape
+        widths = [c.width for c in columns]
+        ends = np.repeat([c.field[1] for c in columns], widths)
+        packed = jnp.tanh(self.before)
+        if "1" in ends:
+            both = jax.nn.gelu(self.before, approximate=self.layout.gelu == "tanh") @ self.second
+            is_down, is_gate = (np.pad(ends == end, (0, count - len(ends))) for end in "1g")
+            packed = jnp.where(is_gate, packed, _normed(both, is_down, self.layout.heads // self.layout.groups))
+        parts = jnp.split(packed, np.cumsum(widths), axis=2)[: len(widths)]
+        return _by_name(columns, parts, self.layout.heads)
+
+
 def dynamic_weights(
     x: Float[Array, "B N M"],
     params: Mapping[str, Mapping[str, Array]],
@@ -75,38 +114,47 @@ def dynamic_weights(
     Returns:
       The dynamic weights of each compose by name, as in `ComposeWeights`.
     """
-    found: dict[str, dict[str, Array]] = {name: {} for name in params}
     params = {name: {field: w.astype(x.dtype) for field, w in some.items()} for name, some in params.items()}
-    columns = [c for side in sides for c in _columns(params, side, heads)]
-    arrange = _separate_weights if device.platform() == "cpu" else _packed_weights
-    weights = arrange(x, params, columns, heads=heads, gelu=gelu) if columns else []
+    columns = _columns(params, sides, heads)
+    if not columns:
+        return {name: {} for name in params}
+    if device.platform() != "cpu":
+        weights = hidden_weights(x, params, sides=sides, heads=heads, gelu=gelu).weights()
+    else:
+        weights = _by_name(columns, _separate_weights(x, params, columns, heads=heads, gelu=gelu), heads)
+    return {name: weights.get(name, {}) for name in params}
+
+
+def _by_name(
+    columns: Sequence[Columns], weights: Sequence[Float[Array, "B N _"]], heads: int
+) -> dict[str, dict[str, Array]]:
+    """Return the arrays of `columns` by compose and field, in the shapes of `ComposeWeights`."""
+    found: dict[str, dict[str, Array]] = {}
     for c, w in zip(columns, weights, strict=True):
-        found[c.compose_name][c.field] = w if c.field.endswith("g") else w.reshape(*x.shape[:2], -1, heads)
+        named = found.setdefault(c.compose_name, {})
+        named[c.field] = w if c.field.endswith("g") else w.reshape(*w.shape[:2], -1, heads)
     return found
 
 
-def _columns(params: Mapping[str, Mapping[str, Array]], side: str, heads: int) -> list[Columns]:
-    """Return the columns of `side`, "q" or "k": down projections of all composes, then up projections, then gates.
+def _columns(params: Mapping[str, Mapping[str, Array]], sides: str, heads: int) -> list[Columns]:
+    """Return the columns of each side: down projections of all composes, then up projections, then gates.
 
     The TPU kernels read the weights in this order (`dcvit.dcmha.backends.tpu.packing`), so that packing moves none.
     """
+    in_order = sorted(params, key=lambda name: name != "pre")  # JAX sorts the keys of a dict
     return [
-        Columns(name, f"{side}{end}", heads if end == "g" else some[f"{side}1"][0].size // 2)
+        Columns(name, f"{side}{end}", heads if end == "g" else params[name][f"{side}1"][0].size // 2)
+        for side in sides
         for end in "12g"
-        for name, some in params.items()
-        if f"{side}{end}" in some
+        for name in in_order
+        if f"{side}{end}" in params[name]
     ]
 
 
-def _packed_weights(
-    x: Float[Array, "B N M"],
-    params: Mapping[str, Mapping[str, Array]],
-    columns: Sequence[Columns],
-    *,
-    heads: int,
-    gelu: str,
-) -> list[Float[Array, "B N _"]]:
-    """Return the dynamic weights of `columns` as slices of one array.
+def hidden_weights(
+    x: Float[Array, "B N M"], params: Mapping[str, Mapping[str, Array]], *, sides: str, heads: int, gelu: str
+) -> HiddenWeights:
+    """Return the dynamic weights before their second layer; the arguments are those of `dynamic_weights`.
 
     TPUs store the last axis of an array in multiples of 128 numbers: arrays of a few heads would waste memory, and a
     concatenation or slice of columns is a copy. So nothing moves: a side has as many hidden units as projection
@@ -114,20 +162,17 @@ def _packed_weights(
     layers of both sides of all composes are one block-diagonal matrix: products for each side take 1.18 times the
     cycles (405M on v5e with gradients, the TPU compiler's estimate).
     """
-    ends, missing = np.repeat([c.field[1] for c in columns], [c.width for c in columns]), _padding(columns)
-    pre_activations = x @ jnp.pad(_first_layer(params, columns), ((0, 0), (0, missing)))
-    packed = jnp.tanh(pre_activations)
-    if "1" in ends:
-        second = []
-        for side in dict.fromkeys(c.field[0] for c in columns):
-            layers = [params[c.compose_name][c.field] for c in columns if c.field == f"{side}2"]
-            gates = sum(c.width for c in columns if c.field == f"{side}g")
-            second += [_second_layer(layers, heads), jnp.zeros((gates, gates), x.dtype)]
-        second.append(jnp.zeros((missing, missing), x.dtype))
-        both = jax.nn.gelu(pre_activations, approximate=gelu == "tanh") @ block_diag(*second)
-        is_down, is_gate = (np.pad(ends == end, (0, missing)) for end in "1g")
-        packed = jnp.where(is_gate, packed, _normed(both, is_down, heads // layers[0].shape[0]))
-    return jnp.split(packed, np.cumsum([c.width for c in columns]), axis=2)[: len(columns)]
+    params = {name: {field: w.astype(x.dtype) for field, w in some.items()} for name, some in params.items()}
+    columns = _columns(params, sides, heads)
+    missing, groups, second = _padding(columns), 1, []
+    for side in dict.fromkeys(c.field[0] for c in columns):
+        layers = [params[c.compose_name][c.field] for c in columns if c.field == f"{side}2"]
+        gates = sum(c.width for c in columns if c.field == f"{side}g")
+        second += [*([_second_layer(layers, heads)] if layers else []), jnp.zeros((gates, gates), x.dtype)]
+        groups = layers[0].shape[0] if layers else groups
+    second.append(jnp.zeros((missing, missing), x.dtype))
+    before = x @ jnp.pad(_first_layer(params, columns), ((0, 0), (0, missing)))
+    return HiddenWeights(before, block_diag(*second), HiddenLayout(tuple(columns), heads, groups, gelu))
 
 
 def _separate_weights(

@@ -15,6 +15,7 @@ from jax.nn.initializers import Initializer
 
 from dcvit.dcmha.compose import (
     ComposeWeights,
+    HiddenWeights,
     check_floating,
     check_weights,
     gate_init,
@@ -29,6 +30,8 @@ from dcvit.dcmha.shapes import Array, Bool, Float
 class Inputs(NamedTuple):
     """Arrays of one call of attention, as `dcvit.dcmha.attention` takes them, or the gradients of these arrays.
 
+    `hidden` has the dynamic weights of `pre` and `post` once more, for kernels that compute their second layer.
+
     Implementations may arrange the axes in another order; they document it.
     """
 
@@ -39,6 +42,14 @@ class Inputs(NamedTuple):
     post: ComposeWeights | None = None
     mask: Bool[Array, "#B 1 #T #S"] | None = None
     segments: Segments | None = None
+    hidden: HiddenWeights | None = None
+
+    def once(self) -> Inputs:
+        """Return the inputs with the dynamic weights in `hidden` alone, if it is present."""
+        if self.hidden is None:
+            return self
+        pre, post = (w and ComposeWeights(static=w.static) for w in (self.pre, self.post))
+        return self._replace(pre=pre, post=post)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +115,7 @@ def make_call(
 
 def check_arrays(inputs: Inputs) -> None:
     """Raise ValueError if queries, keys, values, mask and segments do not fit each other."""
-    q, k, v, _, _, mask, segments = inputs
+    q, k, v, _, _, mask, segments, _ = inputs
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
     check_floating({"q": q, "k": k, "v": v})
@@ -291,7 +302,7 @@ class Call:
 
     def without_composition(self, q: Float[Array, "B T H D"]) -> Call:
         """Return the call of plain attention with the queries `q` and the same keys, values, mask and segments."""
-        plain = self.inputs._replace(q=q, pre=None, post=None)
+        plain = self.inputs._replace(q=q, pre=None, post=None, hidden=None)
         return Call(plain, dataclasses.replace(self.options, groups=1), Composition())
 
 

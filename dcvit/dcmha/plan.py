@@ -180,6 +180,8 @@ def attention(call: Call, implementation: str | None = None, dropout: object = N
         if name != "reference":
             raise ValueError(f"implementation {name} does not support this case: only reference has dropout")
         return reference.run(call, dropout=dropout)
+    if name != "pallas_tpu":
+        call = dataclasses.replace(call, inputs=call.inputs._replace(hidden=None))
     if name == "folded":
         return folded.run(call, attend=attention, combine=combine_heads)
     out: Array = BACKENDS[name].load().run(call)
@@ -299,7 +301,9 @@ def make_case(names: Sequence[str], call: Call) -> Case:
     functions = {
         name: f"dcvit.dcmha.{BACKENDS[name].module}:run" for name in names if name != "reference" or not is_long
     }
-    arrays, options = check.shapes_of(call.inputs), dataclasses.asdict(call.options)
+    arrays, options = check.shapes_of(call.inputs.once()), dataclasses.asdict(call.options)
+    if (hidden := call.inputs.hidden) is not None:
+        options["hidden"] = dataclasses.asdict(hidden.layout)
     return Case(_describe(call), arrays, options, check.settings(), functions)
 
 

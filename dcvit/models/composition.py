@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.compose import ComposeWeights, dynamic_weights
-from dcvit.dcmha.device import splits_heads
+from dcvit.dcmha.compose import ComposeWeights, HiddenWeights, dynamic_weights, hidden_weights
+from dcvit.dcmha.device import platform, splits_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.parallel.mesh import BATCH, constrain
@@ -66,7 +66,7 @@ def compose_weights(
     *,
     num_heads: int,
     dtype: DTypeLike | None,
-) -> dict[str, ComposeWeights]:
+) -> tuple[dict[str, ComposeWeights], HiddenWeights | None]:
     """Compute the weights of a layer's pre- and post-compose; each input is multiplied once, by the parameters of both.
 
     Args:
@@ -77,18 +77,22 @@ def compose_weights(
       dtype: dtype of the computation; None means that of the inputs.
 
     Returns:
-      The weights of "pre" and "post", as far as `params` has them.
+      The weights of "pre" and "post", as far as `params` has them; and what they are computed from, for TPU kernels.
     """
+    hidden = None
     weights = {name: {"static": some["static"]} if "static" in some else {} for name, some in params.items()}
     for sides, (x, replicated) in inputs.items():
         x, replicated = (copy.astype(dtype or copy.dtype) for copy in (x, replicated))
         if splits_heads():
             found = _split_weights(composition, params, ComposeInput(x, replicated), sides, num_heads)
+        elif sides == "qk" and composition.projection and platform() == "tpu":
+            hidden = hidden_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
+            found = hidden.weights()
         else:
             found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
         for name, some in found.items():
             weights[name] |= some
-    return {name: ComposeWeights(**some) for name, some in weights.items()}
+    return {name: ComposeWeights(**some) for name, some in weights.items()}, hidden
 
 
 def _split_weights(

@@ -77,6 +77,8 @@ def attention(
     if not placement.is_mapped:
         return attend(call, dropout=dropout)
     inputs = call.inputs
+    if placement.tokens or placement.heads:
+        inputs = inputs._replace(hidden=None)
     if placement.key_repeats > 1:
         k, v = (jnp.repeat(x, placement.key_repeats, axis=2) for x in (inputs.k, inputs.v))
         inputs = inputs._replace(k=k, v=v)
@@ -136,6 +138,8 @@ def split_of(placement: Placement, inputs: Inputs) -> Inputs:
         **dict.fromkeys(("q", "k", "v", "qg", "kg"), by_head),
         **dict.fromkeys(("q1", "q2", "k1", "k2"), by_token),
         "static": P(placement.heads),
+        "before": P(placement.batch),
+        "second": P(),
         **dict.fromkeys(Segments._fields, P(placement.batch, tokens)),
         "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else placement.batch),
     }

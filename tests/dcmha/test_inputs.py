@@ -22,7 +22,7 @@ def weights_of(composition):
     def compute(key, x):
         module = ComposeParams(composition, HEADS)
         params = {name: module.init_with_output(key, WIDTH)[0] for name in composition.names}
-        found = compose_weights(
+        found, _ = compose_weights(
             composition, params, compose_inputs(x, x, groups=composition.groups), num_heads=HEADS, dtype=None
         )
         return found.get("pre"), found.get("post")

@@ -38,27 +38,40 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha.backends.tpu import backward_interleaved, forward_interleaved, tiling
+from dcvit.dcmha.backends.tpu import backward_interleaved, forward_interleaved, second_layer, tiling
 from dcvit.dcmha.backends.tpu.backward import backward
 from dcvit.dcmha.backends.tpu.call import Blocked
 from dcvit.dcmha.backends.tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.backends.tpu.forward import forward
-from dcvit.dcmha.backends.tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
-from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.backends.tpu.packing import (
+    deinterleave,
+    from_query_array,
+    from_token_array,
+    pack,
+    query_array,
+    unpack,
+    with_columns,
+)
 from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, reason_of
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, not_none
 
 LOG = logging.getLogger(__name__)
 
-Weights: TypeAlias = ComposeWeights | None
 Static: TypeAlias = tuple[KernelConfig, Interpret | None]
 Result = TypeVar("Result")
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass besides the outputs."""
+
+    lse: Float[Array, "B H T"]  # log-sum-exp of the scores of each query, in units of log 2
+    packed: Float[Array, "B N C"] | None  # dynamic weights, if their second layer is a kernel
 
 
 def checked_config(call: Call) -> KernelConfig:
@@ -82,54 +95,59 @@ def run(call: Call, *, interpret: Interpret | None = None) -> Float[Array, "B T 
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    q, k, _, _, _, mask, _ = call.inputs
+    q, k, _, _, _, mask, *_ = call.inputs
     config = checked_config(call)
     sizes = config.family, config.block_q, config.block_k
     LOG.info("attention: %s TPU kernels with tiles of %d queries and %d keys", *sizes)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
-    return _attention((config, interpret), call.inputs._replace(mask=mask))
+    inputs = call.inputs.once() if config.has_hidden else call.inputs._replace(hidden=None)
+    return _attention((config, interpret), inputs._replace(mask=mask))
 
 
 # Compiled functions are traced and lowered once for equal shapes: twelve layers would take twelve times as long.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
-    """Return the outputs of the heads (B T H D), and the log-sum-exp of the scores of each query, in units of log 2."""
+def _forward(static: Static, x: Inputs) -> tuple[Array, Residuals]:
+    """Return the outputs of the heads (B T H D), and what the backward pass needs besides them."""
 
-    def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
+    def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Residuals]:
+        packed = second_layer.weights(config, not_none(x.hidden), interpret) if config.has_hidden else None
         kernel = forward_interleaved.forward if config.family == "interleaved" else forward
-        out, lse = kernel(config, pack(config, x), interpret)
-        return from_query_array(config, out, x[0]), lse
+        out, lse = kernel(config, pack(config, x, packed), interpret)
+        return from_query_array(config, out, x[0]), Residuals(lse, packed)
 
     config, interpret = static
-    out, lse = by_platform(attend, config, x, interpret)
+    out, (lse, packed) = by_platform(attend, config, x, interpret)
     # Without the barrier, XLA fuses the kernel with the copy of `lse` into the stack of a scan that keeps it. The
     # fusion loses the kernel's limit of VMEM and does not compile.
-    return out, jax.lax.optimization_barrier(lse)
+    return out, Residuals(jax.lax.optimization_barrier(lse), packed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(static: Static, x: Inputs, results: tuple[Array, Array], d_out: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, Residuals], d_out: Array) -> Inputs:
     def differentiate(
-        config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
-    ) -> tuple[Array, Array, Array, Weights, Weights]:
-        x, out, lse, d_out = arguments
+        config: KernelConfig, arguments: tuple[Inputs, tuple[Array, Residuals], Array], interpret: Interpret
+    ) -> Inputs:
+        x, (out, (lse, packed)), d_out = arguments
         q, k, v, pre, post, *_ = x
-        inputs = pack(config, x)
+        inputs = pack(config, x, packed)
         d_output = query_array(config, d_out.astype(q.dtype))
         inputs = dataclasses.replace(inputs, d_out=d_output, lse=with_columns(config, lse))
         if config.post is None and config.family == "matrix":
             delta = _delta(config, query_array(config, out), d_output)
             inputs = dataclasses.replace(inputs, delta=with_columns(config, delta))
         gradients = backward_interleaved.gradients if config.family == "interleaved" else backward
-        grads = gradients(config, inputs, interpret)
+        grads, hidden = gradients(config, inputs, interpret), None
+        if config.has_hidden:
+            packed = deinterleave(not_none(grads.weights))
+            hidden = second_layer.gradients(config, not_none(x.hidden), packed, interpret)
+            grads = dataclasses.replace(grads, weights=None)
         dq = from_query_array(config, grads.q, q)
         dk, dv = from_token_array(config, grads.k, k), from_token_array(config, grads.v, v)
-        return dq, dk, dv, *unpack(config, grads, pre, post)
+        return Inputs(dq, dk, dv, *unpack(config, grads, pre, post), hidden=hidden)
 
     config, interpret = static
-    found = by_platform(differentiate, config, (x, *results, d_out), interpret)
-    return Inputs(*found)
+    return by_platform(differentiate, config, (x, results, d_out), interpret)
 
 
 def _delta(config: KernelConfig, out: Blocked, d_out: Blocked) -> Array:

@@ -90,6 +90,7 @@ class KernelConfig(NamedTuple):
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products are bfloat16
+    has_hidden: bool = False  # kernels compute the second layer of the dynamic weights
 
     @property
     def layouts(self) -> tuple[ComposeLayout | None, ComposeLayout | None]:

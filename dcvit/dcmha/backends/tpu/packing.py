@@ -15,6 +15,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -136,19 +137,22 @@ def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
 
-def pack(config: KernelConfig, inputs: Inputs) -> Packed[Blocked]:
+def pack(config: KernelConfig, inputs: Inputs, packed: Array | None = None) -> Packed[Blocked]:
     """Return the kernels' inputs: tokens, one array of weights for each side, static weights, mask and ids.
 
     The letters in `Blocked.axes` are B for examples, or blocks of interleaved ones, T for queries and S for keys. The
-    mask of `inputs` is (#B S T); the kernels read it as bfloat16.
+    mask of `inputs` is (#B S T); the kernels read it as bfloat16. `packed` has the weights of both sides, if they are
+    computed by `dcvit.dcmha.backends.tpu.second_layer`.
     """
-    q, k, v, pre, post, mask, segments = inputs
+    q, k, v, pre, post, mask, segments, _ = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
-    if config.family == "interleaved":
-        wq, wk, weights = None, None, _pack_both_sides(config, pre, post)
+    wq, wk, weights = None, None, None
+    if packed is not None:
+        weights = interleave(_whole_registers(packed))
+    elif config.family == "interleaved":
+        weights = _pack_both_sides(config, pre, post)
     else:
         wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
-        weights = None
     packed_mask, ids_q, ids_k = None, None, None
     if mask is not None:
         mask = jnp.pad(
@@ -206,8 +210,12 @@ def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: Com
         return None
     tokens = max(config.queries, config.keys)
     columns = [jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0))) if x.shape[1] < tokens else x for x in columns]
-    x = _joined(columns)
-    return interleave(jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))))
+    return interleave(_whole_registers(_joined(columns)))
+
+
+def _whole_registers(x: Array) -> Array:
+    """Return (B, N, columns) with columns of zeros, so that they are a multiple of 128."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES)))
 
 
 def _joined(columns: Sequence[Array]) -> Array:
@@ -235,8 +243,7 @@ def unpack(
     """
     fields: list[dict[str, Array]] = [{}, {}]
     for by_token, sides in _packed_gradients(grads):
-        for side in sides:
-            by_token = corrected(config, by_token, side)
+        by_token = by_token * corrections(config, sides, by_token.shape[2])[None, None]
         order = [one for side in sides for one in packed_order(pre, post, side)]
         by_token, column = by_token.astype(common_dtype([x for *_, x in order])), 0
         for c, _, name, x in order:
@@ -300,18 +307,17 @@ def scaled(config: KernelConfig, x: Array, start: int = 0) -> Array:
     return x * factor + term
 
 
-def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
-    """Return the gradients of the weights from those of the weights that `scaled` returned.
+def corrections(config: KernelConfig, sides: Sequence[Side], count: int) -> np.ndarray:
+    """Return the factors that turn the gradients of `count` packed columns of `sides` into those of the weights.
 
     The kernels use scores without the factor `scale`, and pre-compose weights with the factor scale·log2(e).
     """
-    column = _column(x)
-    factor = jnp.ones(column.shape, jnp.float32)
-    for layout, name, start, stop in _parts(config, side):
-        if layout is config.pre:
-            times = 1 / LOG2_E if name == "down" else config.scale
-            factor = jnp.where((column >= start) & (column < stop), times, factor)
-    return x * factor
+    found = np.ones(count, np.float32)
+    for side in sides:
+        for layout, name, start, stop in _parts(config, side):
+            if layout is config.pre:
+                found[start:stop] = 1 / LOG2_E if name == "down" else config.scale
+    return found
 
 
 def _column(x: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.backends.tpu import backward_interleaved, mixing
+from dcvit.dcmha.backends.tpu import backward_interleaved, mixing, second_layer
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig
 from dcvit.dcmha.backends.tpu.packing import compose_layouts, key_rows_buffer, packed_columns
 from dcvit.dcmha.backends.tpu.tile import mixed_buffer
@@ -114,7 +114,8 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
     )  # fmt: skip
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
-            return config
+            has_hidden = inputs.hidden is not None and second_layer.supports(inputs.hidden)
+            return config._replace(has_hidden=has_hidden and config.family == "interleaved")
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
 
 

@@ -118,7 +118,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 @functools.partial(jax.jit, static_argnums=0)  # trace once if called eagerly
 def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
     """Return the outputs of the heads, computed for arrays with heads first and queries padded to complete blocks."""
-    q, k, v, pre, post, mask, segments = inputs
+    q, k, v, pre, post, mask, segments, _ = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
     rows = _end(runs(queries, k.shape[1], options, _block_size(inputs), group))

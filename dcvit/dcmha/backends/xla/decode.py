@@ -45,7 +45,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     """
     if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
-    (q, k, v, pre, post, mask, segments), options = call.inputs, call.options
+    (q, k, v, pre, post, mask, segments, _), options = call.inputs, call.options
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]

@@ -88,7 +88,7 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
 
     `compose` is the function that computes Eqn 7. `inputs.v` is not used.
     """
-    q, k, _, pre, post, mask, segments = inputs
+    q, k, _, pre, post, mask, segments, _ = inputs
     attended = visible(q.shape[1], k.shape[1], options, mask, segments)
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
