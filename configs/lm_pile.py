@@ -114,7 +114,7 @@ def get_config(
     config.sharding_strategy = "fsdp+tensor"
 
     config.model_name = "lm"
-    config.model = dict(preset=preset, context=context, scan=True, remat="full_but_attention", dtype_mm="bfloat16")
+    config.model = dict(preset=preset, context=context, scan=True, remat="auto", dtype_mm="bfloat16")
     config.loss_chunk = 512
 
     config.optax_name = "scale_by_adam"

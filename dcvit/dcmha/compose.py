@@ -19,7 +19,7 @@ from jax.scipy.linalg import block_diag
 from jax.typing import DTypeLike
 
 from dcvit.dcmha import device
-from dcvit.dcmha.numerics import is_float, statistics_dtype
+from dcvit.dcmha.numerics import is_float, product, statistics_dtype
 from dcvit.dcmha.shapes import Array, Float, Shaped
 
 RMS_EPSILON = 1e-6
@@ -191,13 +191,13 @@ def _separate_weights(
     found: dict[tuple[str, str], Array] = {}
     parts = [c for c in columns if not c.field.endswith("2")]
     widths = [c.width if c.field.endswith("g") else 2 * c.width for c in parts]
-    pre_activations = jnp.split(x @ _first_layer(params, columns), np.cumsum(widths), axis=2)[: len(parts)]
+    pre_activations = jnp.split(product(x, _first_layer(params, columns)), np.cumsum(widths), axis=2)[: len(parts)]
     for (name, field, width), before in zip(parts, pre_activations, strict=True):
         if field.endswith("g"):
             found[name, field] = jnp.tanh(before)
         else:
             w_2 = params[name][f"{field[0]}2"]
-            both = jax.nn.gelu(before, approximate=gelu == "tanh") @ _second_layer([w_2], heads)
+            both = product(jax.nn.gelu(before, approximate=gelu == "tanh"), _second_layer([w_2], heads))
             down, found[name, f"{field[0]}2"] = jnp.split(both, 2, axis=2)
             found[name, field] = _normed(down, np.full(width, True), heads // w_2.shape[0])
     return [found[c.compose_name, c.field] for c in columns]

@@ -99,7 +99,8 @@ def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
     """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
 
     The value "auto" of `config.model.dtype_mm` is bfloat16 on TPUs and GPUs, and float32 on CPUs and on NVIDIA GPUs
-    older than compute capability 8.0, which do not multiply bfloat16 numbers.
+    older than compute capability 8.0, which do not multiply bfloat16 numbers. That of `config.model.remat` is "none" on
+    CPUs, which have more memory, and "full_but_attention" on all other devices.
 
     Args:
       config: the config.
@@ -112,8 +113,8 @@ def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
     module = importlib.import_module(f"dcvit.models.{config.model_name}")
     # Tuples, because jax.jit needs a module to be hashable.
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
-    if fields.get("dtype_mm") == "auto":
-        fields["dtype_mm"] = _automatic_dtype(jax.devices()[0] if device is None else device)
+    if "auto" in (fields.get("dtype_mm"), fields.get("remat")):
+        fields = _with_automatic(fields, jax.devices()[0] if device is None else device)
     variant, heads = fields.pop(kind.variant_key, None), fields.pop("heads", None)
     for key in (kind.outputs_key, "name", "parent"):
         if key in fields:
@@ -130,8 +131,12 @@ def make_model(config: ConfigDict, device: Device | None = None) -> nn.Module:
     return model
 
 
-def _automatic_dtype(device: Device) -> str:
-    """Return the dtype of the computation on a device for `dtype_mm="auto"`."""
+def _with_automatic(fields: Mapping[str, object], device: Device) -> dict[str, object]:
+    """Return the fields of a model with the values for a device in place of "auto"."""
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are like "gfx942"
     multiplies = device.platform == "tpu" or (device.platform == "gpu" and capability[:2] not in ("5.", "6.", "7."))
-    return "bfloat16" if multiplies else "float32"
+    chosen = {
+        "dtype_mm": "bfloat16" if multiplies else "float32",
+        "remat": "none" if device.platform == "cpu" else "full_but_attention",
+    }
+    return {name: chosen.get(name, value) if value == "auto" else value for name, value in fields.items()}

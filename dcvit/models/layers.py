@@ -14,6 +14,7 @@ from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
+from dcvit.dcmha.numerics import product
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -60,7 +61,9 @@ class MlpBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> Float[Array, "B T M"]:
-        dense = functools.partial(nn.Dense, use_bias=self.use_bias, bias_init=self.bias_init, dtype=self.dtype)
+        dense = functools.partial(
+            nn.Dense, use_bias=self.use_bias, bias_init=self.bias_init, dtype=self.dtype, dot_general=dense_product
+        )
         first, gate, last = self.names
         width = x.shape[-1]
         mlp_dim = self.mlp_dim or 4 * width
@@ -115,7 +118,7 @@ class HeadDense(nn.Module):
         kernel = self.param("kernel", _flat_init(self.kernel_init), (width, *shape), self.param_dtype)
         bias = self.param("bias", _flat_init(self.bias_init), shape, self.param_dtype) if self.use_bias else None
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        out = jnp.matmul(x, as_matrix(kernel, width), precision=self.precision)
+        out = product(x, as_matrix(kernel, width), precision=self.precision)
         if bias is not None:
             out = out + bias.reshape(*[1] * (out.ndim - 1), -1)
         return out.reshape(*x.shape[:-1], *shape)
@@ -135,6 +138,13 @@ def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[
     return initialize
 
 
+def dense_product(
+    x: Array, kernel: Array, dimensions: jax.lax.DotDimensionNumbers, precision: PrecisionLike = None
+) -> Array:
+    """Return the product of (..., M) and (M, N) for `nn.Dense`; see `dcvit.dcmha.numerics.product`."""
+    return product(x, kernel, precision=precision)
+
+
 def flat_product(
     x: Array, kernel: Array, dimensions: jax.lax.DotDimensionNumbers, precision: PrecisionLike = None
 ) -> Array:
@@ -142,7 +152,7 @@ def flat_product(
     if dimensions != (((x.ndim - 2, x.ndim - 1), (0, 1)), ((), ())):
         raise ValueError(f"expected a product over heads and their numbers, found {dimensions}")
     flat = x.reshape(*x.shape[:-2], -1)
-    return jnp.matmul(flat, as_matrix(kernel, flat.shape[-1]), precision=precision)
+    return product(flat, as_matrix(kernel, flat.shape[-1]), precision=precision)
 
 
 def as_matrix(kernel: Array, rows: int) -> Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import normal
 
 from dcvit.dcmha.kv_cache import Cache, empty
+from dcvit.dcmha.numerics import product
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
@@ -234,7 +235,7 @@ def unembed(hidden: Float[Array, "*B M"], kernel: Float[Array, "M V"]) -> Float[
     The factors are multiplied in the dtype of the hidden states. Their gradients are float32.
     """
     wide = jnp.float32 if hidden.dtype == jnp.bfloat16 else hidden.dtype  # strict mode forbids promote_types
-    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
+    return product(hidden, kernel.astype(hidden.dtype), dtype=wide)
 
 
 def head_kernel(params: Params) -> Float[Array, "M V"]:

@@ -202,7 +202,9 @@ class MetricsHook(Hook):
         if self.run.writer:
             write_overview(self.run.workdir, state.params)
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        fields = " ".join(f"{name}={value}" for name, value in self.setup.config.model.items())  # see `runlocal`
+        module = self.setup.model.module
+        known = [(k, getattr(module, k) if v == "auto" else v) for k, v in self.setup.config.model.items()]
+        fields = " ".join(f"{name}={value}" for name, value in known)  # see `runlocal`
         model = f"model: {self.setup.config.model_name} {fields}"
         self.run.display.line(f"{model}: {count:,} parameters, {self.setup.plan.total_steps} steps")
         self._record(0, state, {"num_params": count}, self.setup.evaluators, {})

@@ -58,6 +58,14 @@ def run(case, dtype=jnp.float32):
     return found, output_and_gradients(on_arrays(reference.run), args, options)
 
 
+def test_a_causal_layer_that_exceeds_a_block_skips_keys():
+    causal = Options(causal=True)
+    for size, length in ((blockwise.COMPOSED, 256), (blockwise.PLAIN, 320)):
+        assert length * length > size.scores
+        computed = sum(run.blocks * run.rows * run.keys for run in blockwise.runs(length, length, causal, size))
+        assert computed <= 0.8 * length * length
+
+
 def test_padded_queries_have_the_blocks_of_the_queries():
     """The backward pass divides the padded queries."""
     for queries in (1, 15, 33, 36, 70, 1000):

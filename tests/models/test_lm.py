@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import lm_oracle
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from marks import exhaustive
 from small_models import (
     HEADS,
@@ -286,3 +287,17 @@ def test_recomputed_attention_keeps_nothing_as_large_as_the_scores():
     for remat in ("none", "attention", "full"):
         leaves = jax.tree.leaves(jax.eval_shape(functools.partial(kept, remat=remat), params))
         assert any(leaf.shape[-2:] == (24, 24) for leaf in leaves) == (remat == "none"), remat
+
+
+def test_on_one_cpu_the_gradient_of_each_kernel_is_a_product_over_one_axis():
+    """XLA transposes gradients of products over the axes of batch and tokens first, and takes longer."""
+    net, params = make_lm("DCFormer++-405M")
+
+    def loss(params):
+        logits, _ = net.apply({"params": params}, make_tokens())
+        return jnp.sum(logits**2)
+
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])):
+        program = jax.jit(jax.grad(loss)).lower(params).as_text()
+    assert program.count("contracting_dims = [0] x [0]") >= net.depth * 7 + 1  # projections, MLP, head; dynamic weights
+    assert "contracting_dims = [0, 1] x [0, 1]" not in program

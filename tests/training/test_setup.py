@@ -121,3 +121,9 @@ def test_activations_are_bfloat16_on_accelerators_where_the_config_leaves_it_ope
     assert found == {"tpu": "bfloat16", "gpu": "bfloat16", "gpu, AMD": "bfloat16", "gpu, old": "float32"}
     chosen = configs.load(spec, ["num_classes=10", "model.dtype_mm=float32"])
     assert kinds.make_model(chosen, SimpleNamespace(platform="tpu")).dtype_mm == "float32"
+
+
+def test_the_papers_language_models_are_recomputed_on_accelerators_only():
+    config = configs.load("lm_pile:runlocal=true", [])
+    found = {name: kinds.make_model(config, SimpleNamespace(platform=name)).remat for name in ("cpu", "gpu", "tpu")}
+    assert found == {"cpu": "none", "gpu": "full_but_attention", "tpu": "full_but_attention"}

@@ -155,8 +155,9 @@ def runs(queries: int, keys: int, options: Options, size: BlockSize, group: int 
     if not options.causal and options.window is None:
         rows = _rows(queries, keys, size, group)
         return [Run(0, cdiv(queries, rows), rows, 0, 0, keys)]
-    # On average, a causal mask removes half of the keys after those that all queries attend to.
-    rows = _rows(queries, options.first_query + cdiv(max(1, keys - options.first_query), 2), size, group)
+    # On average, a causal mask removes half of the keys after those that all queries attend to; but none in one block.
+    average = options.first_query + cdiv(max(1, keys - options.first_query), 2)
+    rows = _rows(queries, keys if size.scores // average >= keys else average, size, group)
     blocks = cdiv(queries, rows)
     each = cdiv(blocks, RUNS)
     return [
