@@ -5,6 +5,7 @@ A scan stacks the parameters of its layers along a new first axis.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import flax.linen as nn
@@ -44,6 +45,7 @@ def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Arra
     return found[name]
 
 
+@functools.lru_cache(maxsize=8)  # a model is opened, loaded and checked with the same inputs
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:
     """Return the tree of parameter shapes for model inputs like `example`.
 
