@@ -256,4 +256,3 @@ def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array | PackedIm
     """Run a module without dropout, and return its first result, such as the logits, and named intermediates."""
     found: tuple[Array, Outputs] = module.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
     return found
-
