@@ -56,7 +56,8 @@ def _from_data(part: ClosedJaxpr, *data: jax.Array) -> list[jax.Array]:
 
 
 def _makes_keys(eqn: JaxprEqn) -> bool:
-    return all(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in eqn.outvars)
+    dtypes = [getattr(var.aval, "dtype", np.float32) for var in eqn.outvars]
+    return all(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
 
 
 def _independent(traced: ClosedJaxpr, outputs: Iterable[int]) -> list[tuple[list[JaxprEqn], list[Var], list[int]]]:
