@@ -7,6 +7,8 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+TOWER = {float: (float, int), complex: (complex, float, int)}  # the types that match a type hint of a number
+
 
 class InputError(ValueError):
     """Invalid data or an invalid description of data; the message names the file, record or option."""
@@ -110,11 +112,15 @@ def has_type(value: object, hint: object) -> bool:
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(has_type(value, option) for option in arguments)
+        return any(has_type(value, option) for option in sorted(arguments, key=lambda option: type(option) is not type))
     if Sequence in (hint, origin):  # check every item; beartype checks only one
         return isinstance(value, list | tuple) and all(has_type(v, item) for v in value for item in arguments)
     if isinstance(value, bool) and hint in (int, float):
         return False
+    if isinstance(hint, type) and type(hint) is type:
+        return isinstance(value, TOWER.get(hint, (hint,)))
+    if origin is dict and typing.Any in arguments[1:]:
+        return isinstance(value, dict) and all(has_type(key, arguments[0]) for key in value)
     import beartype  # deferred: importing it takes longer than everything else in this module
     import beartype.door
 

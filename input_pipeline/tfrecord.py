@@ -234,6 +234,12 @@ def _find_records(path: str, size: int) -> np.ndarray:
     return np.array(offsets, "<i8")
 
 
+def record(data: bytes) -> bytes:
+    """Return data as a record of a TFRecord file. Raises MissingLibraryError if google-crc32c is not installed."""
+    length = struct.pack("<Q", len(data))
+    return length + _checksum(length) + data + _checksum(data)
+
+
 def _checksum(data: bytes) -> bytes:
     """Return TFRecord's checksum: the CRC-32C, rotated right by 15 bits, plus a constant, as 4 bytes."""
     crc = require("google_crc32c").value(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float32
-from scipy.special import logit
+from jaxtyping import Array, Bool, Float, Float32
 
 from dcvit.errors import NOT_FINITE, CheckpointError, ConfigError, InputError, type_name
 from dcvit.hub.open import Opened, thresholds_of
-from dcvit.inference.model import BATCH, ImageInput, Images, LoadedModel, Tokens, apply
+from dcvit.inference.model import BATCH, ImageInput, Images, LoadedModel, Tokens
+from dcvit.models import Params
 from dcvit.models.packed_images import PackedImages, image_shape, one_per_row
 from dcvit.models.vit import ViT
 from input_pipeline import Preprocess
@@ -25,8 +26,9 @@ from input_pipeline.optional import Late, require
 
 if TYPE_CHECKING:
     from PIL import Image
+    from scipy import special
 else:
-    Image = Late("PIL.Image")
+    Image, special = Late("PIL.Image"), Late("scipy.special")
 
 TOPK = 5  # classes that are predicted by default
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
@@ -110,20 +112,20 @@ class ImageModel(LoadedModel):
             raise ConfigError(f"topk={topk} should be 1 or more")
         least = 0.0 if topk is not None or self.thresholds is None else self.thresholds
         count = topk or (TOPK if self.thresholds is None else len(self.class_names))
-        normalize = jax.nn.sigmoid if self.multilabel else jax.nn.softmax
+        lowest = special.logit(least) if np.any(least) else -np.inf
         with self.on_devices():
             for names, images in map(self.checked, batches):
                 size = min(BATCH, 1 << (len(names) - 1).bit_length())  # few sizes, each of which is compiled
                 rows = np.minimum(np.arange(size), len(names) - 1)  # the last image fills the batch
                 padded = jax.tree.map(lambda x, at=rows: jnp.asarray(x[at]), images)
-                logits = apply(self.module, self.params, padded)[0]
-                finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(names)]
+                logits, scores = jax.device_get(_scores(self.module, self.params, padded, self.multilabel))
+                finite = np.isfinite(logits).all(axis=-1)[: len(names)]
                 if not finite.all():
                     raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
-                rows, reached = np.asarray(normalize(logits)), np.asarray(logits, np.float64) >= logit(least)
+                reached = np.asarray(logits, np.float64) >= lowest
                 yield [
                     _best(name, row, self.class_names, count, where)
-                    for name, row, where in zip(names, rows, reached, strict=False)
+                    for name, row, where in zip(names, scores, reached, strict=False)
                 ]
 
     def checked(
@@ -148,6 +150,15 @@ class ImageModel(LoadedModel):
 
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray | PackedImages]:
         return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _scores(
+    module: ViT, params: Params, images: Float[Array, "_ height width channels"] | PackedImages, multilabel: bool
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
+    """Return the logits of images and the probabilities of classes; one program, which has no other results."""
+    logits = module.apply({"params": params}, images, train=False)[0]
+    return logits, (jax.nn.sigmoid if multilabel else jax.nn.softmax)(logits)
 
 
 def _best(

@@ -181,7 +181,7 @@ class LoadedModel(abc.ABC):
 
     def check_inputs(self, inputs: jax.ShapeDtypeStruct, what: str) -> None:
         """Raise CheckpointError, which names `what`, if the parameters do not fit the shape of `inputs`."""
-        check_tree(shapes_of(self.params), _param_shapes(self.module, inputs.shape, np.dtype(inputs.dtype)), what)
+        check_tree(shapes_of(self.params), shapes_of(param_shapes(self.module, inputs)), what)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the model runs on the mesh of its parameters; kernels need one."""
@@ -256,8 +256,3 @@ def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array | PackedIm
     """Run a module without dropout, and return its first result, such as the logits, and named intermediates."""
     found: tuple[Array, Outputs] = module.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
     return found
-
-
-@functools.lru_cache
-def _param_shapes(module: nn.Module, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
-    return shapes_of(param_shapes(module, jax.ShapeDtypeStruct(shape, dtype)))

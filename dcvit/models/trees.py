@@ -5,6 +5,7 @@ A scan stacks the parameters of its layers along a new first axis.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import flax.linen as nn
@@ -44,8 +45,9 @@ def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Arra
     return found[name]
 
 
+@functools.lru_cache(maxsize=8)  # a model is opened, loaded and checked with the same inputs
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:
-    """Return the tree of parameter shapes for model inputs like `example`.
+    """Return the tree of parameter shapes for model inputs like `example`; of equal unrolled layers, one is traced.
 
     Args:
       model: the module.
@@ -55,12 +57,20 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
     """
+    are_equal = getattr(model, "compose_layers", ()) is None and getattr(model, "window_pattern", "none") == "none"
+    depth = model.depth if are_equal and not model.scan else 0
+    traced = model.clone(depth=1) if depth > 1 and kernels == "off" else model
     try:
         with selecting(Selection(kernels)):
-            shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
+            shapes: Params = jax.eval_shape(lambda x: traced.init(jax.random.key(0), x), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e
-    return shapes
+    if traced is model:
+        return shapes
+    transformer = dict(shapes["Transformer"])
+    first = next(name for name in transformer if name.endswith("block_0"))
+    layers = {f"{first[:-1]}{i}": jax.tree.map(lambda shape: shape, transformer[first]) for i in range(depth)}
+    return {**shapes, "Transformer": dict(sorted({**transformer, **layers}.items()))}
 
 
 def unstack_blocks(params: Params) -> Params:

@@ -19,6 +19,7 @@ from dcvit.errors import ConfigError, first_line
 from dcvit.versions import on_cloud_tpu, replace_backend
 
 CACHE_BYTES = 10**10  # limit of the compilation cache
+CACHE_SECONDS = 0.1  # the shortest compilation that is kept; JAX's own value, 1 s, skips most programs of a CPU
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
 
 
@@ -52,6 +53,7 @@ def keep_compiled() -> None:
             folder.encode()
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHE_SECONDS)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 from dcvit.errors import ConfigError, check_call, first_line_with_type
 from dcvit.runs.files import Folder, replace
 from input_pipeline.optional import require
+from input_pipeline.tfrecord import record
 
 LOG = logging.getLogger(__name__)
 NAMES = ("tensorboard", "wandb")  # keys of a config that enable a tracker
@@ -80,12 +81,11 @@ class TensorBoard:
 
     def __init__(self, workdir: Path, resume_step: int):
         """Start a file."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # tensorboard's own writer imports boto3
 
         self.event, self.summary = event_pb2, summary_pb2
         name = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # TensorBoard reads files in order of names
-        self.writer = RecordWriter((workdir / f"events.out.tfevents.{name}").open("xb", buffering=0))
+        self.file = (workdir / f"events.out.tfevents.{name}").open("xb", buffering=0)
         first = resume_step + 1 if resume_step else 0
         self._add(file_version="brain.Event:2")
         self._add(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -97,10 +97,10 @@ class TensorBoard:
 
     def close(self, *, failed: bool) -> None:
         """Close the file."""
-        self.writer.close()
+        self.file.close()
 
     def _add(self, **fields: object) -> None:
-        self.writer.write(self.event.Event(wall_time=time.time(), **fields).SerializeToString())
+        self.file.write(record(self.event.Event(wall_time=time.time(), **fields).SerializeToString()))
 
 
 class WandB:

@@ -28,6 +28,7 @@ from dcvit.runs.stop import Watchdog
 from dcvit.runs.workdir import WorkdirLock
 from dcvit.training import kernels
 from dcvit.training.distillation import TEACHER
+from dcvit.training.initialize import initialize
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
 from dcvit.weights.placement import place_params
@@ -162,17 +163,21 @@ def start_state(run: Run) -> TrainState:
     if start.step:
         return _restored(run).replace(teacher=start.teacher)
 
-    def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
-        params = init_params(setup, jax.random.wrap_key_data(seed_words))
-        params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=lambda x: x is None)
-        return initial_state(setup, params)
+    def missing(seed_words: jax.Array) -> Params:
+        return init_params(setup, jax.random.wrap_key_data(seed_words))
 
-    places = jax.tree.map(lambda s: s.sharding, start.shapes.replace(teacher=None))
-    words = np.asarray(
-        jax.random.key_data(jax.random.key(setup.config.seed))
-    )  # an argument: all seeds share the program
+    shapes = start.shapes.replace(teacher=None)
+    wanted = jax.tree.map(lambda s, x: s.sharding if x is None else None, shapes.params, start.loaded)
+    # An argument: all seeds share the programs.
+    words = np.asarray(jax.random.key_data(jax.random.key(setup.config.seed)))
     with stage("initializing the parameters", run.display.line):
-        state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
+        params = jax.tree.map(
+            lambda x, p: p if x is None else x, start.loaded, initialize(missing, words, wanted),
+            is_leaf=lambda x: x is None,
+        )  # fmt: skip
+        places = jax.tree.map(lambda s: s.sharding, shapes)
+        first = jax.jit(functools.partial(initial_state, setup), donate_argnums=0, out_shardings=places)
+        state: TrainState = first(params)
     return state.replace(teacher=start.teacher)
 
 

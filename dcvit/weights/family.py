@@ -177,13 +177,7 @@ def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[i
     Raises:
       CheckpointError, ConfigError: see `build`, `example` and `dcvit.models.trees.param_shapes`.
     """
-    found = example(description, params)
-    return _param_shapes(build(description), found.shape, found.dtype)
-
-
-@functools.lru_cache(maxsize=1)  # the source and the result of a conversion are the same model
-def _param_shapes(net: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
-    return shapes_of_tree(trees.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
+    return shapes_of_tree(trees.param_shapes(build(description), example(description, params)))
 
 
 @contextlib.contextmanager

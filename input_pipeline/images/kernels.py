@@ -8,6 +8,8 @@ images, and threads run them in parallel.
 """
 
 import functools
+import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import no_type_check
 
@@ -18,6 +20,8 @@ from input_pipeline.errors import InputError
 from input_pipeline.optional import require
 
 MOST_VALUES = 1 << 32  # of an image; the loops index with 32 bits
+# A process resizes so many images, of at most so many values, by NumPy, which takes less time than numba's start.
+BEFORE_NUMBA, FEW_VALUES = 4, 1 << 21
 Pixels = UInt8[np.ndarray, "height width 3"]
 Cover = tuple[
     UInt32[np.ndarray, "n"], UInt32[np.ndarray, "n"], Float32[np.ndarray, "n"], Float32[np.ndarray, "n"]
@@ -186,6 +190,7 @@ def _average(image, columns, rows, scale, out):
 
 
 RESIZE = {"bilinear": resize_bilinear, "area": resize_area}  # by method
+_resized = itertools.count()
 
 
 def resize_antialiased(
@@ -205,10 +210,24 @@ def resize_antialiased(
         return image.astype(np.float32)
     (tops, down), (lefts, across) = (_taps(*lengths, method) for lengths in zip(image.shape, size, strict=False))
     rows = np.zeros((size[0], *image.shape[1:]), np.float32)
-    _add_rows(np.ascontiguousarray(image), tops, down, rows)
     out = np.zeros((*size, image.shape[2]), np.float32)
+    few = image.size <= FEW_VALUES and next(_resized) < BEFORE_NUMBA
+    if few or importlib.util.find_spec("numba") is None:
+        _add_taps(image, tops, down, rows)
+        _add_taps(rows.swapaxes(0, 1), lefts, across, out.swapaxes(0, 1))
+        return out
+    _add_rows(np.ascontiguousarray(image), tops, down, rows)
     _add_columns(rows, lefts, across, out)
     return out
+
+
+def _add_taps(
+    image: np.ndarray, starts: UInt32[np.ndarray, "n"], weights: Float32[np.ndarray, "n taps"], out: np.ndarray
+) -> None:
+    """Add the weighted rows of the image, from the start of each row of the output, to this row; as `_add_rows`."""
+    for tap, weight in enumerate(weights.T):
+        inside = starts + tap < len(image)
+        out[inside] += image[starts[inside] + tap] * weight[inside][:, None, None]
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 from marks import exhaustive
 from small_models import assert_trees_close, jit, param_shapes, random_params, stack_blocks
 
-from dcvit.models import encoder, layers, vit
+from dcvit.models import encoder, layers, trees, vit
 from dcvit.models.attention import Attention
 from dcvit.models.trees import unstack_blocks
 from dcvit.parallel.trees import by_name, shapes_of
@@ -282,3 +282,16 @@ class TestTraining:
             for i in range(3)
         ]
         np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"compose": "both"}, {"compose": "both", "compose_layers": (1,)}, {"scan": True}], ids=str
+)
+def test_shapes_of_parameters_are_those_of_all_layers(fields):
+    """One layer is traced if all are equal."""
+    net = vit.Model(10, width=8, depth=3, mlp_dim=16, num_heads=2, patch_size=(4, 4), **fields)
+    image = jax.ShapeDtypeStruct((1, 8, 8, 3), np.float32)
+    expected = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)["params"]
+    found = trees.param_shapes(net, image)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.leaves(found) == jax.tree.leaves(expected)

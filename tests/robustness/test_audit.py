@@ -44,7 +44,7 @@ for package in (dcvit, input_pipeline):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if module.name not in EXCLUDED:
             importlib.import_module(module.name)
-for name in ("clu.parameter_overview", "tensorboard.summary.writer.record_writer", "numba"):
+for name in ("clu.parameter_overview", "tensorboard.compat.proto.event_pb2", "google_crc32c", "numba"):
     try:
         importlib.import_module(name)
     except ImportError:

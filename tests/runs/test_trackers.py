@@ -2,6 +2,7 @@
 
 import json
 import struct
+import subprocess
 import sys
 import types
 
@@ -73,6 +74,18 @@ def test_an_error_of_a_tracker_is_logged_once_and_others_continue(tmp_path, monk
     started.close(failed=False)
     assert (other.rows, other.ended) == ([0, 1, 2], False)
     assert caplog.messages == ["wandb failed, and training continues without it: RuntimeError: no connection"]
+
+
+def test_events_are_written_without_the_writer_of_tensorboard(tmp_path):
+    """It imports boto3 where that is installed, which takes a second."""
+    pytest.importorskip("tensorboard", reason="the extra data is not installed")
+    code = (
+        "import pathlib, sys; from dcvit.runs.trackers import TensorBoard; "
+        "TensorBoard(pathlib.Path(sys.argv[1]), 0).close(failed=False); print('tensorboard.summary' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True).stdout
+    assert found == "False\n"
+    assert [*tmp_path.glob("events.out.tfevents*")]
 
 
 def test_tensorboard_shows_each_row_once_after_a_kill(tmp_path):

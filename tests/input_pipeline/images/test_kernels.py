@@ -1,6 +1,7 @@
 """Loops over pixels: resizing against TensorFlow's kernel, and the others against numpy."""
 
 import importlib.util
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,11 +36,13 @@ def test_averaged_pixels_are_bitwise_those_of_tensorflow(sides):
             np.testing.assert_array_equal(kernels.resize_area(image, size), expected.astype(np.uint8))
 
 
+@pytest.mark.parametrize("by_numpy", [0, 10**6], ids=["numba", "numpy"])
 @pytest.mark.parametrize("method", kernels.ANTIALIASED)
 @pytest.mark.parametrize("sides", SIDES)
-def test_antialiased_pixels_are_bitwise_those_of_tensorflow(sides, method):
+def test_antialiased_pixels_are_bitwise_those_of_tensorflow(monkeypatch, sides, method, by_numpy):
     """Compared as floats, before they are clipped."""
     tf = pytest.importorskip("tensorflow")
+    monkeypatch.setattr(kernels, "BEFORE_NUMBA", by_numpy)
     for size in ((1, 1), (2, 500), (224, 224), (301, 97)):
         for image in (noise(*sides), noise(*sides)[..., :1]):
             expected = tf.image.resize(image, size, method=method, antialias=True).numpy()
@@ -51,6 +54,13 @@ def test_antialiased_resizing_does_not_import_tensorflow(monkeypatch):
     monkeypatch.setattr(decode, "tensorflow", None)
     for method in kernels.ANTIALIASED:
         assert decode.resize(noise(9, 7), (4, 5), method, antialias=True).shape == (4, 5, 3)
+
+
+def test_the_first_antialiased_images_do_not_start_numba(monkeypatch):
+    """Its start would take longer than a prediction."""
+    monkeypatch.setattr(kernels, "_resized", itertools.count())
+    monkeypatch.setattr(kernels, "_machine_code", None)
+    assert kernels.resize_antialiased(noise(9, 7), (4, 5), "bicubic").shape == (4, 5, 3)
 
 
 @pytest.mark.slow
