@@ -129,6 +129,14 @@ def test_a_layer_whose_smallest_part_does_not_fit_is_refused_with_the_numbers():
         tiling.check_supported(call_of(Inputs(q, k, v, *weights), Options(causal=True)))
 
 
+@pytest.mark.parametrize(("masks", "examples"), [(1, 256), (256, 128)])
+def test_a_mask_of_all_examples_takes_its_memory_once(masks, examples):
+    """So that the gradients of 256 images of ViT-S/16 are computed at once, not in parts that are copied."""
+    images = jax.tree.map(lambda x: jax.ShapeDtypeStruct((256, *x.shape[1:]), x.dtype), layer("DCViT-S", 196))
+    mask = jax.ShapeDtypeStruct((masks, 1, 196, 196), bool)
+    assert tiling.partition(Inputs(*images, mask), Options(), backward=True) == (examples, 256)
+
+
 def layer(preset, tokens, dtype=jnp.bfloat16):
     """ShapeDtypeStructs of one attention layer's arguments q, k, v, pre, post."""
     fields = PRESETS.get(preset, {"num_heads": 6, "width": 384})

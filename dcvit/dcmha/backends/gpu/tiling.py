@@ -100,11 +100,13 @@ def partition(inputs: Inputs, options: Options, *, backward: bool) -> Partition:
     )
     sizes = [Partition(n, rows) for n in range(batch, 0, -1) if batch % n == 0]
     sizes += [Partition(1, block_rows(queries, n)) for n in range(rows - QUERIES, 0, -QUERIES)]
+    each_masked = inputs.segments is not None or (inputs.mask is not None and inputs.mask.shape[0] > 1)
     needed = 0
     for size in sizes:
         part = dataclasses.replace(config, batch=size.examples, queries=size.rows)
         keys = spans(queries, inputs.k.shape[1], options, part)[-1].keys
-        needed = workspace(dataclasses.replace(part, keys=keys), backward=backward)
+        masks = size.examples if each_masked else 1
+        needed = workspace(dataclasses.replace(part, keys=keys), masks, backward=backward)
         if needed <= WORKSPACE_BYTES:
             return size
     raise UnsupportedError(
@@ -113,12 +115,12 @@ def partition(inputs: Inputs, options: Options, *, backward: bool) -> Partition:
     )
 
 
-def workspace(config: KernelConfig, *, backward: bool) -> int:
-    """Return the size in bytes of the arrays that the kernels write for one rectangle, and of its mask."""
+def workspace(config: KernelConfig, masks: int, *, backward: bool) -> int:
+    """Return the size in bytes of the arrays that the kernels write for one rectangle, and of its masks."""
     first, second = (output_shapes(config, kind) for kind in KINDS[backward])
     second = {"planes": first["planes"], **second} if "planes" in first else second
     written: int = max(sum(x.size * x.dtype.itemsize for x in arrays.values()) for arrays in (first, second))
-    return written + 4 * config.batch * config.queries * config.keys
+    return written + 4 * masks * config.queries * config.keys
 
 
 def spans(queries: int, keys: int, options: Options, config: KernelConfig) -> list[Span]:
