@@ -15,13 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from dcvit.dcmha import Dropout, plan
-from dcvit.dcmha.compose import ComposeWeights, HiddenWeights
 from dcvit.dcmha.inputs import Attend, Call, Composition, Inputs, make_call
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int, not_none
 from dcvit.models import sharded_attention
-from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
+from dcvit.models.composition import ComposeInput, ComposeParams, LayerWeights, compose_inputs, compose_weights
 from dcvit.models.fields import AttentionFields, check_attention
 from dcvit.models.layers import HeadDense, flat_product, in_float32, rotate
 from dcvit.parallel.mesh import BATCH, active_mesh, constrain, constrain_to, shard_as
@@ -190,10 +189,8 @@ class Attention(AttentionFields):
             q, k = rotate(q, angles), rotate(k, angles)
         return q, k, v
 
-    def compose_weights(
-        self, width: int, inputs: dict[str, ComposeInput]
-    ) -> tuple[dict[str, ComposeWeights], HiddenWeights | None]:
-        """Return the layer's weights for inputs of M = `width`; see `dcvit.models.composition.compose_weights`."""
+    def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> LayerWeights:
+        """Return the layer's weights for inputs of M = `width`."""
         composition = self.composition()
         params = {name: ComposeParams(composition, self.num_heads, name=name)(width) for name in composition.names}
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
@@ -219,8 +216,8 @@ def attention_inputs(layer: Attention, x: LayerInputs) -> Inputs:
         raise ValueError(f"a composition needs inputs of one width, found {x.q.shape[-1]} and {x_k.shape[-1]}")
     to_compose = compose_inputs(x.q, x_k, groups=layer.groups) if layer.compose else {}
     q, k, v = layer.project(x.q, x_k, x_k if x.v is None else x.v, x.angles)
-    weights, hidden = layer.compose_weights(x.q.shape[-1], to_compose) if to_compose else ({}, None)
-    return Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask, x.segments, hidden)
+    pre, post, hidden = layer.compose_weights(x.q.shape[-1], to_compose) if to_compose else LayerWeights()
+    return Inputs(q, k, v, pre, post, x.mask, x.segments, hidden)
 
 
 def head_width(layer: Attention, width: int) -> int:

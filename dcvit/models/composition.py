@@ -49,6 +49,14 @@ class ComposeInput(NamedTuple):
     replicated: Float[Array, "B _ M"]
 
 
+class LayerWeights(NamedTuple):
+    """Weights of the composes of a layer; `hidden` has the dynamic ones once more, for TPU kernels."""
+
+    pre: ComposeWeights | None = None
+    post: ComposeWeights | None = None
+    hidden: HiddenWeights | None = None
+
+
 def compose_inputs(x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"], *, groups: int) -> dict[str, ComposeInput]:
     """Return the inputs of dynamic weights: "q" of queries and "k" of keys, or "qk" if these are the same array.
 
@@ -66,7 +74,7 @@ def compose_weights(
     *,
     num_heads: int,
     dtype: DTypeLike | None,
-) -> tuple[dict[str, ComposeWeights], HiddenWeights | None]:
+) -> LayerWeights:
     """Compute the weights of a layer's pre- and post-compose; each input is multiplied once, by the parameters of both.
 
     Args:
@@ -77,7 +85,7 @@ def compose_weights(
       dtype: dtype of the computation; None means that of the inputs.
 
     Returns:
-      The weights of "pre" and "post", as far as `params` has them; and what they are computed from, for TPU kernels.
+      The weights of "pre" and "post", as far as `params` has them.
     """
     hidden = None
     weights = {name: {"static": some["static"]} if "static" in some else {} for name, some in params.items()}
@@ -92,7 +100,7 @@ def compose_weights(
             found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
         for name, some in found.items():
             weights[name] |= some
-    return {name: ComposeWeights(**some) for name, some in weights.items()}, hidden
+    return LayerWeights(hidden=hidden, **{name: ComposeWeights(**some) for name, some in weights.items()})
 
 
 def _split_weights(

@@ -108,7 +108,7 @@ def test_weights_on_a_mesh_that_splits_heads_equal_those_of_one_device(branches,
 
     def weights(x, params):
         inputs = compose_inputs(x, x, groups=groups)
-        return compose_weights(composition, params, inputs, num_heads=HEADS, dtype=None)[0]
+        return compose_weights(composition, params, inputs, num_heads=HEADS, dtype=None)
 
     def with_gradients(x, params):
         out, pull = jax.vjp(weights, x, params)

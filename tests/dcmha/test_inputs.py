@@ -22,10 +22,10 @@ def weights_of(composition):
     def compute(key, x):
         module = ComposeParams(composition, HEADS)
         params = {name: module.init_with_output(key, WIDTH)[0] for name in composition.names}
-        found, _ = compose_weights(
+        found = compose_weights(
             composition, params, compose_inputs(x, x, groups=composition.groups), num_heads=HEADS, dtype=None
         )
-        return found.get("pre"), found.get("post")
+        return found.pre, found.post
 
     return jax.eval_shape(compute, jax.random.key(0), jnp.zeros((BATCH, TOKENS, WIDTH)))
 

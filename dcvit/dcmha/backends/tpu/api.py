@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs of the forward pass besides the outputs."""
+    """Results of the forward pass that the backward pass needs besides the outputs."""
 
     lse: Float[Array, "B H T"]  # log-sum-exp of the scores of each query, in units of log 2
     packed: Float[Array, "B N C"] | None  # dynamic weights, if their second layer is a kernel
