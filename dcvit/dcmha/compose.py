@@ -118,10 +118,10 @@ def dynamic_weights(
     columns = _columns(params, sides, heads)
     if not columns:
         return {name: {} for name in params}
-    if device.platform() != "cpu":
+    if (arrange := {"cpu": _separate_weights, "gpu": _transposed_weights}.get(device.platform())) is None:
         weights = hidden_weights(x, params, sides=sides, heads=heads, gelu=gelu).weights()
     else:
-        weights = _by_name(columns, _separate_weights(x, params, columns, heads=heads, gelu=gelu), heads)
+        weights = _by_name(columns, arrange(x, params, columns, heads=heads, gelu=gelu), heads)
     return {name: weights.get(name, {}) for name in params}
 
 
@@ -200,6 +200,39 @@ def _separate_weights(
             both = product(jax.nn.gelu(before, approximate=gelu == "tanh"), _second_layer([w_2], heads))
             down, found[name, f"{field[0]}2"] = jnp.split(both, 2, axis=2)
             found[name, field] = _normed(down, np.full(width, True), heads // w_2.shape[0])
+    return [found[c.compose_name, c.field] for c in columns]
+
+
+def _transposed_weights(
+    x: Float[Array, "B N M"],
+    params: Mapping[str, Mapping[str, Array]],
+    columns: Sequence[Columns],
+    *,
+    heads: int,
+    gelu: str,
+) -> list[Float[Array, "B N _"]]:
+    """Return the dynamic weights of `columns`, computed with the tokens as the last axis, as the GPU kernels read them.
+
+    The second layers are one batched product of P matrices: those of each side, compose and group. The sum over the
+    heads adds rows of tokens, so that XLA fuses the rest with the packing of the kernels, and transposes nothing.
+    """
+    found: dict[tuple[str, str], Array] = {}
+    hidden, gates = ([c for c in columns if c.field.endswith(end)] for end in "1g")
+    pre_activations = jnp.einsum("MC,BNM->CBN", _first_layer(params, [*hidden, *gates]), x)
+    if hidden:
+        w_2 = jnp.concatenate([params[c.compose_name][f"{c.field[0]}2"] for c in hidden])
+        count, inner = w_2.shape[:2]
+        units = jax.nn.gelu(pre_activations[: count * inner], approximate=gelu == "tanh")
+        both = jnp.einsum("PIO,PIBN->POBN", w_2, units.reshape(count, inner, *x.shape[:2]))
+        down, up = jnp.moveaxis(both.reshape(count, 2, -1, heads * len(hidden) // count, *x.shape[:2]), 1, 0)
+        square = jnp.square(down.astype(statistics_dtype(down.dtype)))
+        down *= jax.lax.rsqrt(jnp.mean(square, axis=2, keepdims=True) + RMS_EPSILON).astype(down.dtype)
+        for end, w in (("1", down), ("2", up)):
+            for c, part in zip(hidden, jnp.split(w, len(hidden)), strict=True):  # G R J B N
+                found[c.compose_name, c.field[0] + end] = jnp.transpose(part, (3, 4, 1, 0, 2)).reshape(*x.shape[:2], -1)
+    if gates:
+        for c, w in zip(gates, jnp.split(jnp.tanh(pre_activations[-heads * len(gates) :]), len(gates)), strict=True):
+            found[c.compose_name, c.field] = jnp.moveaxis(w, 0, 2)
     return [found[c.compose_name, c.field] for c in columns]
 
 

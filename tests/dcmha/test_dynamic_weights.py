@@ -59,7 +59,7 @@ def by_group(token, w_1, w_2, gelu):
     return np.concatenate(found, axis=2)
 
 
-@pytest.fixture(params=["cpu", "tpu"])
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request, monkeypatch):
     """The platform whose arrangement is computed."""
     monkeypatch.setattr(device, "platform", lambda: request.param)
