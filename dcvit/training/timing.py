@@ -20,17 +20,19 @@ def device() -> str:
     return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
 
 
-def interleaved(steps: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
+def interleaved(
+    steps: Mapping[Name, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Name, list[float]]:
     """Return, by key of `steps`, the seconds of one call in each round. A round calls each twice, times the second.
 
     The order in a round is random, so that no step always follows the same other one; it is the same in every process
-    and at every call.
+    and at every call. With the clock `time.process_time`, the seconds are those of the CPU, of all threads.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in random.Random(number).sample([*steps], len(steps)):
             steps[name]()  # not timed: it brings the step's arrays back to the caches, and allocates its memory again
-            started = time.perf_counter()
+            started = clock()
             steps[name]()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
     return seconds

@@ -1,7 +1,6 @@
 """Benchmark of training steps: models with composed attention (DC) and plain ones, equal in everything else.
 
     python scripts/bench/train.py --model vit_s16            DCViT-S/16 and ViT-S/16
-    python scripts/bench/train.py --model vit_s16 --torch    with ViT-S/16 in compiled PyTorch, on a CPU
     python scripts/bench/train.py --model 405M --batch 8     DCFormer++ and DCFlash of a size of the paper
     python scripts/bench/train.py --model 6.9B --depth 4 --rows "plain, best" "DC, best"    a stack of its layers
 
@@ -10,26 +9,23 @@ compiled as one program whose state stays on the device. Every round runs two st
 "XLA" is the reference implementation, which XLA compiles from einsum, softmax and einsum; "best" is the implementation
 that the package selects. "grouped" and "folded" have fewer key heads: those of DCFlash, or half of the heads of a ViT.
 A plain row is the composed model with compose=None: windows, QK-norm, key heads and rematerialization
-(`full_but_attention`, as in configs/lm_pile.py) are the same. "plain, PyTorch" is `torch.nn.TransformerEncoder` in
-`torch.compile`, with as many threads.
+(`full_but_attention`, as in configs/lm_pile.py) are the same. scripts/bench/peers.py compares with PyTorch.
 
 On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment gives the memory of a step huge pages, if the kernel
 permits programs to ask for them ("madvise" in /sys/kernel/mm/transparent_hugepage/enabled).
 """
 
 import argparse
-import functools
 import json
 import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 
@@ -39,7 +35,6 @@ from dcvit.parallel import runtime
 from dcvit.training.timing import device, interleaved
 
 CONTEXT = 2048
-TORCH = "plain, PyTorch"
 
 
 class Row(NamedTuple):
@@ -59,9 +54,10 @@ ROWS = {
 }
 RATIOS = [
     ("DC, best", "plain, XLA"), ("DC, best", "plain, best"), ("folded, best", "grouped, best"),
-    ("folded, best", "plain, best"), ("plain, best", TORCH),
+    ("folded, best", "plain, best"),
 ]  # fmt: skip
 Build = Callable[[Row], tuple[nn.Module, jax.Array, jax.Array]]
+Function = Callable[..., Any]  # of arrays
 
 
 def vision(batch: int, dtype: str) -> Build:
@@ -117,56 +113,13 @@ def lowered(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[jax.
     return jax.jit(initial).lower(inputs[:1]), step
 
 
-def stepper(
-    initial: jax.stages.Compiled, update: jax.stages.Compiled, inputs: jax.Array, targets: jax.Array
-) -> Callable[[], None]:
-    """Return a function that runs one training step."""
+def stepper(initial: Function, update: Function, inputs: jax.Array, targets: jax.Array) -> Callable[[], jax.Array]:
+    """Return a function that runs one training step and returns its loss."""
     carry = initial(inputs[:1])
 
-    def step() -> None:
+    def step() -> jax.Array:
         *carry[:], value = update(*carry, inputs, targets)
-        jax.block_until_ready((carry, value))
-
-    step()
-    return step
-
-
-def torch_stepper(batch: int) -> Callable[[], None]:
-    """Return a function that runs one training step of ViT-S/16 in compiled PyTorch."""
-    import torch
-
-    width, depth, mlp_dim, heads = vit.VARIANTS["S"]
-    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = torch.nn.TransformerEncoderLayer(
-                width, heads, mlp_dim, dropout=0.0, activation=gelu, batch_first=True, norm_first=True
-            )
-            self.embedding = torch.nn.Conv2d(3, width, 16, 16)
-            self.position = torch.nn.Parameter(torch.zeros(196, width), requires_grad=False)
-            self.encoder = torch.nn.TransformerEncoder(
-                layer, depth, torch.nn.LayerNorm(width), enable_nested_tensor=False
-            )
-            self.pre_logits, self.head = torch.nn.Linear(width, width), torch.nn.Linear(width, 1000)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(images).flatten(2).transpose(1, 2) + self.position
-            logits: torch.Tensor = self.head(torch.tanh(self.pre_logits(self.encoder(x).mean(1))))
-            return logits
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    net = Model()
-    apply, optimizer = torch.compile(net), torch.optim.Adam(net.parameters(), 1e-3)
-    rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.uniform(-1, 1, (batch, 3, 224, 224)).astype(np.float32))
-    labels = torch.from_numpy(rng.integers(0, 1000, batch))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(apply(images), labels).backward()
-        optimizer.step()
+        return jax.block_until_ready((carry, value))[1]
 
     step()
     return step
@@ -178,15 +131,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--depth", type=int, help="number of layers of a language model, if not all fit")
     parser.add_argument("--dtype", help="dtype of the computation (default: float32 on a CPU, else bfloat16)")
-    parser.add_argument("--torch", action="store_true", help="add ViT-S/16 in PyTorch; with vit_s16 on a CPU")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="if not all fit into the memory")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row; 0 only compiles")
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
-        parser.error("--torch needs --model vit_s16 on a CPU")
     if args.depth is not None and (args.model == "vit_s16" or args.depth < 1):
         parser.error(f"--depth {args.depth}: expected 1 or more layers of a language model")
     images = args.model == "vit_s16"
@@ -200,8 +150,6 @@ def main() -> None:
         return
     steps = {name: stepper(*programs[name], *row[1:]) for name, row in built.items()}
     memory = {name: update.memory_analysis() for name, (_, update) in programs.items()}
-    if args.torch:
-        steps[TORCH] = torch_stepper(args.batch)
     seconds = interleaved(steps, args.rounds)
     machine = device()
     if "GLIBC_TUNABLES" in os.environ:
@@ -210,9 +158,8 @@ def main() -> None:
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, high = 1e3 * min(times), 1e3 * max(times)
-        found = memory.get(name)
-        size = f"  {found.temp_size_in_bytes / 2**20:9.1f} MiB temporary" if found else ""
-        print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){size}")
+        size = memory[name].temp_size_in_bytes / 2**20
+        print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f})  {size:9.1f} MiB temporary")
     ratios = {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
     print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))
     if args.json:
