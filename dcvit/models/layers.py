@@ -14,6 +14,7 @@ from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
+from dcvit.dcmha import device
 from dcvit.dcmha.numerics import product
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain
@@ -120,8 +121,28 @@ class HeadDense(nn.Module):
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         out = product(x, as_matrix(kernel, width), precision=self.precision)
         if bias is not None:
-            out = out + bias.reshape(*[1] * (out.ndim - 1), -1)
+            add = add_bias if device.platform() == "tpu" else jnp.add
+            out = add(out, bias.reshape(*[1] * (out.ndim - 1), -1))
         return out.reshape(*x.shape[:-1], *shape)
+
+
+@jax.custom_vjp
+def add_bias(x: Float[Array, "*B N"], bias: Float[Array, "*#B N"]) -> Float[Array, "*B N"]:
+    """Return x + bias. The gradient of the bias, a sum over tokens, is a product with ones, accumulated in float32.
+
+    For a layer of ViT-S/16 on v5e, it takes 0.2 of the 0.35 million cycles of a sum (the TPU compiler's estimate).
+    """
+    return x + bias
+
+
+def _bias_gradient(bias: Array, d: Array) -> tuple[Array, Array]:
+    axes = tuple(range(d.ndim - 1))
+    ones = jax.lax.optimization_barrier(jnp.ones(d.shape[:-1], d.dtype))  # XLA would turn the product into a sum
+    total = jax.lax.dot_general(ones, d, ((axes, axes), ((), ())), preferred_element_type=jnp.float32)
+    return d, total.astype(bias.dtype).reshape(bias.shape)
+
+
+add_bias.defvjp(lambda x, bias: (add_bias(x, bias), bias), _bias_gradient)
 
 
 def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[Array]]:

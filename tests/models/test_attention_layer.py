@@ -17,7 +17,7 @@ from dcvit.dcmha import kv_cache
 from dcvit.dcmha.segments import make_segments
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
 from dcvit.models.dcmha import DCMHA, check_axes
-from dcvit.models.layers import rotary_angles
+from dcvit.models.layers import add_bias, rotary_angles
 
 
 def random_input(*shape, seed=0):
@@ -96,6 +96,16 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
     if kind == EXPLICIT:
         assert jax.typeof(out) == jax.typeof(inputs)
         assert jax.tree.map(jax.typeof, d_params) == jax.tree.map(jax.typeof, placed)
+
+
+def test_the_gradient_of_a_bias_is_accumulated_in_float32():
+    """A sum in bfloat16 stops growing at 256."""
+    x, bias = jnp.zeros((40, 50, 8), jnp.bfloat16), jnp.ones((1, 1, 8), jnp.bfloat16)
+    out, pull = jax.vjp(add_bias, x, bias)
+    np.testing.assert_array_equal(out, jnp.ones_like(x))
+    d_x, d_bias = pull(jnp.ones_like(x))
+    np.testing.assert_array_equal(d_x, jnp.ones_like(x))
+    np.testing.assert_array_equal(d_bias, jnp.full_like(bias, 2000))
 
 
 def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
