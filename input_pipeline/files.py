@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import os
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from input_pipeline import stores
 from input_pipeline.errors import InputError, ReadingError, first_line_with_type
+from input_pipeline.optional import require
 
 CHECK_SECONDS = 10  # between two requests for the state of a remote file
 ENTRIES = 64  # hashes that identify the files of a source
@@ -199,3 +201,15 @@ class OpenedFiles:
             for i in range(1, pieces + 1):
                 file.seek(max(0, size * i // pieces - PIECE_BYTES))
                 digest.update(file.read(PIECE_BYTES))
+
+
+def record(data: bytes) -> bytes:
+    """Return data as a record of a TFRecord file. Raises MissingLibraryError if google-crc32c is not installed."""
+    length = struct.pack("<Q", len(data))
+    return length + record_checksum(length) + data + record_checksum(data)
+
+
+def record_checksum(data: bytes) -> bytes:
+    """Return TFRecord's checksum: the CRC-32C, rotated right by 15 bits, plus a constant, as 4 bytes."""
+    crc = require("google_crc32c").value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -33,6 +33,7 @@ from input_pipeline.files import (
     check_unchanged,
     file_state,
     named_errors,
+    record_checksum,
     store_errors,
 )
 from input_pipeline.optional import require
@@ -66,7 +67,7 @@ class TFRecordFile:
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
         data = _read(self.path, self.state, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
-        if len(data) != end - start or checksum != _checksum(data):
+        if len(data) != end - start or checksum != record_checksum(data):
             check_unchanged(self.path, self.state, file_state(self.path))
             raise InputError(f"{self.path}: record {number} is damaged: its checksum is wrong")
         return data
@@ -228,22 +229,10 @@ def _find_records(path: str, size: int) -> np.ndarray:
             header = file.read(HEADER)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == HEADER else size
             end = offsets[-1] + HEADER + length + FOOTER
-            if end > size or header[8:] != _checksum(header[:8]):
+            if end > size or header[8:] != record_checksum(header[:8]):
                 raise InputError(f"{path} is damaged or cut off in record {len(offsets) - 1}")
             offsets.append(end)
     return np.array(offsets, "<i8")
-
-
-def record(data: bytes) -> bytes:
-    """Return data as a record of a TFRecord file. Raises MissingLibraryError if google-crc32c is not installed."""
-    length = struct.pack("<Q", len(data))
-    return length + _checksum(length) + data + _checksum(data)
-
-
-def _checksum(data: bytes) -> bytes:
-    """Return TFRecord's checksum: the CRC-32C, rotated right by 15 bits, plus a constant, as 4 bytes."""
-    crc = require("google_crc32c").value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _read(path: str, state: FileState, start: int, length: int) -> bytes:

@@ -45,7 +45,6 @@ def intermediate(out: object, name: str, what: str = "intermediate") -> jax.Arra
     return found[name]
 
 
-@functools.lru_cache(maxsize=8)  # a model is opened, loaded and checked with the same inputs
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:
     """Return the tree of parameter shapes for model inputs like `example`; of equal unrolled layers, one is traced.
 
@@ -57,6 +56,13 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Polic
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
     """
+    found: Params = (_param_shapes if kernels == "off" else _param_shapes.__wrapped__)(model, example, kernels)
+    return found
+
+
+@functools.lru_cache(maxsize=8)  # a model is opened, loaded and checked with the same inputs
+def _param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy) -> Params:
+    """Return `param_shapes`; with kernels, the result depends on the device and on `fused_only`."""
     are_equal = getattr(model, "compose_layers", ()) is None and getattr(model, "window_pattern", "none") == "none"
     depth = model.depth if are_equal and not model.scan else 0
     traced = model.clone(depth=1) if depth > 1 and kernels == "off" else model

@@ -18,8 +18,8 @@ from typing import Any
 
 from dcvit.errors import ConfigError, check_call, first_line_with_type
 from dcvit.runs.files import Folder, replace
+from input_pipeline.files import record
 from input_pipeline.optional import require
-from input_pipeline.tfrecord import record
 
 LOG = logging.getLogger(__name__)
 NAMES = ("tensorboard", "wandb")  # keys of a config that enable a tracker

@@ -21,13 +21,15 @@ def device() -> str:
 
 
 def interleaved(
-    steps: Mapping[Name, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    steps: Mapping[Name, Callable[[], object]], rounds: int, clock: Callable[[], float] | None = None
 ) -> dict[Name, list[float]]:
     """Return, by key of `steps`, the seconds of one call in each round. A round calls each twice, times the second.
 
     The order in a round is random, so that no step always follows the same other one; it is the same in every process
-    and at every call. With the clock `time.process_time`, the seconds are those of the CPU, of all threads.
+    and at every call. With the clock `time.process_time`, the seconds are those of the CPU, of all threads; by default,
+    they are those of `time.perf_counter`.
     """
+    clock = clock or time.perf_counter
     seconds: dict[Name, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in random.Random(number).sample([*steps], len(steps)):

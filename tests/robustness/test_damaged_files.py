@@ -32,7 +32,7 @@ class TestRecords:
 
     def test_record_longer_than_its_file_is_refused(self, tmp_path):
         head = struct.pack("<Q", 100)
-        (tmp_path / "a.tfrecord").write_bytes(head + tfrecord._checksum(head) + b"some")
+        (tmp_path / "a.tfrecord").write_bytes(head + tfrecord.record_checksum(head) + b"some")
         with refused(ip.InputError, "a.tfrecord", "record 0"):
             tfrecord.TFRecordFile(str(tmp_path / "a.tfrecord"))
 

@@ -6,9 +6,11 @@ import json
 import pytest
 
 pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("library_promotion")]
+pytest.importorskip("torch", reason="needs torch; pip install -e .[interop]")
+import torchvision_ops  # noqa: F401 - before timm and transformers
+
 pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-import torchvision_ops  # noqa: F401 - before what needs torchvision
 
 from dcvit import cli
 from dcvit.errors import ConfigError
