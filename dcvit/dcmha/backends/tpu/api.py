@@ -12,7 +12,8 @@ In all kernels, the MXU computes the key-wise branches and the static projection
 - "interleaved", where one tile holds all scores of an example, such as an image of up to 256 patches, and examples can
   be processed in blocks of eight with interleaved tokens (`dcvit.dcmha.backends.tpu.interleaved`). Both phases are one
   step, and matrix products of an example overlap with the vector operations of its neighbor (`forward_interleaved`,
-  `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule.
+  `backward_interleaved`). `dcvit.dcmha.backends.tpu.tiling.interleaved` has the rule. If the call has what the dynamic
+  weights are computed from (`Inputs.hidden`), a kernel computes them (`second_layer`).
 - "matrix" otherwise, with one example in tiles. The MXU mixes heads one step of a loop ahead of the vector operations.
   In each pass, a small kernel computes the matrices of all keys before
   (`dcvit.dcmha.backends.tpu.mixing.matrices`).
