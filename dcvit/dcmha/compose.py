@@ -67,6 +67,11 @@ class HiddenLayout:
     groups: int
     gelu: str
 
+    def ends(self, count: int) -> np.ndarray:
+        """Return "1", "2" or "g", the last letter of its field, for each of `count` columns; "" for padding."""
+        found = [c.field[1] for c in self.columns for _ in range(c.width)]
+        return np.array(found + [""] * (count - len(found)))
+
 
 class HiddenWeights(NamedTuple):
     """Dynamic weights of a layer before their second layer, from which `weights` or a kernel computes them."""
@@ -77,14 +82,13 @@ class HiddenWeights(NamedTuple):
 
     def weights(self) -> dict[str, dict[str, Array]]:
         """Return the dynamic weights as `dynamic_weights` does, as slices of one array."""
-        columns, (*_, count) = self.layout.columns, self.before.shape
+        columns, ends = self.layout.columns, self.layout.ends(self.before.shape[2])
         widths = [c.width for c in columns]
-        ends = np.repeat([c.field[1] for c in columns], widths)
         packed = jnp.tanh(self.before)
         if "1" in ends:
             both = jax.nn.gelu(self.before, approximate=self.layout.gelu == "tanh") @ self.second
-            is_down, is_gate = (np.pad(ends == end, (0, count - len(ends))) for end in "1g")
-            packed = jnp.where(is_gate, packed, _normed(both, is_down, self.layout.heads // self.layout.groups))
+            normed = _normed(both, ends == "1", self.layout.heads // self.layout.groups)
+            packed = jnp.where(ends == "g", packed, normed)
         parts = jnp.split(packed, np.cumsum(widths), axis=2)[: len(widths)]
         return _by_name(columns, parts, self.layout.heads)
 
@@ -269,11 +273,15 @@ def _normed(w: Float[Array, "B N _"], is_down: np.ndarray, run: int) -> Float[Ar
     The means are a product of all columns: a sum over runs would cost TPUs a relayout.
     """
     square = jnp.square(w.astype(statistics_dtype(w.dtype)))
+    scale = jax.lax.rsqrt(square @ mean_matrix(is_down, run).astype(square.dtype) + RMS_EPSILON)
+    return w * jnp.where(is_down, scale, 1).astype(w.dtype)
+
+
+def mean_matrix(is_down: np.ndarray, run: int) -> np.ndarray:
+    """Return the matrix by which a row becomes the means of each `run` neighboring columns, where `is_down` is True."""
     whole = len(is_down) // run * run
     mean = np.kron(np.diag(is_down[:whole:run]), np.full((run, run), 1 / run))
-    mean = np.pad(mean, (0, len(is_down) - whole)).astype(square.dtype)
-    scale = jax.lax.rsqrt(square @ mean + RMS_EPSILON)
-    return w * jnp.where(is_down, scale, 1).astype(w.dtype)
+    return np.pad(mean, (0, len(is_down) - whole))
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

@@ -22,13 +22,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu.call import Blocked, Declared, KernelCall, Memory
-from dcvit.dcmha.backends.tpu.config import IndexMap, Interpret, KernelConfig
+from dcvit.dcmha.backends.tpu.config import SUBLANES, IndexMap, Interpret, KernelConfig
+from dcvit.dcmha.backends.tpu.interleaved import TILE_ROWS
 from dcvit.dcmha.backends.tpu.packing import corrections
 from dcvit.dcmha.backends.tpu.tile import dot
-from dcvit.dcmha.compose import RMS_EPSILON, HiddenWeights
+from dcvit.dcmha.compose import RMS_EPSILON, HiddenWeights, mean_matrix
 from dcvit.dcmha.shapes import Array, Float, Ref, not_none
 
-ROWS = 16  # of a register of bfloat16
 PART, PARTS = 256, 8  # largest numbers of tokens that are processed at once, and of such parts of a block
 VMEM_BYTES = 16 * 2**20  # limit of a kernel: XLA keeps activations of other operations in the rest of VMEM
 GELU_SCALE, GELU_CUBE = float(np.sqrt(2 / np.pi)), 0.044715  # of GELU's approximation by tanh
@@ -60,7 +60,7 @@ class Activations(NamedTuple):
 def supports(hidden: HiddenWeights) -> bool:
     """Return True if the kernels compute these weights."""
     batch, tokens, _ = hidden.before.shape
-    return hidden.layout.gelu == "tanh" and (batch % ROWS == 0 or tokens % ROWS == 0)
+    return hidden.layout.gelu == "tanh" and (batch % TILE_ROWS == 0 or tokens % TILE_ROWS == 0)
 
 
 def weights(config: KernelConfig, hidden: HiddenWeights, interpret: Interpret) -> Float[Array, "B N C"]:
@@ -104,19 +104,18 @@ def _by_example(x: Float[Array, "tokens C"], like: HiddenWeights) -> Float[Array
 
 def _has_examples_inside(x: Array) -> bool:
     """Return True if the examples of a token lie together, as they do if tokens do not fill registers."""
-    return x.shape[1] % ROWS > 0
+    return x.shape[1] % TILE_ROWS > 0
 
 
 def _refs(hidden: HiddenWeights, config: KernelConfig) -> Refs[Declared]:
     """Return the declarations of what both kernels read."""
-    operand, count, run = config.operand_dtype, hidden.before.shape[2], hidden.layout.heads // hidden.layout.groups
-    ends = _ends(hidden)
+    operand, count, layout = config.operand_dtype, hidden.before.shape[2], hidden.layout
+    ends = layout.ends(count)
     is_down = ends == "1"
-    means = np.kron(np.diag(is_down[: count // run * run : run]), np.full((run, run), 1 / run))
-    means = np.pad(means, (0, count - len(means)))
+    means = mean_matrix(is_down, layout.heads // layout.groups)
     second = hidden.second * _is_projection(hidden).astype(hidden.second.dtype)
     layers = jnp.stack([second.astype(operand), jnp.asarray(means, operand)])
-    constants = np.zeros((8, count), np.float32)
+    constants = np.zeros((SUBLANES, count), np.float32)
     constants[:3] = np.where(is_down, RMS_EPSILON, 1.0), ends == "g", corrections(config, ("q", "k"), count)
     x = _by_token(hidden.before)
     return Refs(
@@ -125,15 +124,9 @@ def _refs(hidden: HiddenWeights, config: KernelConfig) -> Refs[Declared]:
     )  # fmt: skip
 
 
-def _ends(hidden: HiddenWeights) -> np.ndarray:
-    """Return "1", "2" or "g" for each column; "" for padding."""
-    found = [c.field[1] for c in hidden.layout.columns for _ in range(c.width)]
-    return np.array(found + [""] * (hidden.before.shape[2] - len(found)))
-
-
 def _is_projection(hidden: HiddenWeights) -> np.ndarray:
     """Return True for the columns of W_2 that are used, (1, C)."""
-    found: np.ndarray = np.isin(_ends(hidden), ("1", "2"))[None]
+    found: np.ndarray = np.isin(hidden.layout.ends(hidden.before.shape[2]), ("1", "2"))[None]
     return found
 
 
