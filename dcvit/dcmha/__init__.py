@@ -35,6 +35,7 @@ def attention(
     *,
     causal: bool = False,
     window: int | None = None,
+    compose_window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     groups: int = 1,
@@ -55,6 +56,8 @@ def attention(
       post: weights of the compose of attention weights, after the softmax.
       causal: query i attends only to keys 0 … i.
       window: query i attends only to keys i-window+1 … i; implies `causal`.
+      compose_window: query i's scores and weights are composed only for keys i-compose_window+1 … i, and are those of
+        plain attention for older keys, under one softmax; needs `causal` or `window`. None composes all pairs.
       mask: True where a query attends to a key; the same for all heads, because a compose mixes the heads. It is
         combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
       segments: int32 ids of the tokens of packed rows (B T), or the pair of those of queries (B T) and keys (B S).
@@ -78,11 +81,13 @@ def attention(
 
     Raises:
       ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide
-        the heads, the window is below 1, the scale is not finite, or the implementation does not exist or does not
+        the heads, a window is below 1, the scale is not finite, or the implementation does not exist or does not
         support the case.
     """
     inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale)
+    call = make_call(
+        inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window
+    )  # fmt: skip
     return plan.attention(call, implementation, dropout)
 
 
@@ -94,6 +99,7 @@ def attention_weights(
     *,
     causal: bool = False,
     window: int | None = None,
+    compose_window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     groups: int = 1,
@@ -107,5 +113,7 @@ def attention_weights(
       ValueError: as `attention`.
     """
     inputs = Inputs(q, k, k, pre, post, mask, make_segments(segments))
-    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale)
+    call = make_call(
+        inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window
+    )  # fmt: skip
     return reference.attention_matrices(call.inputs, call.options).composed_weights

@@ -31,6 +31,8 @@ class Inputs(NamedTuple):
     """Arrays of one call of attention, as `dcvit.dcmha.attention` takes them, or the gradients of these arrays.
 
     `hidden` has the dynamic weights of `pre` and `post` once more, for kernels that compute their second layer.
+    `composed` is True for the pairs that are composed, where that is not known when the program is traced: in decoding,
+    those in `Options.compose_window`. None: the options define the pairs.
 
     Implementations may arrange the axes in another order; they document it.
     """
@@ -43,6 +45,7 @@ class Inputs(NamedTuple):
     mask: Bool[Array, "#B 1 #T #S"] | None = None
     segments: Segments | None = None
     hidden: HiddenWeights | None = None
+    composed: Bool[Array, "#B 1 #T #S"] | None = None
 
     def once(self) -> Inputs:
         """Return the inputs with the dynamic weights in `hidden` alone, if it is present."""
@@ -61,7 +64,8 @@ class Options:
       window: query i attends only to keys i-window+1 … i; implies `causal`.
       groups: number of equal groups of heads; each group is composed separately.
       scale: factor of q·k.
-      first_query: position of query 0 among the keys, for `causal` and `window`; not 0 for a part of the queries.
+      first_query: position of query 0 among the keys, for `causal` and the windows; not 0 for a part of the queries.
+      compose_window: query i's scores and weights are composed for keys above i-compose_window only; None: for all.
     """
 
     causal: bool = False
@@ -69,6 +73,7 @@ class Options:
     groups: int = 1
     scale: float = 1.0
     first_query: int = 0
+    compose_window: int | None = None
 
 
 def make_call(
@@ -79,35 +84,47 @@ def make_call(
     window: Any = None,
     groups: Any = 1,
     scale: object = None,
+    compose_window: Any = None,
 ) -> Call:
     """Return the `Call` with these arrays and options after checking them; a compose without weights becomes None.
 
     Args:
       inputs: the arrays.
       composition: the layer's composition, which the arrays must fit; None derives it from the arrays and `groups`.
-      causal, window, groups, scale: see `dcvit.dcmha.attention`. `groups` is unused if the composition is given.
+      causal, window, groups, scale, compose_window: see `dcvit.dcmha.attention`. `groups` and `compose_window` are
+        unused if the composition is given.
 
     Raises:
       ValueError: as `dcvit.dcmha.attention`.
     """
-    groups = groups if composition is None else composition.groups
-    for name, number in (("groups", groups), ("window", 1 if window is None else window)):
+    if composition is not None:
+        groups, compose_window = composition.groups, composition.compose_window
+    windows = {"window": window, "compose_window": compose_window}
+    for name, number in {"groups": groups, **{name: 1 if w is None else w for name, w in windows.items()}}.items():
         if not isinstance(number, int | np.integer):
             raise ValueError(f"{name}={number!r}: expected an integer that is known at trace time")
     check_arrays(inputs)
     batch, queries, heads, head_dim = inputs.q.shape
     if groups < 1 or heads % groups:
         raise ValueError(f"groups={groups} does not divide {heads} heads")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected at least 1, because a query attends to its own position")
+    for name, found_window in windows.items():
+        if found_window is not None and found_window < 1:
+            raise ValueError(f"{name}={found_window}: expected at least 1, because a query attends to its own position")
     for weights in (inputs.pre, inputs.post):
         if weights is not None:
             check_weights(
                 weights, batch=batch, heads=heads, queries=queries, keys=inputs.k.shape[1], groups=groups
             )  # fmt: skip
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (inputs.pre, inputs.post))
-    options = Options(causal, window, groups, checked_scale(scale, head_dim))
-    found = Composition.of_weights(pre, post, groups)
+    found = dataclasses.replace(Composition.of_weights(pre, post, groups), compose_window=compose_window)
+    if inputs.composed is None and found.compose is not None and compose_window is not None:
+        if not causal and window is None:
+            raise ValueError(f"compose_window={compose_window} needs causal attention, in which keys precede queries")
+        if compose_window >= (inputs.k.shape[1] if window is None else window):
+            compose_window = None  # all pairs are inside
+    else:
+        compose_window = None
+    options = Options(causal, window, groups, checked_scale(scale, head_dim), compose_window=compose_window)
     if composition is not None and composition.branch_kinds != found.branch_kinds:
         raise ValueError(f"the weights have the composition {found}, expected {composition}")
     return Call(inputs._replace(pre=pre, post=post), options, composition or found)
@@ -115,7 +132,7 @@ def make_call(
 
 def check_arrays(inputs: Inputs) -> None:
     """Raise ValueError if queries, keys, values, mask and segments do not fit each other."""
-    q, k, v, _, _, mask, segments, _ = inputs
+    q, k, v, _, _, mask, segments, *_ = inputs
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
     check_floating({"q": q, "k": k, "v": v})
@@ -165,6 +182,7 @@ class Composition:
       rank: R of the dynamic projections.
       groups: G, the number of equal groups; heads are composed inside each group.
       gelu: the GELU of the dynamic projections: "tanh" or "exact".
+      compose_window: the latest keys, the query's own included, whose pairs with a query are composed; None: all keys.
     """
 
     compose: str | None = None
@@ -175,6 +193,7 @@ class Composition:
     rank: int = 2
     groups: int = 1
     gelu: str = "tanh"
+    compose_window: int | None = None
 
     @classmethod
     def of_weights(cls, pre: ComposeWeights | None, post: ComposeWeights | None, groups: int = 1) -> Composition:
@@ -218,6 +237,8 @@ class Composition:
             return "there is no composition"
         if self.is_key_wise:
             return "the composition is key-wise"
+        if self.compose_window is not None:
+            return "the composition has a window"
         if self.mixes_heads and self.groups % key_heads:
             return f"the {self.groups} groups of heads are not inside the {key_heads} key heads"
         return None

@@ -269,6 +269,8 @@ def refusal(name: str, call: Call, *, is_named: bool = False) -> str | None:
                 "program for one device"
             )
             return "the compiler cannot split a kernel over several devices, and no mesh is set"
+    if call.inputs.composed is not None and name not in ("decode", "elementwise", "reference"):
+        return "the composition has a window of cached keys"
     reason: str | None = backend.load().supports(call)
     return reason
 
@@ -376,5 +378,6 @@ def _describe(call: Call) -> str:
     inputs, options = call.inputs, call.options
     compositions = " and ".join(call.composition.names) or "plain"
     suffix = f", window {options.window}" if options.window is not None else ""
+    suffix += f", composed in {options.compose_window}" if options.compose_window is not None else ""
     suffix += ", segments" if inputs.segments is not None else ""
     return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {compositions}{suffix}"

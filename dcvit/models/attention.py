@@ -161,7 +161,9 @@ class Attention(AttentionFields):
         cache = cache_of(inputs)
         if x.cache is not None and x.update is not None:
             cache = extend(x.cache, cache, x.update.start, x.update.added)
-            inputs, causal, window = attend_to_cache(cache, inputs, x.update, window), False, None
+            compose_window = self.compose_window if self.compose else None
+            inputs = attend_to_cache(cache, inputs, x.update, window=window, compose_window=compose_window)
+            causal, window = False, None
         has_head_masks = not self.compose and inputs.mask is not None and inputs.mask.shape[1] > 1
         inputs = heads_as_examples(inputs) if has_head_masks else inputs
         composition = self.composition() if self.compose else Composition()  # groups and branches count with a compose
@@ -263,15 +265,19 @@ def head_outputs(layer: Attention, call: Call, dropout: Dropout | None) -> Float
     return attend(call)
 
 
-def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:
+def attend_to_cache(
+    cache: Cache, inputs: Inputs, update: CacheUpdate, *, window: int | None, compose_window: int | None
+) -> Inputs:
     """Return attention's inputs for one new token: its query, the cached keys and values, a mask of visible ones."""
     if inputs.segments is not None:
         raise ValueError("one token that attends to a cache has no segments: give a mask of the slots")
     length = update.start + update.added
     mask = visible(cache.k.shape[1], length, window=window, first=update.oldest_visible)
     mask = mask if inputs.mask is None else mask & inputs.mask
+    composed = None if compose_window is None else visible(cache.k.shape[1], length, window=compose_window)
     k, v = (x.reshape(*x.shape[:2], *inputs.k.shape[2:]).astype(inputs.k.dtype) for x in (cache.k, cache.v))
-    return Inputs(inputs.q, k, v, with_keys(inputs.pre, cache.pre), with_keys(inputs.post, cache.post), mask)
+    pre, post = with_keys(inputs.pre, cache.pre), with_keys(inputs.post, cache.post)
+    return Inputs(inputs.q, k, v, pre, post, mask, composed=composed)
 
 
 def heads_as_examples(inputs: Inputs) -> Inputs:

@@ -60,6 +60,8 @@ class AttentionFields(nn.Module, kw_only=True):
         head in each group, composition adds almost no operations (`dcvit.dcmha.folded`).
       compose_gelu: the GELU of the dynamic projections: "tanh", its approximation, as in the authors' JAX code, or
         "exact", as in their PyTorch models.
+      compose_window: in causal layers, the latest keys, a query's own included, whose scores and weights are composed;
+        attention to older keys is plain. None: all keys.
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
       qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
       qk_norm_epsilon: epsilon of these norms.
@@ -73,6 +75,7 @@ class AttentionFields(nn.Module, kw_only=True):
     rank: int = 2
     groups: int = 1
     compose_gelu: str = "tanh"
+    compose_window: int | None = None
     compose: str | None = None
     qk_norm: str | None = None
     qk_norm_epsilon: float = 1e-6
@@ -84,6 +87,7 @@ class AttentionFields(nn.Module, kw_only=True):
         return Composition(
             self.compose, branches=self.branches, projection=self.projection, gate=self.gate, static=self.static,
             rank=self.rank, groups=self.groups, gelu=self.compose_gelu,
+            compose_window=self.compose_window,
         )  # fmt: skip
 
 

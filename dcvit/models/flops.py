@@ -92,6 +92,8 @@ def lm_flops(net: LM, length: int) -> int:
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
         total += _attention(net.width, _key_width(net), length, length, pairs)
+        if net.compose_window is not None:
+            pairs = min(pairs, visible_pairs(length, net.compose_window))
         total += _compositions(net, layer, length, pairs)
     return 2 * total
 

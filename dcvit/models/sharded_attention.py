@@ -142,6 +142,7 @@ def split_of(placement: Placement, inputs: Inputs) -> Inputs:
         "second": P(),
         **dict.fromkeys(Segments._fields, P(placement.batch, tokens)),
         "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else placement.batch),
+        "composed": P(placement.batch),
     }
     split: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].name], inputs)
     return split

@@ -31,7 +31,7 @@ WITHOUT_EFFECT: dict[tuple[str, object], Sequence[str]] = {
     ("position", "learned"): ("rotary_fraction", "rotary_base", "rotary_scaling"),
     ("window_pattern", "none"): ("window", "prefill_window"),
     ("qk_norm", None): ("qk_norm_epsilon",),
-    ("compose", None): ("branches", "projection", "gate", "static", "rank", "groups", "compose_gelu"),
+    ("compose", None): ("branches", "projection", "gate", "static", "rank", "groups", "compose_gelu", "compose_window"),
     ("projection", False): ("rank", "compose_gelu"),
 }
 

@@ -30,7 +30,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 
 def supports(call: Call) -> str | None:
     """Return the reason why cuDNN cannot compute a call, such as that it is not installed, or None if it can."""
-    (q, k, v, _, _, mask, segments, _), options = call.inputs, call.options
+    (q, k, v, _, _, mask, segments, *_), options = call.inputs, call.options
     if not call.is_plain:
         return "cuDNN does not compose heads"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):

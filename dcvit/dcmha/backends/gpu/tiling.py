@@ -62,6 +62,8 @@ def check_supported(call: Call) -> None:
         raise UnsupportedError("the GPU kernels need a composition; cudnn and reference compute plain attention")
     if options.first_query:
         raise UnsupportedError("the GPU kernels need all queries, found a part of them (mesh axis context)")
+    if options.compose_window is not None:
+        raise UnsupportedError("the GPU kernels compose all pairs, found a window of composition")
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise UnsupportedError(
             f"the GPU kernels support q, k and v of bfloat16, found {q.dtype}, {k.dtype} and {v.dtype}"

@@ -6,6 +6,8 @@ end at the diagonal in a causal layer and are those of the window in a local lay
 layer are linear in T. The forward pass saves its inputs only; the backward pass computes the softmax of a block again.
 With a saved log-sum-exp instead, which rounds large scores, rows of weights would not sum to one.
 
+With a window of composition, the composes compute the part of a block that is `near` its queries alone.
+
 With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
 queries. Their number depends on the data; it is rounded up to one of `document_sizes`, and a loop computes the blocks
 of each size.
@@ -28,6 +30,8 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import device
 from dcvit.dcmha.backends.xla import reference, tile
+from dcvit.dcmha.backends.xla.near import Near
+from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.device import map_examples
 from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, Options
@@ -96,6 +100,27 @@ class Block(NamedTuple):
     inputs: Inputs
     mask: Array | None
     start: dict[str, int | Array]
+    near: Near | None  # None: all pairs are composed
+
+    def cut(self, a: Array, *, inside: bool = False) -> Array:
+        """Return the planes that the composes read; with `inside`, zeros for pairs that are not composed."""
+        if self.near is None:
+            return a
+        return self.near.cut_inside(a) if inside else self.near.cut(a)
+
+    def compose_weights(self) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+        """Return the weights of both composes for the keys of `cut`."""
+        pre, post = self.inputs.pre, self.inputs.post
+        return (pre, post) if self.near is None else (self.near.cut_weights(pre), self.near.cut_weights(post))
+
+    def compose(
+        self, a: Array, planes: tile.Hidden, w: ComposeWeights | None, groups: int, *, mask: Array | None = None
+    ) -> Array:
+        """Return the masked A' of Eqn 7 for all keys; `planes` are the hidden ones of `cut(a)`, `w` is that of `cut`."""
+        if self.near is None or w is None:
+            return tile.compose_planes(a, planes, w, mask, groups=groups)
+        found = self.near.put(tile.compose_planes(self.near.cut(a), planes, w, None, groups=groups), a)
+        return found if mask is None else tile.masked(found, mask)
 
 
 supports = reference.supports  # every call
@@ -118,7 +143,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
 @functools.partial(jax.jit, static_argnums=0)  # trace once if called eagerly
 def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
     """Return the outputs of the heads, computed for arrays with heads first and queries padded to complete blocks."""
-    q, k, v, pre, post, mask, segments, _ = inputs
+    q, k, v, pre, post, mask, segments, *_ = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
     rows = _end(runs(queries, k.shape[1], options, _block_size(inputs), group))
@@ -244,10 +269,13 @@ _attend = with_backward(
 def _forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
     """Return the output of attention (Eqn 4) for the queries of one block."""
     x, groups = block.inputs, options.groups
-    scores = _matmul("htd,hsd->hts", x.q, x.k)
-    scores = tile.compose_planes(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
-    weights = tile.softmax(scores)
-    weights = tile.compose_planes(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
+
+    def compose(a: Array, w: ComposeWeights | None, mask: Array | None = None) -> Array:
+        return block.compose(a, tile.hidden(block.cut(a), w, groups=groups), w, groups, mask=mask)
+
+    pre, post = block.compose_weights()
+    scores = compose(_matmul("htd,hsd->hts", x.q, x.k), pre, block.mask)
+    weights = compose(tile.softmax(scores), post)
     return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype)
 
 
@@ -255,23 +283,33 @@ def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
     """Return the gradients of one block's inputs; gradients of arrays with a key axis are sums over its queries."""
     x, groups = block.inputs, options.groups
     scores = _matmul("htd,hsd->hts", x.q, x.k)
-    pre = tile.hidden(scores, x.pre, groups=groups)
-    weights = tile.softmax(tile.compose_planes(scores, pre, x.pre, block.mask, groups=groups))
+    w_pre, w_post = block.compose_weights()
+    a = block.cut(scores)
+    pre = tile.hidden(a, w_pre, groups=groups)
+    weights = tile.softmax(block.compose(scores, pre, w_pre, groups, mask=block.mask))
 
     d_final = _matmul("htd,hsd->hts", d_out, x.v)
-    back = tile.transposed(x.post)
-    post = tile.hidden(weights, x.post, groups=groups), tile.hidden(d_final, back, groups=groups)
-    final = tile.compose_planes(weights, post[0], x.post, None, groups=groups)
+    back = tile.transposed(w_post)
+    p, g = block.cut(weights), d_final if w_post is None else block.cut(d_final, inside=True)
+    post = tile.hidden(p, w_post, groups=groups), tile.hidden(g, back, groups=groups)
+    final = block.compose(weights, post[0], w_post, groups)
     dv = _over_queries(final.astype(d_out.dtype), d_out, len(x.v))
-    d_post = x.post and tile.weight_gradients(weights, d_final, *post, x.post, groups=groups)
-    d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
+    d_post = w_post and tile.weight_gradients(p, g, *post, w_post, groups=groups)
+    if block.near is None:
+        d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
+    else:
+        d_weights = block.compose(d_final, post[1], back, groups)
+        d_composed = tile.softmax_gradient(weights, d_weights, tile.Hidden(None, None), None, groups)
 
-    back = tile.transposed(x.pre)
-    d_hidden = tile.hidden(d_composed, back, groups=groups)
-    d_pre = x.pre and tile.weight_gradients(scores, d_composed, pre, d_hidden, x.pre, groups=groups)
-    d_scores = tile.compose_planes(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
+    back = tile.transposed(w_pre)
+    g = d_composed if w_pre is None else block.cut(d_composed, inside=True)
+    d_hidden = tile.hidden(g, back, groups=groups)
+    d_pre = w_pre and tile.weight_gradients(a, g, pre, d_hidden, w_pre, groups=groups)
+    d_scores = block.compose(d_composed, d_hidden, back, groups).astype(x.q.dtype)
     dq = _matmul("hts,hsd->htd", d_scores, x.k)
     dk = _over_queries(d_scores, x.q, len(x.k))
+    if (near := block.near) is not None:
+        d_pre, d_post = (d and near.spread_weights(d, x.k.shape[1]) for d in (d_pre, d_post))
     return Inputs(dq, dk, dv, d_pre, d_post)
 
 
@@ -396,7 +434,11 @@ def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
     if x.segments is not None:
         ids = cut(Axis("q", 0), x.segments.queries)[:, None] == cut(Axis("k", 0), x.segments.keys)[None, :]
         mask = ids if mask is None else mask & ids
-    return Block(_map_axes(cut, x), mask, start)
+    near = None
+    if options.compose_window is not None:
+        first_query = options.first_query + start["q"]
+        near = Near.of_block(first_query, run.rows, start["k"], run.keys, options.compose_window)
+    return Block(_map_axes(cut, x), mask, start, near)
 
 
 def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.backends.xla.reference import masked_softmax, visible
+from dcvit.dcmha.backends.xla.reference import composed_pairs, masked_softmax, visible
 from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.inputs import Call, UnsupportedError
 from dcvit.dcmha.numerics import statistics_dtype
@@ -45,7 +45,7 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     """
     if (reason := supports(call)) is not None:
         raise UnsupportedError(reason)
-    (q, k, v, pre, post, mask, segments, _), options = call.inputs, call.options
+    (q, k, v, pre, post, mask, segments, _, pairs), options = call.inputs, call.options
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]
@@ -55,12 +55,19 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     flat_k, flat_v = (x.reshape(batch, keys, -1) for x in (k, v))
     scores = jnp.einsum("bsm,bmh->bsh", flat_k, block_diagonal_q, preferred_element_type=wide)
     scores = scores * jnp.asarray(options.scale, wide)
+    pairs = composed_pairs(1, keys, options) if pairs is None else pairs
+    inside = None if pairs is None else pairs[:, 0, 0, :, None]
+
+    def composed(a: Array, w: ComposeWeights) -> Array:
+        found = compose(a, w, options.groups)
+        return found if inside is None else jnp.where(inside, found, a)
+
     if pre is not None:
-        scores = compose(scores, pre, options.groups)
+        scores = composed(scores, pre)
     attended = visible(1, keys, options, mask, segments)
     weights = masked_softmax(scores, None if attended is None else attended[:, 0, 0, :, None], axis=1)
     if post is not None:
-        weights = compose(weights, post, options.groups)
+        weights = composed(weights, post)
     out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
     out = jnp.sum(jnp.where(key_head_mask.T, out.reshape(batch, heads, key_heads, head_dim).swapaxes(2, 3), 0), axis=3)
     return out[:, None].astype(q.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dcvit.dcmha.compose import compose
+from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.inputs import Call, Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.segments import Segments, segment_mask
@@ -52,6 +52,14 @@ def visible(
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
+def composed_pairs(queries: int, keys: int, options: Options) -> Bool[Array, "1 1 T S"] | None:
+    """Return the mask that is True for the pairs inside `Options.compose_window`, or None if all are composed."""
+    if options.compose_window is None:
+        return None
+    query, key = options.first_query + jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+    return (key > query - options.compose_window)[None, None]
+
+
 def masked_softmax(
     scores: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None, axis: int = -1
 ) -> Float[Array, "*shape"]:
@@ -88,16 +96,22 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
 
     `compose` is the function that computes Eqn 7. `inputs.v` is not used.
     """
-    q, k, _, pre, post, mask, segments, _ = inputs
+    q, k, _, pre, post, mask, segments, _, pairs = inputs
+    pairs = composed_pairs(q.shape[1], k.shape[1], options) if pairs is None else pairs
     attended = visible(q.shape[1], k.shape[1], options, mask, segments)
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)
-    composed = scores if pre is None else compose(scores, pre, groups=options.groups)
-    weights = masked_softmax(composed, attended)
-    return AttentionMatrices(
-        scores, composed, weights, weights if post is None else compose(weights, post, groups=options.groups)
-    )
+
+    def composed(a: Array, w: ComposeWeights | None) -> Array:
+        if w is None:
+            return a
+        found = compose(a, w, groups=options.groups)
+        return found if pairs is None else jnp.where(pairs, found, a)
+
+    composed_scores = composed(scores, pre)
+    weights = masked_softmax(composed_scores, attended)
+    return AttentionMatrices(scores, composed_scores, weights, composed(weights, post))
 
 
 def run(
