@@ -23,6 +23,7 @@ SHAPES = {
     "causal": {"causal": True},
     "window": {"window": 2},
     "causal window of 1": {"causal": True, "window": 1},
+    "composed window": {"causal": True, "compose_window": 2},
     "cross": {"keys": 6},
     "fewer keys": {"keys": 3, "causal": True},
     "grouped query": {"key_heads": 2, "causal": True},
@@ -40,7 +41,7 @@ SHAPES = {
 # The shapes of the default suite, which together have every option.
 MIXED = (
     "window", "cross", "fewer keys", "grouped query", "key padding", "row mask", "four groups", "causal mask", "scale",
-    "segments", "cross segments, mask",
+    "segments", "cross segments, mask", "composed window",
 )  # fmt: skip
 ABLATIONS = [  # every pair of branches, composes, shapes and implementations
     pytest.param(

@@ -29,12 +29,23 @@ CASES = {
     "last queries, causal, segments, shared keys": {
         "queries": 140, "keys": 400, "first_query": 260, "causal": True, "segments": 4, "key_heads": 2,
     },
+    "composed window, groups": {
+        "queries": 190, "causal": True, "compose_window": 30, "groups": 2, "key_heads": 2, "branches": "qkpgs",
+    },
+    "composed window, window, mask": {
+        "queries": 190, "window": 90, "compose_window": 7, "mask": (1, 1, 1, 190), "post": None,
+    },
+    "composed window, last queries, segments": {
+        "queries": 140, "keys": 400, "first_query": 260, "causal": True, "compose_window": 50, "segments": 4,
+        "branches": None, "post": "qkpg",
+    },
     "segments, more keys, mask": {"queries": 70, "keys": 333, "segments": 5, "mask": (2, 1, 1, 333), "branches": "kp"},
 }  # fmt: skip
 # Together, these contain every branch, a mask, more and fewer keys, and shared keys.
 DEFAULT = (
     "causal, more keys, groups, shared keys", "window, fewer keys, key padding", "segments, shared keys, groups",
-    "last queries, window", "last queries, causal, segments, shared keys",
+    "last queries, window", "last queries, causal, segments, shared keys", "composed window, groups",
+    "composed window, last queries, segments",
 )  # fmt: skip
 
 

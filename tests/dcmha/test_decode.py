@@ -20,13 +20,14 @@ CASES = {
     "static": {"keys": 9, "heads": 4, "branches": "s", "mask": (1, 1, 1, 9)},
     "key-wise, rank 3": {"keys": 40, "branches": "kpg", "rank": 3},
     "window": {"keys": 5, "branches": "g", "window": 2},
+    "composed window": {"keys": 9, "causal": True, "first_query": 8, "compose_window": 4},
     "post only": {"keys": 18, "branches": None, "post": "qkpg"},
 }
 IN_EXHAUSTIVE = ("masks, batch 5", "one key head, plain")  # other cases cover them
 attention = on_arrays(decode.run)
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))
+@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale", "first_query", "compose_window"))
 def expected(*args, **options):
     return on_arrays(reference.run)(*args, **options)
 

@@ -19,6 +19,7 @@ CASES = {
     "causal, segments, shared keys": {"causal": True, "segments": 3, "key_heads": 2, "branches": "qkpgs"},
     "window": {"window": 5},
     "window wider than a device": {"window": 20, "segments": 3},
+    "composed window": {"causal": True, "compose_window": 20, "segments": 3},
     "plain": {"causal": True, "branches": None},
     "folded": {"causal": True, "branches": "qpg", "key_heads": 2, "groups": 2},
 }
@@ -27,8 +28,9 @@ MESHES = [(1, 1, 8, 1), (1, 2, 2, 2), (2, 2, 2, 1)]
 # The number of the mesh of each case. Those that are not in DEFAULT run weekly.
 PAIRS = {
     "causal, segments, shared keys": 1, "window": 1, "window wider than a device": 0, "plain": 0, "folded": 2,
+    "composed window": 0,
 }  # fmt: skip
-DEFAULT = ("plain", "window", "causal, segments, shared keys")
+DEFAULT = ("plain", "window", "causal, segments, shared keys", "composed window")
 
 
 def on_mesh(sizes):

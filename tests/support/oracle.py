@@ -44,7 +44,9 @@ def compose(a, w, groups=1):
     return out
 
 
-def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=None):
+def attention(
+    q, k, v, pre, post, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=None, compose_window=None
+):  # fmt: skip
     """Compute Eqn 4, one query at a time."""
     batch, queries, heads, width = q.shape
     keys, shared = k.shape[1], heads // k.shape[2]
@@ -52,8 +54,9 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, segme
     scores = np.zeros((batch, heads, queries, keys))
     for b, h, i, j in itertools.product(range(batch), range(heads), range(queries), range(keys)):
         scores[b, h, i, j] = scale * (q[b, i, h] @ k[b, j, h // shared])
+    near = slice(None) if compose_window is None else np.subtract.outer(range(queries), range(keys)) < compose_window
     if pre is not None:
-        scores = compose(scores, pre, groups)
+        scores[:, :, near] = compose(scores, pre, groups)[:, :, near]
     weights = np.zeros_like(scores)
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
         visible = [j for j in range(keys) if attends(b, i, j, causal, window, mask, segments)]
@@ -61,7 +64,7 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, segme
             e = np.exp(scores[b, h, i, visible] - max(scores[b, h, i, visible]))
             weights[b, h, i, visible] = e / e.sum()
     if post is not None:
-        weights = compose(weights, post, groups)
+        weights[:, :, near] = compose(weights, post, groups)[:, :, near]
     out = np.zeros_like(q)
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
         out[b, i, h] = sum(weights[b, h, i, j] * v[b, j, h // shared] for j in range(keys))

@@ -33,7 +33,7 @@ class Near(NamedTuple):
     def of_block(cls, first_query: int | Array, rows: int, first_key: int | Array, keys: int, window: int) -> Near:
         """Return the near keys of a block with these positions of its first tokens and these numbers of tokens."""
         size = min(keys, window + rows - 1)
-        start = jnp.clip(jnp.asarray(first_query - window + 1 - first_key, jnp.int32), 0, keys - size)
+        start = jnp.clip(first_query - window + 1 - first_key, 0, keys - size)
         query = first_query + jnp.arange(rows)[:, None]
         return cls(start, first_key + start + jnp.arange(size)[None, :] > query - window)
 
