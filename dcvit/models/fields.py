@@ -222,8 +222,10 @@ def check_transformer(module: TransformerFields) -> None:
 
 
 def check_compose_layers(module: TransformerFields) -> None:
-    """Raise ValueError if `compose_layers` has an index that is not a layer, or does not fit the other fields."""
+    """Raise ValueError if `compose_layers` has an index that is not a layer, or has no effect, as `compose_window`."""
     chosen, depth = module.compose_layers, module.depth
+    if module.compose is None and module.compose_window is not None:
+        raise ValueError(f"compose_window={module.compose_window} has no effect without a composition: set compose")
     if chosen is None:
         return
     shown = f"compose_layers={tuple(chosen)}"

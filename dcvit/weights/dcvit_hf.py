@@ -28,7 +28,9 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
     },
 }  # fmt: skip
 # The fields that the modeling file reads, with the defaults of `dcvit.models`.
-FIELDS = {name: defaults(name) for name in ("vit", "lm")}
+FIELDS = {
+    name: {key: value for key, value in defaults(name).items() if key != "compose_window"} for name in ("vit", "lm")
+}
 
 POOL = "MAPHead_0"
 TABLES: dict[str, Table] = {

@@ -14,7 +14,7 @@ from gpu_interpreter import interpreted
 from jax.test_util import check_grads
 from marks import exhaustive
 
-from dcvit.dcmha import ComposeWeights, attention, plan
+from dcvit.dcmha import ComposeWeights, attention, device, plan
 
 IMPLEMENTATIONS = ("reference", "blockwise", "elementwise")  # these also support float64
 
@@ -196,16 +196,29 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
     [
         ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, r"query heads \(4\) is not a multiple of the key heads \(3\)"),
         ({"groups": 3}, "groups=3 does not divide 4 heads"),
+        ({"compose_window": 0}, "compose_window=0: expected at least 1"),
+        ({"compose_window": 2, "pre": "kg"}, "compose_window=2 needs causal attention"),
         ({"segments": jnp.zeros((2, 4), int)}, r"segments of queries are int32\(2, 4\), expected int32\(2, 5\)"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of folded, "),
     ],
 )
 def test_inconsistent_arguments_are_named(change, message):
     arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
+    if "pre" in change:
+        change["pre"] = ComposeWeights(kg=jnp.zeros((2, 5, 4)))
     if "mask" in change:
         change["mask"] = jnp.ones(change["mask"], bool)
     with pytest.raises(ValueError, match=message):  # without the executed annotations
         inspect.unwrap(attention)(**arrays, **change)
+
+
+@pytest.mark.parametrize("implementation", ["folded", "pallas_gpu"])
+def test_a_window_of_composition_is_refused_by_implementations_that_compose_all_pairs(implementation, monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    q = jnp.zeros((2, 5, 4, 8), jnp.bfloat16)
+    post = ComposeWeights(qg=jnp.zeros((2, 5, 4), jnp.bfloat16))
+    with pytest.raises(ValueError, match="window"):
+        attention(q, q, q, None, post, causal=True, compose_window=2, implementation=implementation)
 
 
 @pytest.mark.parametrize(("shape", "implementation"), [((0, 5, 4, 8), None), ((2, 0, 4, 8), "reference")])

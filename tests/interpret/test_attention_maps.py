@@ -22,6 +22,7 @@ MODELS = {
     "documents, static, groups, shared keys, windows of rows": dict(
         compose="both", static=True, groups=2, num_key_heads=2, window_pattern="1:1", prefill_window=5, end_of_text=0
     ),
+    "composed window": dict(compose="both", compose_window=4),
     "static, rematerialized": dict(compose="post", static=True, remat="full"),
 }
 

@@ -14,6 +14,7 @@ FIELDS = {
     "composed": {},
     "groups, static, shared keys": {"groups": 2, "static": True, "num_key_heads": 2},
     "window": {"window": 3},
+    "composed window": {"compose_window": 2, "causal": True},
     "norms, plain": {"compose": None, "normalize_qk": True},
 }
 
@@ -44,6 +45,7 @@ def decode(layer, variables, x, **options):
         ("composed", (2,)),
         exhaustive("groups, static, shared keys", (2, 3)),
         exhaustive("window", (2,)),
+        ("composed window", (2,)),
         exhaustive("norms, plain", (2, 3)),
     ],
 )

@@ -179,6 +179,16 @@ def test_visible_pairs_equal_the_mask(length, window):
     assert visible_pairs(length, window) == mask.sum()
 
 
+def test_pairs_outside_the_window_of_composition_cost_what_plain_ones_do():
+    def cost(**fields):
+        return lm_flops(small_lm(compose="both", branches="k", **fields), ROW)
+
+    per_pair = (cost(compose_window=3) - cost(compose_window=2)) // (visible_pairs(ROW, 3) - visible_pairs(ROW, 2))
+    assert per_pair > 0
+    assert cost() - cost(compose_window=3) == per_pair * (visible_pairs(ROW, None) - visible_pairs(ROW, 3))
+    assert cost(compose_window=ROW) == cost()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, exhaustive(COMPOSED_LMS[0]), COMPOSED_LMS[2]], ids=str)
 def test_masked_pairs_do_not_count(fields):

@@ -45,7 +45,8 @@ def compose(a, w, groups=1):
 
 
 def attention(
-    q, k, v, pre, post, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=None, compose_window=None
+    q, k, v, pre, post, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=None,
+    compose_window=None,
 ):  # fmt: skip
     """Compute Eqn 4, one query at a time."""
     batch, queries, heads, width = q.shape

@@ -273,6 +273,8 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(name, r
          "GPT2LMHeadModel cannot express parallel=True (only False)"),
         ("llama", dict(compose="both"), "LlamaForCausalLM cannot express compose='both' (only None)"),
         ("dcformer", dict(compose="both"), "compose_gelu='tanh' (only 'exact')"),
+        ("dcformer", dict(compose="both", compose_gelu="exact", compose_window=9), "compose_window=9 (only None)"),
+        ("dcvit_hf", dict(compose="both", compose_window=9), "modeling_dcvit.py cannot express compose_window=9"),
     ],
 )  # fmt: skip
 def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):

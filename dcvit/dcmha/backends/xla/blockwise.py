@@ -116,7 +116,7 @@ class Block(NamedTuple):
     def compose(
         self, a: Array, planes: tile.Hidden, w: ComposeWeights | None, groups: int, *, mask: Array | None = None
     ) -> Array:
-        """Return the masked A' of Eqn 7 for all keys; `planes` are the hidden ones of `cut(a)`, `w` is that of `cut`."""
+        """Return the masked A' of Eqn 7 for all keys; `planes` and `w` are those of the keys of `cut`."""
         if self.near is None or w is None:
             return tile.compose_planes(a, planes, w, mask, groups=groups)
         found = self.near.put(tile.compose_planes(self.near.cut(a), planes, w, None, groups=groups), a)
