@@ -73,6 +73,7 @@ class BlockSize(NamedTuple):
 
     scores: int
     queries: int
+    most_queries: int = 2**31  # a block of few queries has fewer keys inside a window of composition
 
 
 # The arrays of a compose stay in a core's cache. Without a compose, the sums of dk and dv, which each block reads and
@@ -146,7 +147,7 @@ def _arrange_and_attend(options: Options, inputs: Inputs) -> Array:
     q, k, v, pre, post, mask, segments, *_ = inputs
     wide = statistics_dtype(q.dtype)
     queries, group = q.shape[1], _group(q.shape[1], segments)
-    rows = _end(runs(queries, k.shape[1], options, _block_size(inputs), group))
+    rows = _end(runs(queries, k.shape[1], options, _block_size(inputs, options), group))
     if segments is not None:
         rows = round_up(rows, not_none(group))
         segments = segments._replace(queries=pad_ids(segments.queries, rows))
@@ -198,7 +199,7 @@ def _rows(queries: int, keys: int, size: BlockSize, group: int | None) -> int:
     """
     if group is not None:
         return _rows_of_group(group, keys, size)
-    most = max(size.queries, size.scores // keys // tile.FOLDS * tile.FOLDS)
+    most = min(max(size.queries, size.scores // keys // tile.FOLDS * tile.FOLDS), size.most_queries)
     blocks = cdiv(queries, most)
     return round_up(cdiv(queries, blocks), tile.FOLDS)
 
@@ -206,13 +207,16 @@ def _rows(queries: int, keys: int, size: BlockSize, group: int | None) -> int:
 def _rows_of_group(group: int, keys: int, size: BlockSize) -> int:
     """Return the number of queries of a block with `keys` keys: `group`, halved until a block is small enough."""
     rows = group
-    while rows > max(size.queries, size.scores // keys) and rows % (2 * tile.FOLDS) == 0:
+    most = min(max(size.queries, size.scores // keys), size.most_queries)
+    while rows > most and rows % (2 * tile.FOLDS) == 0:
         rows //= 2
     return rows
 
 
-def _block_size(x: Inputs) -> BlockSize:
+def _block_size(x: Inputs, options: Options) -> BlockSize:
     """Return the size of the blocks for these inputs."""
+    if (window := options.compose_window) is not None:
+        return BlockSize(PLAIN.scores, COMPOSED.queries, max(window // 2, COMPOSED.queries))
     return PLAIN if x.pre is None and x.post is None else COMPOSED
 
 
@@ -342,7 +346,7 @@ def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Bloc
     """
     if x.segments is not None and not device.splits_arrays():
         return _fold_documents(options, x, total, body)
-    for run in runs(x.q.shape[1], x.k.shape[1], options, _block_size(x), _group(x.q.shape[1], x.segments)):
+    for run in runs(x.q.shape[1], x.k.shape[1], options, _block_size(x, options), _group(x.q.shape[1], x.segments)):
 
         def step(index: int | Array, total: Total, run: Run = run) -> Total:
             return body(_cut(x, run, index, options), total)
@@ -365,7 +369,7 @@ def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[B
     order = jnp.argsort(kinds).astype(int)
     bounds = jnp.searchsorted(kinds[order], jnp.arange(len(sizes) + 1)).astype(int)  # of the groups of each size
     for kind, size in enumerate(sizes):
-        rows = _rows_of_group(group, size, _block_size(x))
+        rows = _rows_of_group(group, size, _block_size(x, options))
         blocks = group // rows
 
         def step(index: Array, total: Total, size: int = size, rows: int = rows, blocks: int = blocks) -> Total:
