@@ -70,10 +70,11 @@ def on_arrays(implementation):
 
     def attention(
         q, k, v, pre=None, post=None, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=1.0,
-        first_query=0, **more,
+        first_query=0, compose_window=None, **more,
     ):  # fmt: skip
         inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-        return implementation(call_of(inputs, Options(causal, window, groups, scale, first_query)), **more)
+        options = Options(causal, window, groups, scale, first_query, compose_window)
+        return implementation(call_of(inputs, options), **more)
 
     return attention
 
