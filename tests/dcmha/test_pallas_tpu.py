@@ -49,6 +49,18 @@ CASES = {
         "queries": 12, "keys": 70, "heads": 3, "mask": (1, 1, 12, 70), "branches": "qkps", "post": "kg", "rank": 1,
         "block": (128, 64), "family": "matrix",
     },
+    "blocks, composed window, groups, static, shared keys, last queries": {
+        "queries": 12, "keys": 150, "heads": 4, "key_heads": 2, "groups": 2, "first_query": 138, "causal": True,
+        "compose_window": 40, "branches": "qkpgs", "post": "kgs", "rank": 1, "block": (128, 32), "family": "matrix",
+    },
+    "blocks, composed window, segments, last queries, passes": {
+        "queries": 140, "keys": 200, "first_query": 60, "causal": True, "compose_window": 50, "segments": 2,
+        "branches": "qp", "post": "kpg", "rank": 1, "block": (128, 64), "queries_per_pass": 128, "family": "matrix",
+    },
+    "blocks, composed window, window, mask": {
+        "queries": 140, "window": 100, "compose_window": 20, "mask": (1, 1, 140, 140), "branches": "kpg",
+        "post": "qpgs", "rank": 1, "block": (128, 32), "family": "matrix",
+    },
     "plain": {"queries": 8, "branches": None, "family": "matrix"},
     "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "matrix"},
 }  # fmt: skip
@@ -154,6 +166,8 @@ def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batc
     q = jnp.zeros((batch, 196, 6, head_dim))
     config = tiling.make_config(Inputs(q, q, q), Options(), 120 * 2**20)
     assert config.examples == examples
+    config = tiling.make_config(Inputs(q, q, q), Options(causal=True, compose_window=100), 120 * 2**20)
+    assert config.family == "matrix"
 
 
 @pytest.mark.weekly
@@ -162,6 +176,26 @@ def test_matrices_of_several_registers_of_columns_equal_the_reference(heads):
     """18 heads of 8 keys have 144 columns, 40 heads have 320."""
     case = {"queries": 12, "keys": 40, "heads": heads, "branches": "kg", "block": (128, 32), "family": "matrix"}
     errors = relative_errors(*run(case, pltpu.InterpretParams()))
+    assert worst(errors) < 2e-5, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("branches", "post"),
+    [
+        ("qkpgs", "qkpg"),
+        pytest.param("qkpg", None, marks=pytest.mark.weekly),
+        pytest.param(None, "qkpg", marks=pytest.mark.weekly),
+        pytest.param("qp", "qpg", marks=pytest.mark.weekly),
+    ],
+)
+def test_a_window_of_composition_equals_the_reference(branches, post):
+    """Of four tiles, the first is plain, and the second has pairs inside and outside of the window of composition."""
+    case = {
+        "queries": 12, "keys": 122, "first_query": 110, "causal": True, "compose_window": 60, "branches": branches,
+        "post": post, "rank": 1, "block": (128, 32), "family": "matrix",
+    }  # fmt: skip
+    errors = relative_errors(*run(case, True))
     assert worst(errors) < 2e-5, errors
 
 

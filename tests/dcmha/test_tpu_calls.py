@@ -102,11 +102,12 @@ def test_the_estimated_vmem_is_at_least_what_is_declared(monkeypatch, family, ca
     assert least * estimate < declared_bytes(calls(monkeypatch, inputs, options)["dcmha_gradients"]) <= estimate
 
 
-def stated(monkeypatch, queries, keys, causal, window, *, composed=True):
+def stated(monkeypatch, queries, keys, causal, window, compose_window=None, *, composed=True):
     """The metadata of each kernel of a gradient by name, as numbers; heads and batch have no influence."""
     q, k = (jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.bfloat16) for tokens in (queries, keys))
     post = ComposeWeights(qg=jax.ShapeDtypeStruct(q.shape[:3], jnp.bfloat16)) if composed else None
-    found = calls(monkeypatch, Inputs(q, k, k, None, post), Options(causal=causal, window=window))
+    options = Options(causal=causal, window=window, compose_window=compose_window)
+    found = calls(monkeypatch, Inputs(q, k, k, None, post), options)
     return {
         name: {key: [int(n) for n in text.split()] for key, text in call["metadata"].items()}
         for name, call in found.items()
@@ -133,6 +134,18 @@ def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, querie
             "steps": [blocks_q * blocks_k], "conditions": [blocks_k, blocks_q, tiles, blocks_k, blocks_q]
         },
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_kernels_state_the_tiles_that_are_composed_before_the_plain_tiles(monkeypatch):
+    """With a window of 256 keys, query block i of 256 has the keys from 256·(i-1)+1 on in it: two or four blocks."""
+    tiles = [2 + 7 * 4, 72 - 30]
+    found = stated(monkeypatch, 2048, 2048, True, None, 256)
+    assert {name: one["conditions"] for name, one in found.items()} == {
+        "dcmha_forward": [8, *tiles, 8, *tiles, 8],
+        "dcmha_delta": [8, *tiles, 8],
+        "dcmha_gradients": [16, 8, *tiles, 16, 8],
+    }
 
 
 def test_delta_needs_a_kernel_only_after_a_compose_of_the_weights(monkeypatch):

@@ -21,6 +21,10 @@ In all kernels, the MXU computes the key-wise branches and the static projection
 What they compute on a strip of keys exists once (`stages`; `stages.Compose.apply` is Eqn 7). Two schedules run it:
 rolled loops over the strips of a tile (`tile.over_strips`) for "matrix", and unrolled strips (`interleaved.run_stage`).
 
+With a window of composition (`Options.compose_window`), the family is "matrix", and there are two kinds of tiles. One
+with a pair inside of the window is composed, and keeps the plain scores and weights of its pairs outside. All others
+run the same stages with composes that have no branches, as plain attention (`stages.in_tile`).
+
 The backward pass needs the inputs and the log-sum-exp. With tiles, it also needs delta = Σ_s P·dP of complete rows. A
 first kernel computes it; without a post-compose, it is the product of the output and its gradient. The gradient kernel
 iterates over key blocks, and for each of them over query blocks. The gradients of a key block accumulate in VMEM. The

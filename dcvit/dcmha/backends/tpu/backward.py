@@ -14,7 +14,7 @@ from dcvit.dcmha.backends.tpu import mixing, tile
 from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, ComposeRefs, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions
 from dcvit.dcmha.backends.tpu.packing import key_rows_buffer, packed_columns, transpose_key_weights, with_columns
-from dcvit.dcmha.backends.tpu.stages import Compose, DeltaStages, GradientStages, composes
+from dcvit.dcmha.backends.tpu.stages import Compose, DeltaStages, GradientStages, composes, in_tile
 from dcvit.dcmha.backends.tpu.tile import broadcast_rows, dot, over_strips, split
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.shapes import Array, Ref, not_none
@@ -80,17 +80,19 @@ def delta_kernel(config: KernelConfig, refs: DeltaRefs[Ref]) -> None:
         refs.d[...] = jnp.zeros(refs.d.shape, jnp.float32)
 
     is_needed = tile.is_needed(refs.needed, pl.program_id(0) * config.blocks_q + i, j)
+    near = tile.near(config, i, j)
+    pre, post = composes(config, refs.composes, (inputs.wq, inputs.wq), refs.diagonal, near=near)
+    all_stages = DeltaStages(
+        config=config, visible=tile.visible(config, inputs, i, j), pre=pre, post=post, x=refs.x, y=refs.y, m=refs.m,
+        d=refs.d,
+    )  # fmt: skip
 
-    @pl.when((j <= config.last_key_block(i)) & is_needed)
-    def _() -> None:
+    def add_tile(stages: DeltaStages) -> None:
         tile.scores(config, inputs.k, inputs.q, refs.x)
         tile.scores(config, inputs.v, not_none(inputs.d_out), refs.y)
-        pre, post = composes(config, refs.composes, (inputs.wq, inputs.wq), refs.diagonal)
-        stages = DeltaStages(
-            config=config, visible=tile.visible(config, inputs, i, j), pre=pre, post=post, x=refs.x, y=refs.y,
-            m=refs.m, d=refs.d,
-        )  # fmt: skip
         over_strips(config, refs.mixed, stages.add_delta, stages.delta_products)
+
+    in_tile(all_stages, i, j, (j <= config.last_key_block(i)) & is_needed, add_tile)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -98,16 +100,21 @@ def delta_kernel(config: KernelConfig, refs: DeltaRefs[Ref]) -> None:
             refs.delta[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
 
 
-def tile_gradients(config: KernelConfig, refs: Refs[Ref], i: Index, j: Index) -> None:
-    """Compute composed weights W and gradients dA of scores of a tile; add its share to all weights' gradients."""
-    inputs = refs.inputs
-    tile.scores(config, inputs.k, inputs.q, refs.x)
-    tile.scores(config, inputs.v, not_none(inputs.d_out), refs.y)
-    pre, post = composes(config, refs.composes, (inputs.wq, inputs.wq), refs.diagonal, refs.g_hidden)
-    stages = GradientStages(
+def gradient_stages(config: KernelConfig, refs: Refs[Ref], i: Index, j: Index) -> GradientStages:
+    """Return the stages of the tile of query block `i` and key block `j`."""
+    inputs, near = refs.inputs, tile.near(config, i, j)
+    pre, post = composes(config, refs.composes, (inputs.wq, inputs.wq), refs.diagonal, refs.g_hidden, near)
+    return GradientStages(
         config=config, visible=tile.visible(config, inputs, i, j), pre=pre, post=post, x=refs.x, y=refs.y, m=refs.m,
         d=refs.d, p=refs.p, dp=refs.dp, dl=refs.y, w=refs.w, da=refs.da,
     )  # fmt: skip
+
+
+def tile_gradients(refs: Refs[Ref], stages: GradientStages) -> None:
+    """Compute composed weights W and gradients dA of scores of a tile; add its share to all weights' gradients."""
+    config, inputs, pre, post = stages.config, refs.inputs, stages.pre, stages.post
+    tile.scores(config, inputs.k, inputs.q, refs.x)
+    tile.scores(config, inputs.v, not_none(inputs.d_out), refs.y)
     over_strips(config, refs.mixed, stages.score_vectors, stages.score_products)
     over_strips(config, refs.mixed, stages.post_vectors, stages.post_products)
     weight_gradients(stages, post, refs.gq)
@@ -125,7 +132,7 @@ def weight_gradients(stages: GradientStages, compose: Compose | None, gq: Ref | 
         sums: dict[int, Array] = {}
         for start in range(0, config.block_k, CHUNK):
             keys = slice(start, min(start + CHUNK, config.block_k))
-            for column, product in stages.query_weight_products(not_none(compose), h, keys, slice(None)):
+            for column, product in stages.query_weight_products(not_none(compose), h, keys, slice(0, config.block_q)):
                 part = jnp.sum(split(product), axis=0)
                 sums[column] = sums[column] + part if column in sums else part
         for column, part in sums.items():
@@ -169,15 +176,18 @@ def gradient_kernel(config: KernelConfig, refs: Refs[Ref]) -> None:
 
     is_needed = tile.is_needed(refs.needed, pl.program_id(0) * config.blocks_k + j, i)
 
-    @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)) & is_needed)
-    def _() -> None:
+    attended = (config.first_key_block(i) <= j) & (j <= config.last_key_block(i)) & is_needed
+
+    def add_tile(stages: GradientStages) -> None:
         broadcast_rows(not_none(refs.inputs.lse), refs.m)
         broadcast_rows(not_none(refs.inputs.delta), refs.d)
-        tile_gradients(config, refs, i, j)
+        tile_gradients(refs, stages)
         token_gradients(config, refs, i)
-        if refs.gq is not None and refs.dwq is not None:
+        if refs.gq is not None and refs.dwq is not None and not stages.is_plain:
             for c in range(refs.gq.shape[0]):
                 refs.dwq[i, c : c + 1, :] += jnp.sum(refs.gq[c], axis=0, keepdims=True)
+
+    in_tile(gradient_stages(config, refs, i, j), i, j, attended, add_tile)
 
     @pl.when(last_i)
     def _() -> None:
@@ -279,7 +289,7 @@ def delta(
         index_maps={"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block},
         refs=refs,
         vmem_bytes=config.vmem_bytes,
-        metadata=conditions(blocks * steps, blocks, config.attended_tiles, blocks),
+        metadata=conditions(blocks * steps, blocks, *config.tile_counts, blocks),
     )
     return out._replace(array=call.run(functools.partial(delta_kernel, config), interpret).delta)
 
@@ -306,7 +316,7 @@ def gradients(
         index_maps={"B": lambda b, *_: b, "T": query_block, "S": lambda b, j, *_: j, "C": completed},
         refs=refs,
         vmem_bytes=config.vmem_bytes,
-        metadata=conditions(config.blocks_q * config.blocks_k, *blocks, *once, config.attended_tiles, *blocks, *once),
+        metadata=conditions(config.blocks_q * config.blocks_k, *blocks, *once, *config.tile_counts, *blocks, *once),
     )
     grads: Packed[Array] = call.run(functools.partial(gradient_kernel, config), interpret).grads
     return dataclasses.replace(grads, static=mixing.static_gradients(config, grads.static))

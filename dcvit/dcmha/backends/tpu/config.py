@@ -56,6 +56,11 @@ class ComposeLayout(NamedTuple):
         key = BranchOffsets(*(None if start is None else start + columns for start in self.key))
         return self._replace(key=key)
 
+    def without_branches(self) -> ComposeLayout:
+        """Return the layout of a compose that has the skip connection alone."""
+        absent = BranchOffsets(None, None, None)
+        return ComposeLayout(absent, absent, 0, 0, has_static=False, skip_factor=self.skip_factor)
+
     @property
     def mixes(self) -> bool:
         """True if there is a key-wise branch or a static projection, see `dcvit.dcmha.backends.tpu.mixing`."""
@@ -91,6 +96,7 @@ class KernelConfig(NamedTuple):
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products are bfloat16
     has_hidden: bool = False  # kernels compute the second layer of the dynamic weights
+    compose_window: int | None = None  # as in `dcvit.dcmha.inputs.Options`; "matrix" only
 
     @property
     def layouts(self) -> tuple[ComposeLayout | None, ComposeLayout | None]:
@@ -144,6 +150,23 @@ class KernelConfig(NamedTuple):
         """The number of tiles of an example that are computed: those in which some query attends to some key."""
         return sum(int(self.last_key_block(i) - self.first_key_block(i)) + 1 for i in range(self.blocks_q))
 
+    @property
+    def tile_counts(self) -> tuple[int, ...]:
+        """The numbers of attended tiles for each branch of `dcvit.dcmha.backends.tpu.stages.in_tile`."""
+        if self.compose_window is None:
+            return (self.attended_tiles,)
+        return self.composed_tiles, self.attended_tiles - self.composed_tiles
+
+    @property
+    def composed_tiles(self) -> int:
+        """The number of attended tiles in which some pair is inside of the window of composition."""
+        tiles = [
+            (i, j)
+            for i in range(self.blocks_q)
+            for j in range(int(self.first_key_block(i)), int(self.last_key_block(i)) + 1)
+        ]
+        return sum(bool(self.is_composed(i, j)) for i, j in tiles)
+
     def key_lanes(self, head: int) -> slice:
         """Return the lanes of the keys and values that query head `head` uses."""
         start = head // (self.heads // self.key_heads) * self.head_dim
@@ -166,6 +189,13 @@ class KernelConfig(NamedTuple):
             return self.blocks_k - 1
         last_key = (i + 1) * self.block_q + (self.first_query - 1)
         return _minimum(_quotient(last_key, self.block_k), self.blocks_k - 1)
+
+    def is_composed(self, i: Index, j: Index) -> bool | Array:
+        """Return True if some pair of query block `i` and key block `j` is inside of the window of composition."""
+        if self.compose_window is None:
+            return True
+        last_key = _minimum((j + 1) * self.block_k, self.keys) - 1
+        return last_key > i * self.block_q + (self.first_query - self.compose_window)
 
     def query_block(self, j: Index, i: Index) -> Index:
         """Return query block `i`, or the nearest query block that attends to key block `j`.

@@ -15,7 +15,7 @@ from dcvit.dcmha.backends.tpu import mixing, tile
 from dcvit.dcmha.backends.tpu.call import Blocked, ComposePair, Declared, KernelCall, Memory, Packed, vmem
 from dcvit.dcmha.backends.tpu.config import Index, IndexMap, Interpret, KernelConfig, conditions
 from dcvit.dcmha.backends.tpu.packing import with_columns
-from dcvit.dcmha.backends.tpu.stages import ForwardStages, composes
+from dcvit.dcmha.backends.tpu.stages import ForwardStages, composes, in_tile
 from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.shapes import Array, Ref
 
@@ -74,7 +74,9 @@ def kernel(config: KernelConfig, refs: Refs[Ref]) -> None:
     j = config.first_key_block(i) + step
     slots, steps = refs.x.shape[0], config.max_key_blocks
     x = refs.x.at[step if slots > 1 else 0]
-    pre, post = composes(config, refs.composes, (refs.inputs.wq, refs.inputs.wq), refs.diagonal)
+    pre, post = composes(
+        config, refs.composes, (refs.inputs.wq, refs.inputs.wq), refs.diagonal, near=tile.near(config, i, j)
+    )  # fmt: skip
     stages = ForwardStages(
         config=config, visible=tile.visible(config, refs.inputs, i, j), pre=pre, post=post, x=x, y=x, m=refs.m,
         w=refs.w, sums=refs.sums,
@@ -87,20 +89,19 @@ def kernel(config: KernelConfig, refs: Refs[Ref]) -> None:
         refs.m[...] = jnp.full(refs.m.shape, MASKED_SCORE, jnp.float32)
         refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
 
-    @pl.when((phase == 0) & attended)
-    def _() -> None:
-        compute_scores(refs, stages, count=True)
+    in_tile(stages, i, j, (phase == 0) & attended, functools.partial(compute_scores, refs, count=True))
 
     @pl.when((phase == 1) & (step == 0))
     def _() -> None:
         stages.finish_statistics(refs.lse)
         refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
 
-    @pl.when((phase == 1) & attended)
-    def _() -> None:
+    def compute_phase_1(stages: ForwardStages) -> None:
         if slots == 1:
             compute_scores(refs, stages, count=False)
         compute_output(refs, stages)
+
+    in_tile(stages, i, j, (phase == 1) & attended, compute_phase_1)
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:
@@ -114,7 +115,7 @@ def forward(config: KernelConfig, inputs: Packed[Blocked], interpret: Interpret)
     post = dataclasses.replace(post, matrices=post.matrices and post.matrices.read_by("V"))
     k, v, ids_k = inputs.k.read_by("K"), inputs.v.read_by("V"), inputs.ids_k and inputs.ids_k.read_by("K")
     inputs = dataclasses.replace(inputs, k=k, v=v, ids_k=ids_k, wk=None, static=(None, None))
-    batch, blocks, steps, tiles = len(inputs.q.array), config.blocks_q, config.max_key_blocks, config.attended_tiles
+    batch, blocks, steps, tiles = len(inputs.q.array), config.blocks_q, config.max_key_blocks, config.tile_counts
     lse = jax.ShapeDtypeStruct((batch, config.heads, blocks * config.block_q), jnp.float32)
     heads, plane = config.heads, (config.heads, config.block_k, config.block_q)
     refs: Refs[Declared] = Refs(
@@ -130,7 +131,7 @@ def forward(config: KernelConfig, inputs: Packed[Blocked], interpret: Interpret)
         index_maps=index_maps(config),
         refs=refs,
         vmem_bytes=config.vmem_bytes,
-        metadata=conditions(blocks * 2 * steps, blocks, tiles, blocks, tiles, blocks),
+        metadata=conditions(blocks * 2 * steps, blocks, *tiles, blocks, *tiles, blocks),
     )
     found: Refs[Array] = call.run(functools.partial(kernel, config), interpret)
     return found.o, found.lse

@@ -144,7 +144,7 @@ def pack(config: KernelConfig, inputs: Inputs, packed: Array | None = None) -> P
     mask of `inputs` is (#B S T); the kernels read it as bfloat16. `packed` has the weights of both sides, if they are
     computed by `dcvit.dcmha.backends.tpu.second_layer`.
     """
-    q, k, v, pre, post, mask, segments, _ = inputs
+    q, k, v, pre, post, mask, segments, *_ = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
     wq, wk, weights = None, None, None
     if packed is not None:

@@ -14,15 +14,19 @@ The forward pass has the stages score and weight, with the statistics of the sof
 score, post and logit. The products of post and logit include the gradients of the matrices
 (`dcvit.dcmha.backends.tpu.mixing`). The references x, y, p, dp, dl, w and da are planes of a tile, (H, Bk, Bq); x and y
 of the forward pass may be the same, and y and dl of the backward pass.
+
+With a window of composition, a compose keeps the pairs outside of it. A tile without pairs inside has the same stages,
+with composes that have no branches (`in_tile`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from dcvit.dcmha.backends.tpu import mixing
 from dcvit.dcmha.backends.tpu.call import ComposePair, ComposeRefs
@@ -31,6 +35,7 @@ from dcvit.dcmha.backends.tpu.tile import (
     StoredPlanes,
     Strip,
     Visible,
+    all_pairs,
     dot,
     join,
     planes,
@@ -46,6 +51,7 @@ from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, total
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 HiddenPlanes: TypeAlias = list[list[Array]]  # A·w_q1 of Eqn 7, by rank and group
+AnyStages = TypeVar("AnyStages", bound="Stages")
 
 
 class Compose(NamedTuple):
@@ -61,6 +67,16 @@ class Compose(NamedTuple):
     refs: ComposeRefs[Ref]
     diagonal: Ref | None  # see `mixing.write_diagonal`
     g_hidden: Ref | None  # hidden planes of the transposed compose
+    near: Visible = all_pairs  # the mask of the pairs that are composed, see `tile.near`
+
+    def without_branches(self) -> Compose:
+        """Return the compose that keeps all pairs."""
+        return self._replace(layout=self.layout.without_branches(), near=all_pairs)
+
+    def inside(self, a: Iterable[Array], strip: Strip) -> Iterable[Array]:
+        """Return planes with zeros for the pairs that are not composed."""
+        near = self.near(strip)
+        return a if near is None else (jnp.where(near, x, 0.0) for x in a)
 
     def matrix(self, strip: Strip, *, transposed: bool = False) -> Array:
         """Return the matrix of a strip, which multiplies the `stack` of all planes; see `mixing.block`."""
@@ -88,7 +104,7 @@ class Compose(NamedTuple):
 
         The last sum is in the buffer `mixed`. A gate contains the skip connection. With `transposed`, w_q1 and w_q2
         change places: the result is the gradient of the compose's input from that of its output, `a`. Hidden planes,
-        the inner sums, are saved if they have a buffer.
+        the inner sums, are saved if they have a buffer. Pairs that are not composed have the skip connection alone.
         """
         first, second = self.layout.query.down, self.layout.query.up
         out = self.refs.hidden
@@ -96,7 +112,7 @@ class Compose(NamedTuple):
             first, second, out = second, first, self.g_hidden
         hidden = self._hidden(a, strip, first)
         if out is not None:
-            for n, plane in enumerate(plane for by_group in hidden for plane in by_group):
+            for n, plane in enumerate(self.inside((plane for by_group in hidden for plane in by_group), strip)):
                 out[n, strip.rows, strip.queries] = join(plane)
         return self._composed(a, hidden, second, mixed, strip)
 
@@ -120,7 +136,7 @@ class Compose(NamedTuple):
         """Yield the planes of `apply`."""
         heads, per_group = self.config.heads, self.config.heads // self.config.groups
         gate, skip = self.layout.query.gate, self.layout.skip_factor
-        mixed_planes = stacked_planes(self.config, mixed, strip.queries)
+        mixed_planes, near = stacked_planes(self.config, mixed, strip.queries), self.near(strip)
         for h in range(heads):
             terms = [a[h] * self._weight(strip, gate + h) if gate is not None else a[h] if skip == 1 else a[h] * skip]
             if start is not None:
@@ -128,7 +144,7 @@ class Compose(NamedTuple):
                 terms += [planes[group] * self._weight(strip, start + r * heads + h) for r, planes in enumerate(hidden)]
             if self.layout.mixes:
                 terms.append(mixed_planes[h])
-            yield total(terms)
+            yield total(terms) if near is None else jnp.where(near, total(terms), a[h] * skip)
 
     def _weight(self, strip: Strip, column: int) -> Array:
         """Return one of each query's packed weights, repeated over 8 sublanes: (1, 8, queries)."""
@@ -140,11 +156,11 @@ class Compose(NamedTuple):
 
 def composes(
     config: KernelConfig, refs: ComposePair[Ref], rows: Sequence[Ref | None], diagonal: Ref | None,
-    g_hidden: Ref | None = None,
+    g_hidden: Ref | None = None, near: Visible = all_pairs,
 ) -> list[Compose | None]:  # fmt: skip
     """Return the pre-compose and the post-compose of a kernel, None for one that the call does not have."""
     return [
-        None if layout is None else Compose(config, layout, one, some, diagonal, g_hidden)
+        None if layout is None else Compose(config, layout, one, some, diagonal, g_hidden, near)
         for layout, one, some in zip(config.layouts, rows, refs, strict=True)
     ]
 
@@ -156,6 +172,7 @@ class Stages:
     Fields:
       x: scores q·k.
       m: log-sum-exp of each query, repeated over eight sublanes, (H, 8, Bq); in the forward pass, first the maximum.
+      is_plain: the composes have no branches.
     """
 
     config: KernelConfig
@@ -164,6 +181,7 @@ class Stages:
     post: Compose | None
     x: Ref
     m: Ref
+    is_plain: bool = False
 
     def score_products(self, strip: Strip, out: Ref) -> None:
         """Write the key-wise part of the pre-compose of a strip to `out`."""
@@ -185,6 +203,23 @@ class Stages:
     def softmax(self, logits: Iterable[Array], strip: Strip) -> Iterator[Array]:
         """Return the attention weights P of a strip, one head after the other; `m` must contain the log-sum-exp."""
         return (jnp.exp2(x - self.m[h, :, strip.queries][None]) for h, x in enumerate(logits))
+
+
+def in_tile(
+    stages: AnyStages, i: Index, j: Index, attended: Array, compute: Callable[[AnyStages], None]
+) -> None:  # fmt: skip
+    """Call `compute` for the tile of query block `i` and key block `j` if it is attended.
+
+    It gets `stages`, or in a tile without composed pairs, those whose composes have no branches.
+    """
+    if stages.config.compose_window is None:
+        pl.when(attended)(lambda: compute(stages))
+        return
+    pre, post = (compose and compose.without_branches() for compose in (stages.pre, stages.post))
+    plain = dataclasses.replace(stages, pre=pre, post=post, is_plain=True)
+    is_composed = stages.config.is_composed(i, j)
+    pl.when(attended & is_composed)(lambda: compute(stages))
+    pl.when(attended & ~is_composed)(lambda: compute(plain))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,7 +343,8 @@ class GradientStages(DeltaStages):
     def post_products(self, strip: Strip, out: Ref) -> None:
         """Compute a strip's key-wise parts of the post-compose and its transpose, and the gradient of its matrix."""
         if self.post is not None and self.post.layout.mixes:
-            p, g = (stack(self.config, planes(self.config, ref, strip)) for ref in (self.p, self.y))
+            p = stack(self.config, self.post.inside(planes(self.config, self.p, strip), strip))
+            g = stack(self.config, planes(self.config, self.y, strip))
             out[0] = self.post.product(strip, p)
             out[1] = self.post.product(strip, g, transposed=True)
             self.post.save_matrix_gradient(strip, p, g)
@@ -326,7 +362,8 @@ class GradientStages(DeltaStages):
         if self.pre is not None and self.pre.layout.mixes:
             dl = list(self.logit_gradients(strip))
             save(dl, self.dl, strip)
-            a, g = stack(self.config, planes(self.config, self.x, strip)), stack(self.config, dl)
+            a = stack(self.config, self.pre.inside(planes(self.config, self.x, strip), strip))
+            g = stack(self.config, dl)
             out[0] = self.pre.product(strip, g, transposed=True)
             self.pre.save_matrix_gradient(strip, a, g)
 
@@ -363,4 +400,5 @@ class GradientStages(DeltaStages):
                 yield down + r * config.heads + h, x * not_none(compose.g_hidden)[plane, keys, queries]
                 yield up + r * config.heads + h, y * not_none(compose.refs.hidden)[plane, keys, queries]
         if gate is not None:
-            yield gate + h, x * y
+            near = compose.near(Strip(keys.start, keys.stop - keys.start, False, queries))
+            yield gate + h, x * y if near is None else join(jnp.where(near, split(x * y), 0.0))

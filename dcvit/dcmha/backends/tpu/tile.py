@@ -109,7 +109,7 @@ def save_operand(config: KernelConfig, heads: Iterable[Array], out: Ref, strip: 
         out[h, strip.queries.start // LANES, strip.rows, :] = rows[strip_rows(config, h)]
 
 
-def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:
+def stack(config: KernelConfig, planes: Iterable[Array]) -> Array:
     """Return planes, (keys/8, 8, queries) each, stacked along keys, in `config.operand_dtype`."""
     return jnp.concatenate([join(x) for x in planes], axis=0).astype(config.operand_dtype)
 
@@ -150,14 +150,12 @@ def visible(config: KernelConfig, inputs: Packed[Ref], i: Index, j: Index) -> Vi
     """
 
     def of_strip(strip: Strip) -> Array | None:
-        shape = (strip.size // 8, 8, strip.queries.stop - strip.queries.start)
+        shape = _shape(strip)
         conditions: list[Array] = []
         if config.is_ordered or strip.may_pad:
-            row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            key = row + (j * config.block_k + strip.start)
+            key = _key_positions(config, strip, j)
             if config.is_ordered:
-                first_query = i * config.block_q + (config.first_query + strip.queries.start)
-                query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
+                query = _query_positions(config, strip, i)
                 conditions.append(key <= query)
                 if config.window is not None:
                     conditions.append(key > query - config.window)
@@ -172,6 +170,40 @@ def visible(config: KernelConfig, inputs: Packed[Ref], i: Index, j: Index) -> Vi
         return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
     return of_strip
+
+
+def near(config: KernelConfig, i: Index, j: Index) -> Visible:
+    """Return the function from a strip, as that of `visible`, to the mask of the pairs that are composed."""
+    window = config.compose_window
+    if window is None:
+        return all_pairs
+
+    def of_strip(strip: Strip) -> Array:
+        return _key_positions(config, strip, j) > _query_positions(config, strip, i) - window
+
+    return of_strip
+
+
+def all_pairs(strip: Strip) -> None:
+    """Return None: no pair of a strip is excluded, see `visible`."""
+
+
+def _shape(strip: Strip) -> tuple[int, int, int]:
+    return strip.size // 8, 8, strip.queries.stop - strip.queries.start
+
+
+def _key_positions(config: KernelConfig, strip: Strip, j: Index) -> Array:
+    """Return the position of the key of each pair of a strip of key block `j`."""
+    shape = _shape(strip)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return row + (j * config.block_k + strip.start)
+
+
+def _query_positions(config: KernelConfig, strip: Strip, i: Index) -> Array:
+    """Return the position among the keys of the query of each pair of a strip of query block `i`."""
+    first_query = i * config.block_q + (config.first_query + strip.queries.start)
+    position: Array = jax.lax.broadcasted_iota(jnp.int32, _shape(strip), 2) + first_query
+    return position
 
 
 def needed_blocks(config: KernelConfig, inputs: Packed[Blocked], *, of_keys: bool = False) -> Array | None:

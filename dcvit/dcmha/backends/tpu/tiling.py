@@ -110,7 +110,7 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
         first_query=options.first_query, queries=queries, keys=keys, block_q=LANES, block_k=LANES,
         queries_per_pass=queries, strip=SUBLANES if heads % 2 == 0 else 2 * SUBLANES, strips_per_step=1,
         causal=options.causal, window=options.window, scale=scale, pre=pre, post=post, vmem_bytes=vmem_bytes,
-        dtype=dtype, rounded=dtype == jnp.bfloat16,
+        dtype=dtype, rounded=dtype == jnp.bfloat16, compose_window=options.compose_window,
     )  # fmt: skip
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
@@ -148,12 +148,12 @@ def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
     """Return the configuration of the family "interleaved", or None if the sizes exclude it.
 
     One tile must hold all scores of an example, the batch must be a multiple of 8, and the widths of queries and keys
-    multiples of 128. A matrix that mixes heads has heads·strip rows, at most 128.
+    multiples of 128. A matrix that mixes heads has heads·strip rows, at most 128. All pairs must be composed.
     """
     heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
     fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
     is_one_tile = sizes.queries <= 256 and sizes.keys <= 512
-    if not (is_one_tile and fills_registers):
+    if sizes.compose_window is not None or not (is_one_tile and fills_registers):
         return None
     if heads <= LANES // (2 * SUBLANES):
         strip = 2 * SUBLANES
