@@ -23,6 +23,7 @@ from dcvit.dcmha.numerics import is_float, product, statistics_dtype
 from dcvit.dcmha.shapes import Array, Float, Shaped
 
 RMS_EPSILON = 1e-6
+ONE_TILE = 256  # most tokens of an example whose scores TPU kernels hold at once; these kernels take `HiddenWeights`
 REGISTER = 128  # columns of a register of a TPU, in multiples of which it stores the last axis of an array
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dcvit.dcmha import device
-from dcvit.dcmha.compose import ComposeWeights, HiddenWeights, dynamic_weights, hidden_weights
+from dcvit.dcmha.compose import ONE_TILE, ComposeWeights, HiddenWeights, dynamic_weights, hidden_weights
 from dcvit.dcmha.device import splits_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.shapes import Array, Float
@@ -94,7 +94,7 @@ def compose_weights(
         x, replicated = (copy.astype(dtype or copy.dtype) for copy in (x, replicated))
         if splits_heads():
             found = _split_weights(composition, params, ComposeInput(x, replicated), sides, num_heads)
-        elif sides == "qk" and composition.projection and device.platform() == "tpu":
+        elif sides == "qk" and composition.projection and device.platform() == "tpu" and x.shape[1] <= ONE_TILE:
             hidden = hidden_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
             found = hidden.weights()
         else:

@@ -115,7 +115,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 
 
 def _layers(model: LoadedModel, options: Options) -> list[int]:
-    """Return the indices, from 0, of the model's layers that the page shows. Raise ConfigError if it cannot show any."""
+    """Return the indices, from 0, of the layers that the page shows. Raise ConfigError if it cannot show any."""
     if model.module.compose_window is not None:
         window = model.module.compose_window
         raise ConfigError(f"{model.source}: compose_window={window}: the page would compose all keys")

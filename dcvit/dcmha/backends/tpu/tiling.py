@@ -14,6 +14,7 @@ from dcvit.dcmha.backends.tpu import backward_interleaved, mixing, second_layer
 from dcvit.dcmha.backends.tpu.config import LANES, SUBLANES, KernelConfig
 from dcvit.dcmha.backends.tpu.packing import compose_layouts, key_rows_buffer, packed_columns
 from dcvit.dcmha.backends.tpu.tile import mixed_buffer
+from dcvit.dcmha.compose import ONE_TILE
 from dcvit.dcmha.device import device_kind
 from dcvit.dcmha.inputs import Inputs, Options, UnsupportedError
 from dcvit.dcmha.numerics import round_up
@@ -152,7 +153,7 @@ def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
     """
     heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
     fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
-    is_one_tile = sizes.queries <= 256 and sizes.keys <= 512
+    is_one_tile = sizes.queries <= ONE_TILE and sizes.keys <= 2 * ONE_TILE
     if sizes.compose_window is not None or not (is_one_tile and fills_registers):
         return None
     if heads <= LANES // (2 * SUBLANES):
