@@ -13,9 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from marks import exhaustive
 
-from dcvit.dcmha import kv_cache
+from dcvit.dcmha import device, kv_cache
+from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.segments import make_segments
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
+from dcvit.models.composition import compose_inputs, compose_weights
 from dcvit.models.dcmha import DCMHA, check_axes
 from dcvit.models.layers import add_bias, rotary_angles
 
@@ -245,3 +247,16 @@ def test_inputs_with_other_leading_axes_are_refused():
     shapes = [(2, 3, 8), (4, 3, 8)]
     with pytest.raises(ValueError, match=re.escape(f"with the same leading axes, found {shapes}")):
         check_axes(LayerInputs(*map(jnp.ones, shapes)))
+
+
+@pytest.mark.parametrize("tokens", [256, 257])
+def test_units_of_dynamic_weights_are_passed_to_kernels_of_one_tile_only(monkeypatch, tokens):
+    """Other kernels do not read them; on a mesh, their gradients would be arrays of zeros."""
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
+    composition, x = Composition("both"), jnp.zeros((1, tokens, 16))
+    shapes = composition.parameters(4, 16)
+    params = {name: {field: jnp.zeros(shape) for field, (shape, _) in shapes.items()} for name in ("pre", "post")}
+    inputs = compose_inputs(x, x, groups=1)
+    found = compose_weights(composition, params, inputs, num_heads=4, dtype=None)
+    assert (found.hidden is not None) == (tokens <= 256)
+    assert found.pre.q1.shape == (1, tokens, 2, 4)
