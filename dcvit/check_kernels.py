@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     groups: int = 1
     causal: bool = False
     window: int | None = None
+    compose_window: int | None = None
     mask: bool = False
     segments: bool = False
 
@@ -62,6 +63,7 @@ class Sizes(NamedTuple):
         if self.segments:
             arrays |= {f"segments.{s}": ("int32", (batch, n)) for s, n in (("queries", self.queries), ("keys", keys))}
         options = {"causal": self.causal, "window": self.window, "groups": self.groups, "scale": self.head_dim**-0.5}
+        options |= {} if self.compose_window is None else {"compose_window": self.compose_window}
         return {"arrays": arrays, "options": options}
 
 
@@ -74,6 +76,7 @@ CASES = {
     "ViT-S/16, plain": VIT._replace(pre=(), post=()),
     "405M": Sizes(2048, 16, 64, causal=True),
     "405M, window": Sizes(2048, 16, 64, window=256),
+    "405M, composed window": Sizes(2048, 16, 64, causal=True, compose_window=256),
     "405M, plain": Sizes(2048, 16, 64, causal=True, pre=(), post=()),
     "2.8B": Sizes(2048, 32, 80, causal=True),
     "2.8B, window": Sizes(2048, 32, 80, window=256),

@@ -11,6 +11,7 @@ kind of device and versions of JAX, its backend and this package.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -141,8 +142,8 @@ def call_of(arrays: Arrays, options: Mapping[str, Any]) -> Call:
             nested.setdefault(name, {}).update(weights)
         nested[""]["hidden"] = hidden
     inputs = Inputs(**nested.pop(""), **{name: kinds[name](**fields) for name, fields in nested.items()})
-    composition = Composition.of_weights(inputs.pre, inputs.post, options["groups"])
-    return Call(inputs, Options(**options), composition)
+    found, composition = Options(**options), Composition.of_weights(inputs.pre, inputs.post, options["groups"])
+    return Call(inputs, found, dataclasses.replace(composition, compose_window=found.compose_window))
 
 
 def environment(device: jax.Device) -> dict[str, str]:

@@ -31,8 +31,8 @@ class Inputs(NamedTuple):
     """Arrays of one call of attention, as `dcvit.dcmha.attention` takes them, or the gradients of these arrays.
 
     `hidden` has the dynamic weights of `pre` and `post` once more, for kernels that compute their second layer.
-    `composed` is True for the pairs that are composed, where that is not known when the program is traced: in decoding,
-    those in `Options.compose_window`. None: the options define the pairs.
+    `composed` is True for the pairs that are composed, where that is not known when the program is traced: in decoding
+    with a `Composition.compose_window`. None: the options define the pairs.
 
     Implementations may arrange the axes in another order; they document it.
     """
@@ -117,13 +117,12 @@ def make_call(
             )  # fmt: skip
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (inputs.pre, inputs.post))
     found = dataclasses.replace(Composition.of_weights(pre, post, groups), compose_window=compose_window)
-    if inputs.composed is None and found.compose is not None and compose_window is not None:
-        if not causal and window is None:
-            raise ValueError(f"compose_window={compose_window} needs causal attention, in which keys precede queries")
-        if compose_window >= (inputs.k.shape[1] if window is None else window):
-            compose_window = None  # all pairs are inside
-    else:
-        compose_window = None
+    if compose_window is not None:
+        if inputs.composed is None and not causal and window is None:
+            raise ValueError(f"compose_window={compose_window} needs causal attention: set causal=True")
+        reach = queries if window is None else min(queries, window)  # of a query, in keys
+        if found.compose is None or inputs.composed is not None or compose_window >= reach:
+            compose_window = None
     options = Options(causal, window, groups, checked_scale(scale, head_dim), compose_window=compose_window)
     if composition is not None and composition.branch_kinds != found.branch_kinds:
         raise ValueError(f"the weights have the composition {found}, expected {composition}")
@@ -303,7 +302,7 @@ class Call:
 
     Fields:
       inputs: the arrays.
-      options: whether it is causal, its window, groups and scale.
+      options: whether it is causal, its windows, groups and scale; `compose_window` is None if all pairs are inside.
       composition: the composes and branches that the arrays contain, with the groups of the options.
     """
 

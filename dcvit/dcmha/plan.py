@@ -82,6 +82,8 @@ BACKENDS = {
     "reference": Backend("backends.xla.reference", dict.fromkeys(("cpu", "gpu", "tpu"), (ONE, SMALL, PLAIN, COMPOSED))),
 }
 
+OF_PAIRS = ("decode", "elementwise", "reference")  # the backends that take `Inputs.composed`
+
 Policy: TypeAlias = Literal["verify", "trust", "off"]
 VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code outside of `selecting`, and of training
 
@@ -269,7 +271,7 @@ def refusal(name: str, call: Call, *, is_named: bool = False) -> str | None:
                 "program for one device"
             )
             return "the compiler cannot split a kernel over several devices, and no mesh is set"
-    if call.inputs.composed is not None and name not in ("decode", "elementwise", "reference"):
+    if call.inputs.composed is not None and name not in OF_PAIRS:
         return "the composition has a window of cached keys"
     reason: str | None = backend.load().supports(call)
     return reason
@@ -304,6 +306,8 @@ def make_case(names: Sequence[str], call: Call) -> Case:
         name: f"dcvit.dcmha.{BACKENDS[name].module}:run" for name in names if name != "reference" or not is_long
     }
     arrays, options = check.shapes_of(call.inputs.once()), dataclasses.asdict(call.options)
+    if options["compose_window"] is None:
+        del options["compose_window"]  # verdicts of calls without it were kept before it existed
     if (hidden := call.inputs.hidden) is not None:
         options["hidden"] = dataclasses.asdict(hidden.layout)
     return Case(_describe(call), arrays, options, check.settings(), functions)

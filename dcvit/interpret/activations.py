@@ -35,7 +35,13 @@ import numpy as np
 from flax.linen.module import InterceptorContext
 from jax.tree_util import Partial
 
-from dcvit.dcmha.backends.xla.reference import AttentionMatrices, composed_pairs, masked_softmax, visible
+from dcvit.dcmha.backends.xla.reference import (
+    AttentionMatrices,
+    composed_inside,
+    composed_pairs,
+    masked_softmax,
+    visible,
+)
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.inputs import Options
 from dcvit.dcmha.numerics import statistics_dtype
@@ -171,18 +177,14 @@ def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], 
     options = Options(module.causal, module.window, compose_window=module.compose_window)
     mask = visible(q.shape[1], k.shape[1], options, x.mask, x.segments)
     pairs = composed_pairs(q.shape[1], k.shape[1], options)
-
-    def composed(a: Array, w: ComposeWeights | None) -> Array:
-        found = a if w is None else compose(a, w, groups=module.groups)
-        return found if pairs is None else jnp.where(pairs, found, a)
-
+    in_groups = functools.partial(compose, groups=module.groups)
     wide = statistics_dtype(q.dtype)
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)
     a = tap("scores", a if mask is None else jnp.where(mask, a, 0))
-    a = tap("composed_scores", composed(a, pre))
+    a = tap("composed_scores", composed_inside(in_groups, a, pre, pairs))
     a = tap("weights", masked_softmax(a, mask))
-    a = tap("composed_weights", composed(a, post))
+    a = tap("composed_weights", composed_inside(in_groups, a, post, pairs))
     heads = jnp.einsum("bhts,bshd->bthd", a.astype(v.dtype), v, preferred_element_type=a.dtype).astype(q.dtype)
     return module.output(tap("heads", heads), inputs.q.shape[-1])
 

@@ -97,6 +97,8 @@ def pair_terms(
 ) -> dict[str, Float[Array, "H H"]]:
     """Return the map between heads of a query-key pair, split into the terms of Eqn 7 that exist, by name in `TERMS`.
 
+    With a window of composition, a pair outside of it has the skip connection alone.
+
     Args:
       weights: the factors of one composition.
       query, key: positions of the pair.
@@ -109,7 +111,9 @@ def pair_terms(
     return {"skip": jnp.eye(len(first), dtype=first.dtype), **terms}
 
 
-def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Contribution]:
+def largest_contributions(
+    arrays: Mapping[str, Array], layer: int, groups: int, compose_window: int | None = None
+) -> list[Contribution]:
     """Return the largest contribution of each branch and pair of heads of a layer, for the first example.
 
     Gates and the skip connection do not combine different heads and are not included.
@@ -118,6 +122,7 @@ def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) 
       arrays: returned by `dcvit.interpret.activations.run_with_cache`.
       layer: the number of the layer.
       groups: the number of groups of heads.
+      compose_window: that of the model: older keys of a query have no contributions.
     """
     found: list[Contribution] = []
     for where, name in COMPOSITIONS.items():
@@ -133,6 +138,8 @@ def largest_contributions(arrays: Mapping[str, Array], layer: int, groups: int) 
                 if g == h:
                     continue
                 added = a[g] * maps[g, h]
+                if compose_window is not None:
+                    added = np.triu(added, 1 - compose_window)
                 query, key = np.unravel_index(np.argmax(np.abs(added)), added.shape)
                 amount = float(added[query, key])
                 found.append(Contribution(layer, where, branch, int(g), int(h), int(query), int(key), amount))

@@ -257,7 +257,8 @@ def normalized(layer: Attention, name: str, x: Float[Array, "B T H D"]) -> Float
 def head_outputs(layer: Attention, call: Call, dropout: Dropout | None) -> Float[Array, "B T H D"]:
     """Return the outputs of all heads before the output projection."""
     is_plain_layer = call.is_plain and layer.implementation == "folded"  # of a model whose other layers compose
-    implementation = None if is_plain_layer else layer.implementation
+    takes_pairs = call.inputs.composed is None or layer.implementation in plan.OF_PAIRS  # of a cache
+    implementation = None if is_plain_layer or not takes_pairs else layer.implementation
     attention = plan.attention if active_mesh() is None else sharded_attention.attention
     attend: Attend = functools.partial(attention, implementation=implementation, dropout=dropout)
     if layer.remat:

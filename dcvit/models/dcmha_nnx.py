@@ -204,7 +204,7 @@ def _cache(layer: DCMHA) -> dict[str, Array]:
 
 def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the cache's arrays; `lead` is (*B, S)."""
-    net, widths = layer.layer.clone(decode=True), (layer.in_features, layer.in_kv_features)
+    net, widths = layer.layer.clone(decode=True, causal=True), (layer.in_features, layer.in_kv_features)
     x_q, x_k = (jax.ShapeDtypeStruct((*lead, width), jnp.float32) for width in widths)
     with selecting(Selection("off")):  # the shapes do not depend on kernels
         variables = jax.eval_shape(lambda q, k: net.init(jax.random.key(0), q, k), x_q, x_k)

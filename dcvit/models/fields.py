@@ -126,7 +126,7 @@ class TransformerFields(AttentionFields, kw_only=True):
         composition, chosen = self.composition(), self.compose_layers
         if chosen is None or layer in {number % self.depth for number in chosen}:
             return composition
-        return dataclasses.replace(composition, compose=None)
+        return dataclasses.replace(composition, compose=None, compose_window=None)
 
     @nn.nowrap
     def scan_layout(self, pattern: int = 1) -> tuple[int, int]:
@@ -152,10 +152,11 @@ class TransformerFields(AttentionFields, kw_only=True):
     @nn.nowrap
     def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
         """Return a constructor of attention that takes `layer`; outside of `compose_layers`, its `compose` is None."""
-        composes = [self.composition_of(layer).compose for layer in range(self.depth)]
+        compositions = [self.composition_of(layer) for layer in range(self.depth)]
 
         def make(*, layer: int, **fields: object) -> Layer:
-            return attention(compose=composes[layer], **fields)
+            found = compositions[layer]
+            return attention(compose=found.compose, compose_window=found.compose_window, **fields)
 
         return make
 
@@ -202,6 +203,8 @@ def check_attention(module: AttentionFields, num_heads: int) -> None:
     if module.qk_norm_epsilon <= 0:
         raise ValueError(f"qk_norm_epsilon={module.qk_norm_epsilon} should be above 0")
     if module.compose is None:
+        if module.compose_window is not None:
+            raise ValueError(f"compose_window={module.compose_window} has no effect without a composition: set compose")
         return
     if module.groups < 1 or num_heads % module.groups:
         raise ValueError(f"groups={module.groups} does not divide num_heads={num_heads}")
@@ -222,10 +225,8 @@ def check_transformer(module: TransformerFields) -> None:
 
 
 def check_compose_layers(module: TransformerFields) -> None:
-    """Raise ValueError if `compose_layers` has an index that is not a layer, or has no effect, as `compose_window`."""
+    """Raise ValueError if `compose_layers` has an index that is not a layer, or does not fit the other fields."""
     chosen, depth = module.compose_layers, module.depth
-    if module.compose is None and module.compose_window is not None:
-        raise ValueError(f"compose_window={module.compose_window} has no effect without a composition: set compose")
     if chosen is None:
         return
     shown = f"compose_layers={tuple(chosen)}"

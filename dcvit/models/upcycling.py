@@ -90,5 +90,7 @@ def fields_that_change_the_function(plain: nn.Module, composed: nn.Module) -> di
     names = {field.name for field in dataclasses.fields(plain)} - FREE_FIELDS
     if {getattr(net, "window_pattern", None) for net in (plain, composed)} == {"none"}:
         names -= {"window", "prefill_window"}  # unused
+    if getattr(plain, "compose", None) is not None:  # it has compositions, of the same function
+        names |= {"compose_gelu", "compose_window"}
     values = {name: (getattr(plain, name), getattr(composed, name)) for name in sorted(names)}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}

@@ -117,8 +117,7 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
 def _layers(model: LoadedModel, options: Options) -> list[int]:
     """Return the indices, from 0, of the layers that the page shows. Raise ConfigError if it cannot show any."""
     if model.module.compose_window is not None:
-        window = model.module.compose_window
-        raise ConfigError(f"{model.source}: compose_window={window}: the page would compose all keys")
+        raise ConfigError(f"{model.source}: the explorer does not support compose_window={model.module.compose_window}")
     try:
         return layer_numbers(model.module, options.layers)
     except ValueError as e:

@@ -24,6 +24,7 @@ SHAPES = {
     "window": {"window": 2},
     "causal window of 1": {"causal": True, "window": 1},
     "composed window": {"causal": True, "compose_window": 2},
+    "composed window, fewer keys": {"keys": 3, "causal": True, "compose_window": 3},
     "cross": {"keys": 6},
     "fewer keys": {"keys": 3, "causal": True},
     "grouped query": {"key_heads": 2, "causal": True},
@@ -42,6 +43,7 @@ SHAPES = {
 MIXED = (
     "window", "cross", "fewer keys", "grouped query", "key padding", "row mask", "four groups", "causal mask", "scale",
     "segments", "cross segments, mask", "composed window",
+    "composed window, fewer keys",
 )  # fmt: skip
 ABLATIONS = [  # every pair of branches, composes, shapes and implementations
     pytest.param(

@@ -45,6 +45,14 @@ def here():
     return check.environment(jax.local_devices()[0])
 
 
+def test_a_case_has_the_window_of_composition_of_its_call_if_there_is_one():
+    """Verdicts of calls without one keep their keys."""
+    assert "compose_window" not in case_of("right", causal=True).key
+    case = case_of("right", causal=True, compose_window=9)
+    call = check.call_of({name: jnp.zeros(shape, dtype) for name, (dtype, shape) in case.arrays.items()}, case.options)
+    assert call.options.compose_window == call.composition.compose_window == 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "status", "reason"),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dcvit.dcmha import kv_cache
+from dcvit.dcmha import ComposeWeights, kv_cache
 from dcvit.dcmha.inputs import Composition, Inputs, make_call
 from dcvit.models.composition import ComposeParams, compose_inputs, compose_weights
 
@@ -67,3 +67,16 @@ def test_a_call_whose_weights_have_another_composition_is_refused(wrong):
     assert make_call(inputs, given).composition == given
     with pytest.raises(ValueError, match="the weights have the composition"):
         make_call(inputs, dataclasses.replace(given, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("compose_window", "options", "expected"),
+    [(4, {}, 4), (5, {}, None), (4, {"window": 4}, None), (3, {"window": 4}, 3), (5, {"window": 9}, None)],
+)
+def test_a_window_of_composition_is_kept_if_some_pair_is_outside(compose_window, options, expected):
+    q, k = jnp.zeros((1, 5, 2, 4)), jnp.zeros((1, 3, 2, 4))
+    call = make_call(
+        Inputs(q, k, k, ComposeWeights(qg=jnp.zeros((1, 5, 2)))), causal=True, compose_window=compose_window, **options
+    )
+    assert call.options.compose_window == expected
+    assert call.composition.compose_window == compose_window

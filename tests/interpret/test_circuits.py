@@ -112,3 +112,5 @@ def test_a_contribution_is_the_largest_amount_of_its_branch():
         ])  # fmt: skip
         np.testing.assert_allclose(amounts[one.query, one.key], one.amount, rtol=1e-4, atol=1e-7)
         np.testing.assert_allclose(np.abs(amounts).max(), abs(one.amount), rtol=1e-4, atol=1e-7)
+    windowed = interpret.largest_contributions(arrays, 1, net.groups, compose_window=1)
+    assert all(one.query == one.key for one in windowed)

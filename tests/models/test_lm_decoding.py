@@ -23,7 +23,7 @@ GLOBAL, LOCAL = {"depth": 1}, {"depth": 1, "window_pattern": "1:1"}
 MODELS = {
     "local and global layer, grouped query keys": LLAMA | DC | {"qk_norm": "rmsnorm", "num_key_heads": 2},
     "two groups, tied": PYTHIA | DC | LOCAL | {"groups": 2, "static": True, "tied": True},
-    "composed window": LLAMA | DC | {"compose_window": 3},
+    "composed window": LLAMA | DC | {"compose_window": 3, "implementation": "blockwise"},
     "documents, scanned": GPT3 | {"compose": "pre", "end_of_text": 0, "scan": True},
     "talking, grouped": LLAMA | GLOBAL | {"heads": "talking", "num_key_heads": 2},
 }

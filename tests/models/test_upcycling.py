@@ -155,6 +155,11 @@ def test_fields_that_change_the_function_are_found(preset, fields, expected):
     assert fields_that_change_the_function(plain, lm.Model(VOCAB, preset=preset, **fields)) == expected
 
 
+def test_composed_models_differ_in_what_no_parameter_shows():
+    one, other = (lm.Model(VOCAB, preset="DCFormer++-405M", compose_window=window) for window in (None, 8))
+    assert fields_that_change_the_function(one, other) == {"compose_window": (None, 8)}
+
+
 def test_fields_of_images_that_change_the_function_are_found():
     plain = vit.Model(7, variant="S/16", patch_size=[16, 16])
     changed = functools.partial(fields_that_change_the_function, plain)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.backends.xla.reference import composed_pairs, masked_softmax, visible
+from dcvit.dcmha.backends.xla.reference import composed_inside, composed_pairs, masked_softmax, visible
 from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.inputs import Call, UnsupportedError
 from dcvit.dcmha.numerics import statistics_dtype
@@ -57,17 +57,11 @@ def run(call: Call) -> Float[Array, "B T H D"]:
     scores = scores * jnp.asarray(options.scale, wide)
     pairs = composed_pairs(1, keys, options) if pairs is None else pairs
     inside = None if pairs is None else pairs[:, 0, 0, :, None]
-
-    def composed(a: Array, w: ComposeWeights) -> Array:
-        found = compose(a, w, options.groups)
-        return found if inside is None else jnp.where(inside, found, a)
-
-    if pre is not None:
-        scores = composed(scores, pre)
+    in_groups = partial(compose, groups=options.groups)
+    scores = composed_inside(in_groups, scores, pre, inside)
     attended = visible(1, keys, options, mask, segments)
     weights = masked_softmax(scores, None if attended is None else attended[:, 0, 0, :, None], axis=1)
-    if post is not None:
-        weights = composed(weights, post)
+    weights = composed_inside(in_groups, weights, post, inside)
     out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
     out = jnp.sum(jnp.where(key_head_mask.T, out.reshape(batch, heads, key_heads, head_dim).swapaxes(2, 3), 0), axis=3)
     return out[:, None].astype(q.dtype)

@@ -60,6 +60,15 @@ def composed_pairs(queries: int, keys: int, options: Options) -> Bool[Array, "1 
     return (key > query - options.compose_window)[None, None]
 
 
+def composed_inside(
+    compose: Callable[..., Array], a: Float[Array, "*shape"], w: ComposeWeights | None, pairs: Array | None
+) -> Float[Array, "*shape"]:
+    """Return compose(a, w) for the pairs that are composed, and `a` for the others; `pairs` None stands for all."""
+    if w is None:
+        return a
+    return compose(a, w) if pairs is None else jnp.where(pairs, compose(a, w), a)
+
+
 def masked_softmax(
     scores: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None, axis: int = -1
 ) -> Float[Array, "*shape"]:
@@ -102,16 +111,10 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)
-
-    def composed(a: Array, w: ComposeWeights | None) -> Array:
-        if w is None:
-            return a
-        found = compose(a, w, groups=options.groups)
-        return found if pairs is None else jnp.where(pairs, found, a)
-
-    composed_scores = composed(scores, pre)
+    in_groups = functools.partial(compose, groups=options.groups)
+    composed_scores = composed_inside(in_groups, scores, pre, pairs)
     weights = masked_softmax(composed_scores, attended)
-    return AttentionMatrices(scores, composed_scores, weights, composed(weights, post))
+    return AttentionMatrices(scores, composed_scores, weights, composed_inside(in_groups, weights, post, pairs))
 
 
 def run(
