@@ -169,15 +169,12 @@ def hidden_weights(
     """
     params = {name: {field: w.astype(x.dtype) for field, w in some.items()} for name, some in params.items()}
     columns = _columns(params, sides, heads)
-    missing, groups, second = _padding(columns), 1, []
-    for side in dict.fromkeys(c.field[0] for c in columns):
-        layers = [params[c.compose_name][c.field] for c in columns if c.field == f"{side}2"]
-        gates = sum(c.width for c in columns if c.field == f"{side}g")
-        second += [*([_second_layer(layers, heads)] if layers else []), jnp.zeros((gates, gates), x.dtype)]
-        groups = layers[0].shape[0] if layers else groups
-    second.append(jnp.zeros((missing, missing), x.dtype))
+    missing = _padding(columns)
     before = x @ jnp.pad(_first_layer(params, columns), ((0, 0), (0, missing)))
-    return HiddenWeights(before, block_diag(*second), HiddenLayout(tuple(columns), heads, groups, gelu))
+    layers = [params[c.compose_name][c.field] for c in columns if c.field.endswith("2")]
+    count, groups = before.shape[2], layers[0].shape[0] if layers else 1
+    second = _joined_second_layers(layers, columns, heads, count) if layers else jnp.zeros((count, count), x.dtype)
+    return HiddenWeights(before, second, HiddenLayout(tuple(columns), heads, groups, gelu))
 
 
 def _separate_weights(
@@ -255,6 +252,32 @@ def _first_layer(params: Mapping[str, Mapping[str, Array]], columns: Sequence[Co
     """Return the matrix with which the inputs are multiplied for the hidden units and gates of `columns`."""
     parts = [params[c.compose_name][c.field] for c in columns if not c.field.endswith("2")]
     return jnp.concatenate([w.reshape(w.shape[0], -1) for w in parts], axis=1)
+
+
+def _joined_second_layers(
+    w_2: Sequence[Float[Array, "G I I"]], columns: Sequence[Columns], heads: int, count: int
+) -> Float[Array, "C C"]:
+    """Return the second layers of the composes and sides of `columns`, in their order, as one C×C matrix, C = `count`.
+
+    The hidden units of a side have its columns of projections, by compose, group and unit. Products with constant
+    matrices move the blocks to their rows and columns: transpositions of their short axes are slow on TPUs.
+    """
+    groups, inner = w_2[0].shape[:2]
+    per_group = heads // groups
+    ends = np.cumsum([c.width for c in columns])
+    starts = {(c.compose_name, c.field): end - c.width for c, end in zip(columns, ends, strict=True)}
+    rows, outs = [], []
+    for side in dict.fromkeys(c.field[0] for c in columns):
+        names = [c.compose_name for c in columns if c.field == f"{side}2"]
+        first = min((starts[name, f"{side}1"] for name in names), default=0)
+        for n, name in enumerate(names):
+            rows.append(first + n * groups * inner + np.arange(groups * inner).reshape(groups, inner))
+            down, up = (starts[name, f"{side}{end}"] for end in "12")
+            ranks, group = heads * np.arange(inner // (2 * per_group))[:, None], np.arange(heads).reshape(groups, 1, -1)
+            outs.append(np.concatenate([(start + ranks + group).reshape(groups, -1) for start in (down, up)], axis=1))
+    row, out = (jnp.asarray(np.eye(count)[np.concatenate(places)], w_2[0].dtype) for places in (rows, outs))
+    found: Array = jnp.einsum("PIR,PIO,POC->RC", row, jnp.concatenate(w_2), out)
+    return found
 
 
 def _second_layer(w_2: Sequence[Float[Array, "G I I"]], heads: int) -> Float[Array, "CGI CGI"]:
