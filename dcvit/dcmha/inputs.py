@@ -119,7 +119,7 @@ def make_call(
     found = dataclasses.replace(Composition.of_weights(pre, post, groups), compose_window=compose_window)
     if compose_window is not None:
         if inputs.composed is None and not causal and window is None:
-            raise ValueError(f"compose_window={compose_window} needs causal attention: set causal=True")
+            raise ValueError(f"compose_window={compose_window} needs causal attention; ViTs have none")
         reach = queries if window is None else min(queries, window)  # of a query, in keys
         if found.compose is None or inputs.composed is not None or compose_window >= reach:
             compose_window = None
