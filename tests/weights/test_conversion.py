@@ -364,7 +364,7 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
 def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
     """A field of training, such as the initial bias of the head, prevents no export; those that are refused do."""
     names = {field.name for field in dataclasses.fields(net)}
-    refused = {"compose_layers"}
+    refused = {"compose_layers", "compose_window"}
     in_file = dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"]
     assert names - {"parent", "name", outputs, *refused, *TRAINING_ONLY_FIELDS} == in_file.keys()
 
