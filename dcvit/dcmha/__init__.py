@@ -56,8 +56,7 @@ def attention(
       post: weights of the compose of attention weights, after the softmax.
       causal: query i attends only to keys 0 … i.
       window: query i attends only to keys i-window+1 … i; implies `causal`.
-      compose_window: query i's scores and weights are composed only for keys i-compose_window+1 … i, and are those of
-        plain attention for older keys, under one softmax; needs `causal` or `window`. None composes all pairs.
+      compose_window: compose query i with keys i-compose_window+1 … i only; older keys have plain scores and weights.
       mask: True where a query attends to a key; the same for all heads, because a compose mixes the heads. It is
         combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
       segments: int32 ids of the tokens of packed rows (B T), or the pair of those of queries (B T) and keys (B S).
@@ -85,9 +84,7 @@ def attention(
         support the case.
     """
     inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-    call = make_call(
-        inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window
-    )  # fmt: skip
+    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window)
     return plan.attention(call, implementation, dropout)
 
 
@@ -113,7 +110,5 @@ def attention_weights(
       ValueError: as `attention`.
     """
     inputs = Inputs(q, k, k, pre, post, mask, make_segments(segments))
-    call = make_call(
-        inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window
-    )  # fmt: skip
+    call = make_call(inputs, causal=causal, window=window, groups=groups, scale=scale, compose_window=compose_window)
     return reference.attention_matrices(call.inputs, call.options).composed_weights

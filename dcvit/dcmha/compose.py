@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import Initializer, normal
+from jax.scipy.linalg import block_diag
 from jax.typing import DTypeLike
 
 from dcvit.dcmha import device
@@ -172,7 +173,7 @@ def hidden_weights(
     before = x @ jnp.pad(_first_layer(params, columns), ((0, 0), (0, missing)))
     layers = [params[c.compose_name][c.field] for c in columns if c.field.endswith("2")]
     count, groups = before.shape[2], layers[0].shape[0] if layers else 1
-    second = _second_layers(layers, columns, heads, count) if layers else jnp.zeros((count, count), x.dtype)
+    second = _joined_second_layers(layers, columns, heads, count) if layers else jnp.zeros((count, count), x.dtype)
     return HiddenWeights(before, second, HiddenLayout(tuple(columns), heads, groups, gelu))
 
 
@@ -197,9 +198,8 @@ def _separate_weights(
         if field.endswith("g"):
             found[name, field] = jnp.tanh(before)
         else:
-            w_2, own = params[name][f"{field[0]}2"], [Columns(name, f"{field[0]}{end}", width) for end in "12"]
-            second = _second_layers([w_2], own, heads, 2 * width)
-            both = product(jax.nn.gelu(before, approximate=gelu == "tanh"), second)
+            w_2 = params[name][f"{field[0]}2"]
+            both = product(jax.nn.gelu(before, approximate=gelu == "tanh"), _second_layer(w_2, heads))
             down, found[name, f"{field[0]}2"] = jnp.split(both, 2, axis=2)
             found[name, field] = _normed(down, np.full(width, True), heads // w_2.shape[0])
     return [found[c.compose_name, c.field] for c in columns]
@@ -254,13 +254,13 @@ def _first_layer(params: Mapping[str, Mapping[str, Array]], columns: Sequence[Co
     return jnp.concatenate([w.reshape(w.shape[0], -1) for w in parts], axis=1)
 
 
-def _second_layers(
+def _joined_second_layers(
     w_2: Sequence[Float[Array, "G I I"]], columns: Sequence[Columns], heads: int, count: int
 ) -> Float[Array, "C C"]:
-    """Return the second layers W_2 of the composes and sides of `columns`, in their order, as one matrix, C = `count`.
+    """Return the second layers of the composes and sides of `columns`, in their order, as one C×C matrix, C = `count`.
 
-    The hidden units of a side, its rows, have the places of its projections, by compose, group and unit. Products with
-    constant matrices move the blocks to their rows and columns: transpositions of their short axes are slow on TPUs.
+    The hidden units of a side have its columns of projections, by compose, group and unit. Products with constant
+    matrices move the blocks to their rows and columns: transpositions of their short axes are slow on TPUs.
     """
     groups, inner = w_2[0].shape[:2]
     per_group = heads // groups
@@ -278,6 +278,16 @@ def _second_layers(
     row, out = (jnp.asarray(np.eye(count)[np.concatenate(places)], w_2[0].dtype) for places in (rows, outs))
     found: Array = jnp.einsum("PIR,PIO,POC->RC", row, jnp.concatenate(w_2), out)
     return found
+
+
+def _second_layer(w_2: Float[Array, "G I I"], heads: int) -> Float[Array, "GI GI"]:
+    """Return the second layer of a compose, W_2 of Eqn 5, as one matrix that is block-diagonal.
+
+    Its rows are ordered by group and input; its columns by down and up, rank, group and head.
+    """
+    layer, groups = block_diag(*w_2), len(w_2)
+    split = layer.reshape(len(layer), groups, 2, -1, heads // groups)
+    return jnp.transpose(split, (0, 2, 3, 1, 4)).reshape(layer.shape)
 
 
 def _normed(w: Float[Array, "B N _"], is_down: np.ndarray, run: int) -> Float[Array, "B N _"]:

@@ -161,9 +161,7 @@ class Attention(AttentionFields):
         cache = cache_of(inputs)
         if x.cache is not None and x.update is not None:
             cache = extend(x.cache, cache, x.update.start, x.update.added)
-            compose_window = self.compose_window if self.compose else None
-            inputs = attend_to_cache(cache, inputs, x.update, window=window, compose_window=compose_window)
-            causal, window = False, None
+            inputs, causal, window = attend_to_cache(self, cache, inputs, x.update), False, None
         has_head_masks = not self.compose and inputs.mask is not None and inputs.mask.shape[1] > 1
         inputs = heads_as_examples(inputs) if has_head_masks else inputs
         composition = self.composition() if self.compose else Composition()  # groups and branches count with a compose
@@ -266,16 +264,15 @@ def head_outputs(layer: Attention, call: Call, dropout: Dropout | None) -> Float
     return attend(call)
 
 
-def attend_to_cache(
-    cache: Cache, inputs: Inputs, update: CacheUpdate, *, window: int | None, compose_window: int | None
-) -> Inputs:
+def attend_to_cache(layer: Attention, cache: Cache, inputs: Inputs, update: CacheUpdate) -> Inputs:
     """Return attention's inputs for one new token: its query, the cached keys and values, a mask of visible ones."""
     if inputs.segments is not None:
         raise ValueError("one token that attends to a cache has no segments: give a mask of the slots")
     length = update.start + update.added
-    mask = visible(cache.k.shape[1], length, window=window, first=update.oldest_visible)
+    slots, compose_window = cache.k.shape[1], layer.compose_window
+    mask = visible(slots, length, window=layer.window, first=update.oldest_visible)
     mask = mask if inputs.mask is None else mask & inputs.mask
-    composed = None if compose_window is None else visible(cache.k.shape[1], length, window=compose_window)
+    composed = None if compose_window is None else visible(slots, length, window=compose_window)
     k, v = (x.reshape(*x.shape[:2], *inputs.k.shape[2:]).astype(inputs.k.dtype) for x in (cache.k, cache.v))
     pre, post = with_keys(inputs.pre, cache.pre), with_keys(inputs.post, cache.post)
     return Inputs(inputs.q, k, v, pre, post, mask, composed=composed)

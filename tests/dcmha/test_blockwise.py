@@ -126,13 +126,13 @@ def test_segments_equal_the_reference_to_rounding(x64, case, sizes):
 
 def test_blocks_without_a_common_document_are_not_computed(monkeypatch):
     """Count the blocks that a program computes, and their keys."""
-    computed, forward = [], blockwise._forward_block
+    computed, forward = [], blockwise.forward_block
 
     def count(block, options):
         jax.debug.callback(lambda _: computed.append(block.inputs.k.shape[1]), block.start["q"])
         return forward(block, options)
 
-    monkeypatch.setattr(blockwise, "_forward_block", count)
+    monkeypatch.setattr(blockwise, "forward_block", count)
     tokens, ids = 2048, jnp.repeat(jnp.arange(8, dtype=jnp.int32), 256)[None]
     q = jnp.ones((1, tokens, 1, 4))
     for segments, most in ((ids, 256), (jnp.zeros_like(ids), tokens)):

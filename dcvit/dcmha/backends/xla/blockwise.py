@@ -6,7 +6,7 @@ end at the diagonal in a causal layer and are those of the window in a local lay
 layer are linear in T. The forward pass saves its inputs only; the backward pass computes the softmax of a block again.
 With a saved log-sum-exp instead, which rounds large scores, rows of weights would not sum to one.
 
-With a window of composition, the composes compute the part of a block that is `near` its queries alone.
+With a window of composition, the composes compute the part of a block that is near its queries alone (`block.Near`).
 
 With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
 queries. Their number depends on the data; it is rounded up to one of `document_sizes`, and a loop computes the blocks
@@ -30,8 +30,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import device
 from dcvit.dcmha.backends.xla import reference, tile
-from dcvit.dcmha.backends.xla.near import Near
-from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.backends.xla.block import Block, Near, backward_block, forward_block
 from dcvit.dcmha.device import map_examples
 from dcvit.dcmha.gradients import with_backward
 from dcvit.dcmha.inputs import Call, Inputs, Options
@@ -93,35 +92,6 @@ class Run(NamedTuple):
     first_key: int | Array
     step: int
     keys: int
-
-
-class Block(NamedTuple):
-    """One block: its inputs, the mask of its scores (None: no key is masked), and the positions of its first tokens."""
-
-    inputs: Inputs
-    mask: Array | None
-    start: dict[str, int | Array]
-    near: Near | None  # None: all pairs are composed
-
-    def cut(self, a: Array, *, inside: bool = False) -> Array:
-        """Return the planes that the composes read; with `inside`, zeros for pairs that are not composed."""
-        if self.near is None:
-            return a
-        return self.near.cut_inside(a) if inside else self.near.cut(a)
-
-    def compose_weights(self) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """Return the weights of both composes for the keys of `cut`."""
-        pre, post = self.inputs.pre, self.inputs.post
-        return (pre, post) if self.near is None else (self.near.cut_weights(pre), self.near.cut_weights(post))
-
-    def compose(
-        self, a: Array, planes: tile.Hidden, w: ComposeWeights | None, groups: int, *, mask: Array | None = None
-    ) -> Array:
-        """Return the masked A' of Eqn 7 for all keys; `planes` and `w` are those of the keys of `cut`."""
-        if self.near is None or w is None:
-            return tile.compose_planes(a, planes, w, mask, groups=groups)
-        found = self.near.put(tile.compose_planes(self.near.cut(a), planes, w, None, groups=groups), a)
-        return found if mask is None else tile.masked(found, mask)
 
 
 supports = reference.supports  # every call
@@ -236,7 +206,7 @@ def _forward(options: Options, x: Inputs) -> Float[Array, "H T D"]:
     """Return the output of one example."""
 
     def write_block(block: Block, total: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(total, _forward_block(block, options), block.start["q"], 1)
+        return jax.lax.dynamic_update_slice_in_dim(total, forward_block(block, options), block.start["q"], 1)
 
     return _fold_blocks(options, x, jnp.zeros_like(x.q), write_block)
 
@@ -248,7 +218,7 @@ def _backward(options: Options, x: Inputs, d_out: Float[Array, "H T D"]) -> Inpu
 
     def add_block(block: Block, total: Inputs) -> Inputs:
         rows = block.inputs.q.shape[1]
-        part = _backward_block(block, jax.lax.dynamic_slice_in_dim(d_out, block.start["q"], rows, 1), options)
+        part = backward_block(block, jax.lax.dynamic_slice_in_dim(d_out, block.start["q"], rows, 1), options)
 
         def add(axis: Axis, old: Array, new: Array) -> Array:
             side, dim = axis
@@ -270,73 +240,10 @@ _attend = with_backward(
 )
 
 
-def _forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
-    """Return the output of attention (Eqn 4) for the queries of one block."""
-    x, groups = block.inputs, options.groups
-
-    def compose(a: Array, w: ComposeWeights | None, mask: Array | None = None) -> Array:
-        return block.compose(a, tile.hidden(block.cut(a), w, groups=groups), w, groups, mask=mask)
-
-    pre, post = block.compose_weights()
-    scores = compose(_matmul("htd,hsd->hts", x.q, x.k), pre, block.mask)
-    weights = compose(tile.softmax(scores), post)
-    return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype)
-
-
-def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
-    """Return the gradients of one block's inputs; gradients of arrays with a key axis are sums over its queries."""
-    x, groups = block.inputs, options.groups
-    scores = _matmul("htd,hsd->hts", x.q, x.k)
-    w_pre, w_post = block.compose_weights()
-    a = block.cut(scores)
-    pre = tile.hidden(a, w_pre, groups=groups)
-    weights = tile.softmax(block.compose(scores, pre, w_pre, groups, mask=block.mask))
-
-    d_final = _matmul("htd,hsd->hts", d_out, x.v)
-    back = tile.transposed(w_post)
-    p, g = block.cut(weights), d_final if w_post is None else block.cut(d_final, inside=True)
-    post = tile.hidden(p, w_post, groups=groups), tile.hidden(g, back, groups=groups)
-    final = block.compose(weights, post[0], w_post, groups)
-    dv = _over_queries(final.astype(d_out.dtype), d_out, len(x.v))
-    d_post = w_post and tile.weight_gradients(p, g, *post, w_post, groups=groups)
-    if block.near is None:
-        d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
-    else:
-        d_weights = block.compose(d_final, post[1], back, groups)
-        d_composed = tile.softmax_gradient(weights, d_weights, tile.Hidden(None, None), None, groups)
-
-    back = tile.transposed(w_pre)
-    g = d_composed if w_pre is None else block.cut(d_composed, inside=True)
-    d_hidden = tile.hidden(g, back, groups=groups)
-    d_pre = w_pre and tile.weight_gradients(a, g, pre, d_hidden, w_pre, groups=groups)
-    d_scores = block.compose(d_composed, d_hidden, back, groups).astype(x.q.dtype)
-    dq = _matmul("hts,hsd->htd", d_scores, x.k)
-    dk = _over_queries(d_scores, x.q, len(x.k))
-    if (near := block.near) is not None:
-        d_pre, d_post = (d and near.spread_weights(d, x.k.shape[1]) for d in (d_pre, d_post))
-    return Inputs(dq, dk, dv, d_pre, d_post)
-
-
 @tile.no_inline
 def _sum(x: Array, y: Array) -> Array:
     """Return x + y, not inlined: fused into an update of a larger array, XLA would write all of that array."""
     return x + y
-
-
-def _matmul(equation: str, a: Array, b: Array) -> Array:
-    """Return the einsum of each head with sums in at least float32.
-
-    Neighboring heads of `a` may share a head of `b`; their queries are then rows of one product, and nothing is copied.
-    """
-    rows = a.reshape(len(b), -1, a.shape[-1])
-    out = jnp.einsum(equation, rows, b, preferred_element_type=statistics_dtype(a.dtype))
-    return out.reshape(*a.shape[:-1], out.shape[-1])
-
-
-def _over_queries(a: Float[Array, "H t s"], b: Float[Array, "H t D"], heads: int) -> Float[Array, "K s D"]:
-    """Return the sum of a·b over the queries of all heads that share one of the `heads` K key heads."""
-    a, b = (x.reshape(heads, -1, x.shape[-1]) for x in (a, b))
-    return jnp.einsum("kts,ktd->ksd", a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
 def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
