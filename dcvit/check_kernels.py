@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
         if self.segments:
             arrays |= {f"segments.{s}": ("int32", (batch, n)) for s, n in (("queries", self.queries), ("keys", keys))}
         options = {"causal": self.causal, "window": self.window, "groups": self.groups, "scale": self.head_dim**-0.5}
-        options |= {} if self.compose_window is None else {"compose_window": self.compose_window}
+        options["compose_window"] = self.compose_window
         return {"arrays": arrays, "options": options}
 
 

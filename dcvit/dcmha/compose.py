@@ -269,7 +269,7 @@ def _joined_second_layers(
     rows, outs = [], []
     for side in dict.fromkeys(c.field[0] for c in columns):
         names = [c.compose_name for c in columns if c.field == f"{side}2"]
-        first = min((starts[name, f"{side}1"] for name in names), default=0)
+        first = starts[names[0], f"{side}1"]
         for n, name in enumerate(names):
             rows.append(first + n * groups * inner + np.arange(groups * inner).reshape(groups, inner))
             down, up = (starts[name, f"{side}{end}"] for end in "12")

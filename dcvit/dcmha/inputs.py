@@ -99,17 +99,18 @@ def make_call(
     """
     if composition is not None:
         groups, compose_window = composition.groups, composition.compose_window
-    windows = {"window": window, "compose_window": compose_window}
-    for name, number in {"groups": groups, **{name: 1 if w is None else w for name, w in windows.items()}}.items():
+    given = {"window": window, "compose_window": compose_window}
+    windows = {name: number for name, number in given.items() if number is not None}
+    for name, number in {"groups": groups, **windows}.items():
         if not isinstance(number, int | np.integer):
             raise ValueError(f"{name}={number!r}: expected an integer that is known at trace time")
     check_arrays(inputs)
     batch, queries, heads, head_dim = inputs.q.shape
     if groups < 1 or heads % groups:
         raise ValueError(f"groups={groups} does not divide {heads} heads")
-    for name, found_window in windows.items():
-        if found_window is not None and found_window < 1:
-            raise ValueError(f"{name}={found_window}: expected at least 1, because a query attends to its own position")
+    for name, number in windows.items():
+        if number < 1:
+            raise ValueError(f"{name}={number}: expected at least 1, because a query attends to its own position")
     for weights in (inputs.pre, inputs.post):
         if weights is not None:
             check_weights(

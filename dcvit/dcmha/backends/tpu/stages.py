@@ -205,9 +205,7 @@ class Stages:
         return (jnp.exp2(x - self.m[h, :, strip.queries][None]) for h, x in enumerate(logits))
 
 
-def in_tile(
-    stages: AnyStages, i: Index, j: Index, attended: Array, compute: Callable[[AnyStages], None]
-) -> None:  # fmt: skip
+def in_tile(stages: AnyStages, i: Index, j: Index, attended: Array, compute: Callable[[AnyStages], None]) -> None:
     """Call `compute` for the tile of query block `i` and key block `j` if it is attended.
 
     It gets `stages`, or in a tile without composed pairs, those whose composes have no branches.

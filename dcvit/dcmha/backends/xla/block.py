@@ -48,7 +48,7 @@ class Near(NamedTuple):
 
     def cut_inside(self, x: Float[Array, "H t s"]) -> Float[Array, "H t n"]:
         """Return the near keys, with zeros for the pairs that are not composed."""
-        return _inside(self.inside, self.cut(x))
+        return _chosen(self.inside, self.cut(x), 0)
 
     def cut_weights(self, w: ComposeWeights | None) -> ComposeWeights | None:
         """Return the weights of a compose for the near keys."""
@@ -99,7 +99,7 @@ class Block(NamedTuple):
         if self.near is None or w is None:
             return tile.compose_planes(a, planes, w, mask, groups=groups)
         found = self.near.put(tile.compose_planes(self.near.cut(a), planes, w, None, groups=groups), a)
-        return found if mask is None else tile.masked(found, mask)
+        return found if mask is None else _chosen(mask, found, -jnp.inf)
 
 
 def forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
@@ -166,10 +166,5 @@ def _over_queries(a: Float[Array, "H t s"], b: Float[Array, "H t D"], heads: int
 
 
 @tile.no_inline
-def _inside(inside: Array, x: Array) -> Array:
-    return jnp.where(inside, x, 0)
-
-
-@tile.no_inline
-def _chosen(inside: Array, x: Array, y: Array) -> Array:
-    return jnp.where(inside, x, y)
+def _chosen(where: Bool[Array, "#t #n"], x: Float[Array, "H t n"], y: Array | float) -> Float[Array, "H t n"]:
+    return jnp.where(where, x, y)

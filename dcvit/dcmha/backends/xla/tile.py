@@ -108,12 +108,6 @@ def compose_planes(
 
 
 @no_inline
-def masked(scores: Float[Array, "H t s"], mask: Bool[Array, "#t #s"]) -> Float[Array, "H t s"]:
-    """Return the scores with minus infinity where they are masked."""
-    return _apply_mask(scores, mask)
-
-
-@no_inline
 def softmax(scores: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
     """Return the softmax over the keys of each query; it is zero for a query whose keys are all masked."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
