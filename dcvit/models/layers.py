@@ -251,9 +251,23 @@ def rotate(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[
     if width > x.shape[-1]:
         raise ValueError(f"a rotary embedding of {width} numbers is wider than a head, {x.shape[-1]}")
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
+    rotated = (_rotated_by_product if device.platform() == "tpu" else _rotated_halves)(x[..., :width], cos, sin)
+    return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
+
+
+def _rotated_halves(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _rotated_by_product(x: Array, cos: Array, sin: Array) -> Array:
+    """Return x·cos + (-b, a)·sin for the halves (a, b) of x; a product with a matrix of 0 and ±1 swaps them, exactly.
+
+    XLA would concatenate halves on TPUs as the maximum of two padded arrays, in passes of their own.
+    """
+    turn = jnp.asarray(np.kron([[0, 1], [-1, 0]], np.eye(cos.shape[-1])), x.dtype)
+    turned = jnp.matmul(x, turn, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return x.astype(jnp.float32) * jnp.tile(cos, 2) + turned * jnp.tile(sin, 2)
 
 
 class LayerGroup(nn.Module):

@@ -34,8 +34,10 @@ class TestRotary:
         return np.asarray(rotate(jnp.asarray(x, jnp.float32), angles))
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("platform", ["cpu", "tpu"])
     @pytest.mark.parametrize(("width", "base"), [(4, 10_000.0), (8, 500.0)])
-    def test_pairs_are_rotated_as_complex_numbers_and_the_rest_is_unchanged(self, width, base):
+    def test_pairs_are_rotated_as_complex_numbers_and_the_rest_is_unchanged(self, monkeypatch, width, base, platform):
+        monkeypatch.setattr(device, "platform", lambda: platform)
         x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
         expected = [lm_oracle.rope(row, at, width, base) for row, at in zip(x, self.POSITIONS, strict=True)]
         out = self.rotated(x, width, base)
