@@ -33,6 +33,9 @@ Metrics = dict[str, jax.Array]
 Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
 ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
 Objective = Callable[[Params, "TrainState", dict[str, jax.Array], jax.Array], jax.Array]
+# The compiler gathers a matrix that is split over chips before its product (in MiB, the size from which it loops over
+# the parts instead). Loops take 3.3 times the cycles in a step of 405M on v5e:4x4, by the compiler's estimate.
+TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -102,9 +105,10 @@ def step_flops(setup: Setup) -> int | None:
 
 def jit_update(setup: Setup, shapes: TrainState) -> Any:
     """Return the training step of `make_update`, jitted for a state placed like `shapes`; it donates that state."""
-    places = jax.tree.map(lambda s: s.sharding, shapes)
+    places, mesh = jax.tree.map(lambda s: s.sharding, shapes), setup.model.mesh
     update = make_update(setup, places.params)
-    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.model.mesh)))
+    options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(mesh)), compiler_options=options)
 
 
 def make_objective(setup: Setup, module: nn.Module) -> Objective:
