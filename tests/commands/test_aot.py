@@ -19,7 +19,7 @@ from dcvit.dcmha.plan import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes
-from dcvit.training import measure
+from dcvit.training import measure, step
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -127,6 +127,7 @@ def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, n
     assert row["total"] < row["memory"]
     assert row["params"] * row["chips"] >= row["parameters"] * 4 / measure.GIB * 0.99
     assert row["collectives"]
+    assert "collective-permute" not in row["collectives"]  # of a product with parts of a matrix
 
 
 @needs_libtpu
@@ -141,6 +142,16 @@ def test_a_small_step_fits_a_small_slice(library_promotion, capsys):
     assert 0 < row["total"] < row["memory"] == 16
     assert "all-reduce" in row["collectives"]
     assert any("per chip" in line[""] for line in aot.lines(row))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("options", "kind"), [(None, "collective-permute"), (step.TPU_OPTIONS, "all-gather")])
+def test_training_steps_gather_a_split_matrix_which_xla_would_multiply_in_parts(options, kind):
+    mesh = sharding.make_mesh([("fsdp", 16)], measure.topology_devices("v5e:4x4")[1])
+    rows = NamedSharding(mesh, P("fsdp"))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows) for shape in ((16, 2048, 1024), (1024, 1024)))
+    product = jax.jit(jnp.matmul, out_shardings=rows, compiler_options=options)
+    assert {c.kind for c in hlo.collectives(product.lower(x, w).compile().as_text())} == {kind}
 
 
 @needs_libtpu
