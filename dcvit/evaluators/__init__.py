@@ -26,7 +26,7 @@ from dcvit.errors import ConfigError, nearest
 from dcvit.models import Outputs, Params
 from dcvit.models.flops import forward_flops
 from dcvit.models.packed_images import PackedImages
-from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
+from dcvit.parallel.sharding import batch_shards, compiler_options, local_rows, put_batch, replicated
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))  # of the evaluators
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "mean_recall", "loss", "n", "images_per_second")
@@ -120,7 +120,7 @@ class TimedFunction:
         def call(params: Params, batch: DeviceBatch, *rest: jax.Array) -> Any:
             return function(params, batch, *rest), {key: batch[key] for key in (*keep, "_mask")}
 
-        self.function = jax.jit(call, out_shardings=replicated(mesh))
+        self.function = jax.jit(call, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
         self.mesh, self.batch_size = mesh, rounded_batch_size(batch_size, mesh)
         self.compiled: Callable[..., Any] | None = None
         self.reset_timer()

@@ -266,6 +266,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def compiler_options(mesh: Mesh) -> dict[str, int] | None:
+    """Return options of `jax.jit` for programs on a mesh: on TPUs, a split matrix is gathered before its product.
+
+    The compiler would multiply by one part after the other, in 3.2 times the cycles of a step of 405M on v5e:4x4 (its
+    estimate). The option is the size in MiB from which it still does.
+    """
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000} if is_tpu else None
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding whose first dimension is split over the axes of `BATCH`."""
     return NamedSharding(mesh, P(BATCH))

@@ -21,7 +21,7 @@ from dcvit.models import Params
 from dcvit.models.flops import forward_flops, training_flops
 from dcvit.models.packed_images import token_counts
 from dcvit.models.upcycling import identity_compositions
-from dcvit.parallel.sharding import batch_sharding, replicated, shardings, with_shardings
+from dcvit.parallel.sharding import batch_sharding, compiler_options, replicated, shardings, with_shardings
 from dcvit.parallel.trees import by_name
 from dcvit.training.distillation import TEACHER
 from dcvit.training.evaluation import predictor
@@ -33,9 +33,6 @@ Metrics = dict[str, jax.Array]
 Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
 ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
 Objective = Callable[[Params, "TrainState", dict[str, jax.Array], jax.Array], jax.Array]
-# The compiler gathers a matrix that is split over chips before its product (in MiB, the size from which it loops over
-# the parts instead). Loops take 3.3 times the cycles in a step of 405M on v5e:4x4, by the compiler's estimate.
-TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -107,8 +104,9 @@ def jit_update(setup: Setup, shapes: TrainState) -> Any:
     """Return the training step of `make_update`, jitted for a state placed like `shapes`; it donates that state."""
     places, mesh = jax.tree.map(lambda s: s.sharding, shapes), setup.model.mesh
     update = make_update(setup, places.params)
-    options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
-    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(mesh)), compiler_options=options)
+    return jax.jit(
+        update, donate_argnums=0, out_shardings=(places, replicated(mesh)), compiler_options=compiler_options(mesh)
+    )
 
 
 def make_objective(setup: Setup, module: nn.Module) -> Objective:
@@ -261,5 +259,9 @@ def trace(setup: Setup, mode: str = "train") -> tuple[jax.stages.Traced, PyTree,
         params = with_shardings(model.shapes, model.mesh, model.strategy)
         shape = (setup.data.batch_size, *example.shape[1:])
         inputs = jax.ShapeDtypeStruct(shape, example.dtype, sharding=rows)
-        logits = jax.jit(lambda params, inputs: predict(params, inputs)[0], out_shardings=rows)
+        logits = jax.jit(
+            lambda params, inputs: predict(params, inputs)[0],
+            out_shardings=rows,
+            compiler_options=compiler_options(model.mesh),
+        )
         return logits.trace(params, inputs), params, inputs

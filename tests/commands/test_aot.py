@@ -19,7 +19,7 @@ from dcvit.dcmha.plan import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes
-from dcvit.training import measure, step
+from dcvit.training import measure
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -145,13 +145,13 @@ def test_a_small_step_fits_a_small_slice(library_promotion, capsys):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("options", "kind"), [(None, "collective-permute"), (step.TPU_OPTIONS, "all-gather")])
-def test_training_steps_gather_a_split_matrix_which_xla_would_multiply_in_parts(options, kind):
+def test_programs_gather_a_split_matrix_which_xla_would_multiply_in_parts():
     mesh = sharding.make_mesh([("fsdp", 16)], measure.topology_devices("v5e:4x4")[1])
     rows = NamedSharding(mesh, P("fsdp"))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows) for shape in ((16, 2048, 1024), (1024, 1024)))
-    product = jax.jit(jnp.matmul, out_shardings=rows, compiler_options=options)
-    assert {c.kind for c in hlo.collectives(product.lower(x, w).compile().as_text())} == {kind}
+    for options, kind in ((None, "collective-permute"), (sharding.compiler_options(mesh), "all-gather")):
+        product = jax.jit(jnp.matmul, out_shardings=rows, compiler_options=options)
+        assert {c.kind for c in hlo.collectives(product.lower(x, w).compile().as_text())} == {kind}
 
 
 @needs_libtpu
