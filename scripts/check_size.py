@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Lines of Python in folders, docstrings and comments included.
-MOST_LINES = {("dcvit", "input_pipeline"): 39_800, ("tests",): 29_720, ("scripts",): 3_880}
+MOST_LINES = {("dcvit", "input_pipeline"): 39_820, ("tests",): 29_730, ("scripts",): 3_880}
 MOST_ANY = 200  # occurrences of `Any` outside the tests and import lines
 ADVICE = (
     "remove what the change made unnecessary (`git diff --stat origin/HEAD` shows where it adds lines), or raise the "

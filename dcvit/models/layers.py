@@ -15,7 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from dcvit.dcmha import device
-from dcvit.dcmha.numerics import product
+from dcvit.dcmha.numerics import product, statistics_dtype
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -242,7 +242,8 @@ def patch_angles(
 def rotate(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[Array, "B T H D"]:
     """Rotate pairs of each head's numbers, one by each angle, in float32; numbers after the pairs stay as they are.
 
-    Number i of the first half and number i of the second half form a pair: the layout of GPT-NeoX and LLaMA.
+    Number i of the first half and number i of the second half form a pair: the layout of GPT-NeoX and LLaMA. Angles
+    get no gradient.
 
     Raises:
       ValueError: a head has fewer numbers.
@@ -250,24 +251,33 @@ def rotate(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[
     width = 2 * angles.shape[-1]
     if width > x.shape[-1]:
         raise ValueError(f"a rotary embedding of {width} numbers is wider than a head, {x.shape[-1]}")
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    cos, sin = (f(jax.lax.stop_gradient(angles))[:, :, None] for f in (jnp.cos, jnp.sin))
     rotated = (_rotated_by_product if device.platform() == "tpu" else _rotated_halves)(x[..., :width], cos, sin)
-    return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
+    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
 def _rotated_halves(x: Array, cos: Array, sin: Array) -> Array:
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+@jax.custom_vjp
 def _rotated_by_product(x: Array, cos: Array, sin: Array) -> Array:
     """Return x·cos + (-b, a)·sin for the halves (a, b) of x; a product with a matrix of 0 and ±1 swaps them, exactly.
 
-    XLA would concatenate halves on TPUs as the maximum of two padded arrays, in passes of their own.
+    XLA would concatenate halves on TPUs as the maximum of two padded arrays, in passes of their own. The gradient is
+    the rotation by the opposite angle.
     """
+    wide = statistics_dtype(x.dtype)
     turn = jnp.asarray(np.kron([[0, 1], [-1, 0]], np.eye(cos.shape[-1])), x.dtype)
-    turned = jnp.matmul(x, turn, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return x.astype(jnp.float32) * jnp.tile(cos, 2) + turned * jnp.tile(sin, 2)
+    turned = jnp.matmul(x, turn, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
+    return (x.astype(wide) * jnp.tile(cos, 2) + turned * jnp.tile(sin, 2)).astype(x.dtype)
+
+
+_rotated_by_product.defvjp(
+    lambda x, cos, sin: (_rotated_by_product(x, cos, sin), (cos, sin)),
+    lambda saved, d: (_rotated_by_product(d, saved[0], -saved[1]), None, None),
+)
 
 
 class LayerGroup(nn.Module):

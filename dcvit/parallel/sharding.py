@@ -12,6 +12,7 @@ The compiler (GSPMD) derives the communication from the shardings of parameters 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -51,6 +52,9 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"head/kernel", ("tensor", None)),
 )
 STACKED = r"(.*/)?Transformer/(group|encodergroup|encoderblock)/.*"  # of a scan: the first dimension is the layer
+
+
+MIB_IN_PARTS = "xla_jf_spmd_threshold_for_windowed_einsum_mib"  # smaller products gather their split matrix
 
 
 @runtime_checkable
@@ -270,10 +274,11 @@ def compiler_options(mesh: Mesh) -> dict[str, int] | None:
     """Return options of `jax.jit` for programs on a mesh: on TPUs, a split matrix is gathered before its product.
 
     The compiler would multiply by one part after the other, in 3.2 times the cycles of a step of 405M on v5e:4x4 (its
-    estimate). The option is the size in MiB from which it still does.
+    estimate, without the time of exchanges). `LIBTPU_INIT_ARGS` with the same option takes precedence.
     """
+    given, is_split = os.environ.get("LIBTPU_INIT_ARGS", ""), mesh.size > 1
     is_tpu = mesh.devices.flat[0].platform == "tpu"
-    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000} if is_tpu else None
+    return {MIB_IN_PARTS: 1_000_000} if is_tpu and is_split and MIB_IN_PARTS not in given else None
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -127,7 +127,7 @@ def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, n
     assert row["total"] < row["memory"]
     assert row["params"] * row["chips"] >= row["parameters"] * 4 / measure.GIB * 0.99
     assert row["collectives"]
-    assert "collective-permute" not in row["collectives"]  # of a product with parts of a matrix
+    assert "collective-permute" not in row["collectives"]  # no product in parts
 
 
 @needs_libtpu

@@ -45,6 +45,17 @@ class TestRotary:
         np.testing.assert_allclose(out[:, :3], np.array(expected)[:, :3], rtol=0, atol=2e-6)
         np.testing.assert_array_equal(out[..., width:], x[..., width:])
 
+    @pytest.mark.parametrize("width", [4, 8])
+    def test_the_rotation_of_bfloat16_and_its_gradient_are_those_of_cpus_on_tpus(self, monkeypatch, width):
+        x, d = (jnp.asarray(np.random.default_rng(n).normal(size=(2, 5, 3, 8)), jnp.bfloat16) for n in (0, 1))
+        angles = rotary_angles(jnp.asarray(self.POSITIONS), width=width, base=10_000.0)
+        found = []
+        for platform in ("cpu", "tpu"):
+            monkeypatch.setattr(device, "platform", lambda platform=platform: platform)
+            out, vjp = jax.vjp(lambda x: rotate(x, angles), x)
+            found.append(np.array([out, vjp(d)[0]], np.float32))
+        np.testing.assert_allclose(*found, rtol=2**-8, atol=2**-12)  # a rounding to bfloat16
+
     def test_frequencies_are_scaled_by_the_wavelengths_of_llama_3(self):
         """Meta's rule (https://github.com/meta-llama/llama-models): long waves are divided, short ones stay."""
         frequencies, (factor, low, high, context) = 500_000.0 ** (-np.arange(64) / 64), (8.0, 1.0, 4.0, 8192)
